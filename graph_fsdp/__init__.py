@@ -1,0 +1,34 @@
+"""Fully sharded data parallelism by FX graph passes on torch.compile."""
+
+from graph_fsdp import passes
+from graph_fsdp.api import compile
+from graph_fsdp.errors import (
+    AlreadyCompiledError,
+    AlreadyShardedError,
+    EmptyPlaceholderError,
+    GraphBreakError,
+    MeshError,
+    ParameterChangedError,
+    RankDisagreement,
+    UnsupportedError,
+    VerificationError,
+)
+from graph_fsdp.report import GraphReport, inspect
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyCompiledError",
+    "AlreadyShardedError",
+    "EmptyPlaceholderError",
+    "GraphBreakError",
+    "GraphReport",
+    "MeshError",
+    "ParameterChangedError",
+    "RankDisagreement",
+    "UnsupportedError",
+    "VerificationError",
+    "compile",
+    "inspect",
+    "passes",
+]

@@ -1,0 +1,142 @@
+"""``graph_fsdp.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from graph_fsdp import validate
+from graph_fsdp.capture import Engine
+from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
+from graph_fsdp.passes import PassPipeline, default_pipeline
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.sharding import Storage
+from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile(
+    model: Model,
+    mesh: DeviceMesh | None = None,
+    *,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    activation_checkpointing: str | None = None,
+    sync_module_states: bool = False,
+    param_init_fn: Any = None,
+    passes: PassPipeline | None = None,
+    backend: str = "inductor",
+    fullgraph: bool = True,
+    dynamic: bool | None = None,
+) -> Model:
+    """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
+
+    The same object comes back. Its parameters become DTensors sharded on dimension 0 (scalars are replicated), under
+    unchanged names; make the optimizer afterwards. Its class becomes a subclass of its own class and of
+    ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
+
+    Args:
+        model: on its device already, with its values.
+        mesh: one-dimensional, of the model's device type. None: all ranks of ``torchrun``, or one process, whose
+            parameters then stay plain tensors.
+        auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
+        reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
+            (ZeRO-2), None keeps the unit used last.
+        mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
+            ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
+        ignored_params: left as they are: not sharded, gradients not reduced.
+        sync_module_states: give every rank the values of the mesh's first rank.
+        passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
+        backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        fullgraph, dynamic: as in ``torch.compile``.
+
+    Raises:
+        MeshError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError: before
+            anything of the model is changed.
+    """
+    validate.torch_version(torch.__version__)
+    validate.model(model)
+    validate.options(
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        param_init_fn=param_init_fn,
+        passes=passes,
+        backend=backend,
+    )
+    ignored = validate.ignored_parameters(model, ignored_params)
+    device = validate.device(model, ignored)
+    names = parameter_names(model)
+    units = find_units(model, auto_wrap_policy, ignored)
+    mesh = _find_mesh(mesh, device)
+    spec = _model_spec(units, names, mesh, mp_policy)
+
+    if sync_module_states and mesh is not None:
+        _broadcast(model, mesh)
+    originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
+    storage = Storage(model, spec, originals, names, mesh)
+    engine = Engine(
+        original_forward(model),
+        spec,
+        storage,
+        passes if passes is not None else default_pipeline(),
+        BACKENDS[backend](),
+        reshard_after_forward=reshard_after_forward,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+    )
+    storage.install(guarded=not fullgraph)
+    input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
+    become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype))
+    return model
+
+
+def _find_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
+    if mesh is not None:
+        validate.mesh(mesh, device)
+        return mesh
+    if dist.is_initialized():
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    world_size = validate.world_size_of_environment()
+    return init_device_mesh(device.type, (world_size,)) if world_size > 1 else None
+
+
+def _model_spec(
+    units: list[Unit], names: dict[nn.Parameter, list[str]], mesh: DeviceMesh | None, policy: MixedPrecisionPolicy
+) -> ModelSpec:
+    world_size = mesh.size() if mesh is not None else 1
+    by_name = {p_names[0]: p for p, p_names in names.items()}
+    specs = []
+    for unit in units:
+        for name in unit.parameters:
+            p = by_name[name]
+            param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
+            reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
+            specs.append(
+                ParameterSpec(
+                    name, unit.name, tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
+                )
+            )
+    return make_model_spec(specs, mesh.get_group().group_name if mesh is not None else "", world_size)
+
+
+def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    source = dist.get_process_group_ranks(group)[0]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, source, group=group)
+            tensor.copy_(value)

@@ -1,0 +1,229 @@
+"""From a forward call to running programs: torch.compile with a backend of ours.
+
+Dynamo traces the plain model with placeholder parameters. Our backend finds them among the graph's inputs by
+identity, lets the passes turn them into shards and gathers, hands the graph to AOTAutograd, and runs the passes on
+what comes back: the joint graph, then the forward and backward graph, or the inference graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, RankDisagreement, VerificationError
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
+from graph_fsdp.passes.pipeline import add_stage
+from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.report import CapturedGraph
+from graph_fsdp.runtime import GatheredBytes, Program, RegionCache
+from graph_fsdp.runtime.agreement import agree
+from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.sharding import Storage
+
+_engines = itertools.count()
+
+
+class Engine:
+    """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        spec: ModelSpec,
+        storage: Storage,
+        pipeline: PassPipeline,
+        backend: Backend,
+        *,
+        reshard_after_forward: bool | None,
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
+        self.reshard_after_forward = reshard_after_forward
+        self.counter = GatheredBytes()
+        self.regions = RegionCache(backend)
+        self.graphs: list[CapturedGraph] = []
+        self.plan: dict[Any, list[tuple[str, str]]] = {}
+        self._agreed: set[tuple[Any, ...]] = set()
+        self._index = next(_engines)
+        self._inputs: dict[str, Tensor] = {}
+        self._compiled = torch.compile(
+            _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
+        )
+
+    def __deepcopy__(self, memo: Any) -> Engine:
+        raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward. Parameters are placeholders for its time, shards again whatever happens."""
+        if self.storage.active:
+            raise RuntimeError(
+                "the forward of a graph_fsdp model was called from within itself; call submodules instead"
+            )
+        inputs = self.storage.inputs_after_refresh()
+        with self.storage.placeholders_registered(), compat.ignoring_logging_calls():
+            self._inputs = inputs
+            try:
+                return self._compiled(module, *args, **kwargs)
+            except compat.BackendCompilerFailed as error:
+                cause = error.inner_exception
+                if isinstance(cause, (VerificationError, RankDisagreement)):
+                    raise cause from None
+                raise
+            except compat.Unsupported as error:
+                raise _graph_break(error) from error
+            finally:
+                self._inputs = {}
+
+    def _compile_graph(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend: called once per captured graph."""
+        captured = CapturedGraph(len(self.graphs), self.spec)
+        context = PassContext(self.spec, self.reshard_after_forward, self.plan, stages=captured.stages)
+        inputs = list(example_inputs)
+        substituted = self._find_parameters(module, inputs, context)
+        self.pipeline.run([Graph(module, "capture")], context)
+        self.graphs.append(captured)
+        run = self._through_aot_autograd(module, inputs, context, captured)
+
+        def call(*args: Any) -> Any:
+            values = list(args)
+            for index, name in substituted:
+                values[index] = self._inputs[name]
+            return run(*values)
+
+        return call
+
+    def _find_parameters(
+        self, module: fx.GraphModule, inputs: list[Any], context: PassContext
+    ) -> list[tuple[int, str]]:
+        """Which graph inputs are placeholders; ``inputs`` gets fake shards in their places."""
+        mode = compat.current_fake_mode()
+        substituted = []
+        for index, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
+            argument = node.meta.get("grapharg")
+            example = getattr(argument, "example", None)
+            parameter = self.storage.by_placeholder.get(id(example)) if example is not None else None
+            if parameter is None:
+                continue
+            with mode:
+                shard = torch.empty(
+                    parameter.spec.shard_shape,
+                    dtype=parameter.spec.dtype,
+                    device=parameter.input.device,
+                    requires_grad=parameter.placeholder.requires_grad,
+                )
+            context.shard_inputs[node] = (parameter.spec, shard)
+            inputs[index] = shard
+            substituted.append((index, parameter.spec.name))
+        return substituted
+
+    def _through_aot_autograd(
+        self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
+    ) -> Callable[..., Any]:
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            joint = self.backend.prepare(joint)
+            primals, tangents = joint_inputs
+            context.tangents = slice(len(primals), len(primals) + len(tangents))
+            context.forward_outputs = num_fwd_outputs
+            self.pipeline.run([Graph(joint, "joint")], context)
+            forward, backward = compat.min_cut_rematerialization_partition(
+                joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+            )
+            graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+            for graph in graphs:
+                add_stage(graph, context, "partition", 0.0)
+            self.pipeline.run(graphs, context)
+            self._settle(graphs, context)
+            return forward, backward
+
+        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
+            return self._program(Graph(forward, "forward"), captured)
+
+        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program:
+            return self._program(Graph(backward, "backward"), captured)
+
+        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
+            graph = Graph(self.backend.prepare(inference), "inference")
+            self.pipeline.run([graph], context)
+            self._settle([graph], context)
+            return self._program(graph, captured)
+
+        return compat.aot_autograd(
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
+            inference_compiler=compile_inference,
+            partition_fn=partition,
+            decompositions=self.backend.decompositions(),
+            keep_inference_input_mutations=True,
+        )(module, inputs)
+
+    def _settle(self, graphs: list[Graph], context: PassContext) -> None:
+        """Make the order of collectives the plan's, and agree on it with the other ranks where it is new."""
+        sequences = {graph.phase: graph.collectives for graph in graphs}
+        for phase, sequence in sequences.items():
+            self.plan.setdefault(phase, sequence)
+        key = tuple((phase, *sequence) for phase, sequence in sequences.items())
+        if key in self._agreed or self.spec.world_size == 1:
+            return
+        phases = "+".join(sequences)
+        number = len(self._agreed)
+        agree(f"model{self._index}/{number}-{phases}", _fingerprint(graphs, self), compat.resolve_group(self.spec.group))
+        self._agreed.add(key)
+
+    def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
+        program = Program(graph, self.regions, self.counter)
+        captured.add_program(graph, program)
+        return program
+
+
+def _fingerprint(graphs: list[Graph], engine: Engine) -> list[str]:
+    """What ranks must have in common before they run: torch, options, and every collective with its size."""
+    lines = [f"torch {torch.__version__}", f"passes {engine.pipeline!r}", f"backend {engine.backend.name}"]
+    for graph in graphs:
+        for node in graph.fx.nodes:
+            record = node.meta.get("fsdp")
+            if record is not None and record.role.value in ("gather_start", "reduce_start"):
+                dtype = node.meta["val"].dtype
+                lines.append(
+                    f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
+                    f"of {', '.join(record.params)}"
+                )
+    return lines
+
+
+def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``forward``, with a code object of its own.
+
+    Dynamo caches by code object and limits recompilations of one: two models of a class must not share either.
+    """
+
+    def graph_fsdp_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise EmptyPlaceholderError(
+                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager'), or a call "
+                "from compiled code), so the model would run on placeholders without memory; turn it on, or use "
+                "backend='eager' to run the transformed graphs without a compiler"
+            )
+        return forward(*args, **kwargs)
+
+    code = graph_fsdp_forward.__code__
+    return types.FunctionType(
+        code.replace(), graph_fsdp_forward.__globals__, code.co_name, None, graph_fsdp_forward.__closure__
+    )
+
+
+def _graph_break(error: compat.Unsupported) -> GraphBreakError:
+    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if frame.name != "graph_fsdp_forward"]
+    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
+    reason = str(error).split("\n\n")[0].strip().splitlines()
+    return GraphBreakError(
+        f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
+        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's own explanation is above."
+    )

@@ -1,0 +1,48 @@
+"""What can go wrong, one class per kind. Each message names what was wrong and what to do."""
+
+from __future__ import annotations
+
+from graph_fsdp.passes.pipeline import PipelineError
+from graph_fsdp.passes.verify import VerificationError
+from graph_fsdp.runtime.agreement import RankDisagreement
+
+__all__ = [
+    "AlreadyCompiledError",
+    "AlreadyShardedError",
+    "EmptyPlaceholderError",
+    "GraphBreakError",
+    "MeshError",
+    "ParameterChangedError",
+    "PipelineError",
+    "RankDisagreement",
+    "UnsupportedError",
+    "VerificationError",
+]
+
+
+class MeshError(ValueError):
+    """The mesh does not fit the model, or there is none where one is needed."""
+
+
+class AlreadyShardedError(ValueError):
+    """A parameter or module is already sharded or wrapped by another data parallelism."""
+
+
+class AlreadyCompiledError(ValueError):
+    """``graph_fsdp.compile`` was called on a model that it has compiled before."""
+
+
+class UnsupportedError(NotImplementedError):
+    """An option or method that this version does not have. Nothing is ignored silently."""
+
+
+class GraphBreakError(RuntimeError):
+    """The model cannot be traced in one graph, and ``fullgraph=True`` asks for that."""
+
+
+class EmptyPlaceholderError(RuntimeError):
+    """Code that was not compiled touched a parameter while the model's forward ran."""
+
+
+class ParameterChangedError(RuntimeError):
+    """A sharded parameter was replaced by something that its storage cannot hold."""

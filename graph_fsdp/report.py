@@ -1,0 +1,210 @@
+"""``graph_fsdp.inspect``: what the passes made of a model, to read, to compare and to run."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from graph_fsdp.passes.dialect import NodeRecord, Role
+from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.pipeline import PHASES
+from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.stage import Stage
+from graph_fsdp.runtime import GatheredBytes, Program
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph; None
+    where the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard."""
+
+    name: str
+    kind: str  # "gather", "kept" (received from forward) or "reduce"
+    parameters: tuple[str, ...]
+    nbytes: int
+    start: int | None
+    wait: int | None
+    first_use: int | None
+    free: int | None
+    escapes: bool
+
+
+class GraphView:
+    """One graph of a capture: its stages by pass name, its buckets, and the program that runs it."""
+
+    def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
+        self.phase = phase
+        self.stages = stages
+        self.buckets: list[BucketRow] = []
+        self.program: str | None = None
+        self.nodes = 0
+
+    def diff(self, stage: str) -> str:
+        """Unified diff of a stage's code against the stage before it."""
+        names = list(self.stages)
+        if stage not in names:
+            raise KeyError(f"the {self.phase} graph has no stage {stage!r}; it has {', '.join(names)}")
+        index = names.index(stage)
+        before = self.stages[names[index - 1]].body if index else ""
+        title = names[index - 1] if index else "(nothing)"
+        lines = difflib.unified_diff(
+            before.splitlines(), self.stages[stage].body.splitlines(), title, stage, lineterm="", n=1
+        )
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        header = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
+        rows = [
+            (
+                row.name,
+                row.kind,
+                str(len(row.parameters)),
+                f"{row.nbytes:,}",
+                *("-" if v is None else str(v) for v in (row.start, row.wait, row.first_use)),
+                "kept" if row.escapes else "-" if row.free is None else str(row.free),
+            )
+            for row in self.buckets
+        ]
+        return _columns(header, rows)
+
+
+@dataclass
+class CapturedGraph:
+    """Everything of one captured graph: recompilations are captures of their own."""
+
+    index: int
+    spec: ModelSpec
+    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+    views: dict[Phase, GraphView] = field(default_factory=dict)
+
+    def add_program(self, graph: Graph, program: Program) -> None:
+        view = self.view(graph.phase)
+        view.program = program.source
+        view.buckets = _bucket_rows(graph)
+        view.nodes = len(graph.fx.nodes)
+
+    def view(self, phase: Phase) -> GraphView:
+        if phase not in self.views:
+            self.views[phase] = GraphView(phase, self.stages[phase])
+        return self.views[phase]
+
+
+class GraphReport:
+    """What ``inspect`` returns. ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their
+    kind; ``graphs`` holds all captures, in order."""
+
+    def __init__(self, graphs: list[CapturedGraph], spec: ModelSpec, counter: GatheredBytes, regions: Any) -> None:
+        self.graphs, self.spec = graphs, spec
+        self.peak_gathered_bytes = counter.peak
+        self.collectives = dict(counter.collectives)
+        self.regions, self.compiled_regions = regions.regions, regions.compiled
+
+    @property
+    def forward(self) -> GraphView:
+        return self._latest("forward")
+
+    @property
+    def backward(self) -> GraphView:
+        return self._latest("backward")
+
+    @property
+    def inference(self) -> GraphView:
+        return self._latest("inference")
+
+    def _latest(self, phase: Phase) -> GraphView:
+        for captured in reversed(self.graphs):
+            if phase in captured.views:
+                return captured.views[phase]
+        raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
+
+    def diff(self, stage: str) -> str:
+        """Unified diffs of what a pass changed, over the latest graphs that it ran on."""
+        found = []
+        for phase in PHASES:
+            for captured in reversed(self.graphs):
+                if stage in captured.stages[phase]:
+                    found.append(f"# {phase} graph\n{captured.view(phase).diff(stage)}")
+                    break
+        if not found:
+            raise KeyError(f"no graph has a stage {stage!r}")
+        return "\n".join(found)
+
+    def __str__(self) -> str:
+        parameters = list(self.spec.parameters.values())
+        lines = [
+            f"graph_fsdp: {len(parameters)} parameters in {len(self.spec.buckets)} buckets over "
+            f"{self.spec.world_size} ranks",
+            f"captured graphs: {len(self.graphs)}; compute regions: {self.regions}, compiled {self.compiled_regions}; "
+            f"most bytes gathered at once: {self.peak_gathered_bytes:,}",
+        ]
+        for captured in self.graphs:
+            for phase, view in captured.views.items():
+                lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
+                lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
+                total = sum(stage.seconds for stage in view.stages.values()) * 1e3
+                names = ", ".join(view.stages)
+                lines += [f"  passes: {names} ({total:.1f} ms)"]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def inspect(model: nn.Module) -> GraphReport:
+    """Report on a compiled model: every graph captured so far, after every pass.
+
+    Raises:
+        TypeError: ``model`` was not compiled by graph_fsdp.
+    """
+    engine = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
+    if engine is None:
+        raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
+    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+
+
+def _bucket_rows(graph: Graph) -> list[BucketRow]:
+    positions = graph.positions()
+    rows = []
+    roots = graph.alias_roots()
+    events: dict[Any, dict[str, int]] = {}
+    for node, at in positions.items():
+        record: NodeRecord | None = node.meta.get("fsdp")
+        for source in node.all_input_nodes:
+            for root in roots[source]:
+                if record is not None and record.role in (Role.GATHER_WAIT, Role.REDUCE_WAIT):
+                    events.setdefault(root, {})["wait"] = at
+                elif record is not None and record.role is Role.FREE:
+                    events.setdefault(root, {})["free"] = at
+                elif node.op != "output":
+                    events.setdefault(root, {}).setdefault("first_use", at)
+    for node in graph.with_role(Role.GATHER_START, Role.KEPT, Role.REDUCE_START):
+        record = node.meta["fsdp"]
+        found = events.get(node, {})
+        kind = {Role.GATHER_START: "gather", Role.KEPT: "kept", Role.REDUCE_START: "reduce"}[record.role]
+        rows.append(
+            BucketRow(
+                record.bucket,
+                kind,
+                record.params,
+                record.nbytes,
+                None if kind == "kept" else positions[node],
+                found.get("wait"),
+                found.get("first_use"),
+                found.get("free"),
+                record.escapes and kind == "gather",
+            )
+        )
+    return rows
+
+
+def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    left = 2  # text columns; the others are numbers
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        return "  " + "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), *map(line, rows)])

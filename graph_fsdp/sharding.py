@@ -1,0 +1,215 @@
+"""Parameters as shards: one contiguous buffer per dtype, DTensor views of it, and placeholders for tracing.
+
+[Note: three tensors per parameter]
+- The *shard*: a DTensor parameter whose local tensor is a view of the storage. ``parameters()``, ``state_dict()``,
+  the optimizer and DCP see it, always, except while the model's forward runs.
+- The *placeholder*: the model's original Parameter object, full shape and ``param_dtype``, with its memory taken
+  away. While the forward runs it stands in the module, so that Dynamo traces the plain model. Being the original
+  object, it also stands wherever else the model keeps a reference to its parameters (``nn.LSTM`` does).
+- The *input*: the padded local shard, as the graph takes it. Equal shapes on all ranks, whatever the rank holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.passes import compat
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter of the model, under all its names."""
+
+    spec: ParameterSpec
+    owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
+    placeholder: nn.Parameter
+    shard: nn.Parameter
+    input: Tensor  # padded local shard, a view of the storage
+    local: Tensor  # without padding: the shard's own local tensor
+
+
+class Storage:
+    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        originals: dict[str, nn.Parameter],
+        names: dict[nn.Parameter, list[str]],
+        mesh: DeviceMesh | None,
+    ) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        offsets, sizes = _layout(spec)
+        device = next(iter(originals.values())).device
+        self.buffers = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
+        self.parameters: dict[str, ShardedParameter] = {}
+        for name, p in spec.parameters.items():
+            original = originals[name]
+            begin = offsets[name]
+            padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
+            local = padded if p.replicated else padded[: p.local_rows(self.rank)]
+            first = self.rank * p.chunk_rows if not p.replicated else 0
+            with torch.no_grad():
+                source = original.detach()
+                local.copy_(source if p.replicated else source[first : first + local.shape[0]])
+            owners = tuple(_owner(model, full_name) for full_name in names[original])
+            self.parameters[name] = ShardedParameter(
+                p, owners, original, self._make_shard(p, original, local), padded, local
+            )
+        self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
+        self.active = False
+
+    def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
+        value = local
+        if self.mesh is not None:
+            placement: list[Placement] = [Replicate() if p.replicated else Shard(0)]
+            value = DTensor.from_local(
+                local, self.mesh, placement, run_check=False, shape=original.shape, stride=_contiguous(original.shape)
+            )
+        shard = nn.Parameter(value, requires_grad=original.requires_grad)
+        shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
+        return shard
+
+    def install(self, guarded: bool) -> None:
+        """Register the shards and take the placeholders' memory away. ``guarded``: some code may run eagerly while
+        placeholders are registered, and must get an error instead of reading memory that is not there."""
+        for p in self.parameters.values():
+            _register(p, p.shard)
+            empty = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
+            empty.untyped_storage().resize_(0)
+            p.placeholder.grad = None
+            p.placeholder.data = empty
+
+    @contextlib.contextmanager
+    def placeholders_registered(self) -> Iterator[None]:
+        """For the time of a forward: modules hold placeholders. Whatever happens, they hold shards afterwards."""
+        self.active = True
+        try:
+            for p in self.parameters.values():
+                _register(p, p.placeholder)
+            yield
+        finally:
+            for p in self.parameters.values():
+                _register(p, p.shard)
+            self.active = False
+
+    def refresh(self) -> None:
+        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
+        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …``)."""
+        for p in self.parameters.values():
+            module, leaf = p.owners[0]
+            registered = module._parameters.get(leaf)
+            if registered is not p.shard:
+                p.shard = _checked_replacement(p, registered)
+            memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
+            if memory.data_ptr() != p.local.data_ptr() and memory.numel():
+                self._adopt(p, memory)
+            if p.placeholder.requires_grad != p.shard.requires_grad:
+                p.placeholder.requires_grad_(p.shard.requires_grad)
+
+    def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
+        found = (tuple(memory.shape), memory.dtype, memory.device)
+        if found != (expected := (tuple(p.local.shape), p.local.dtype, p.local.device)):
+            raise ParameterChangedError(
+                f"parameter {p.spec.name!r} was {_describe(expected)} per rank and is {_describe(found)} now; move and "
+                "cast the model before graph_fsdp.compile, and set compute dtypes with mp_policy"
+            )
+        with torch.no_grad():
+            p.local.copy_(memory)
+        if self.mesh is None:
+            p.shard.data = p.local
+        else:
+            compat.set_local_tensor(p.shard, p.local)
+
+    def inputs_after_refresh(self) -> dict[str, Tensor]:
+        """Parameter name → the padded local shard that the graphs take, connected to the parameter's ``grad``."""
+        self.refresh()
+        parameters = list(self.parameters.values())
+        values = {p.spec.name: p.input for p in parameters}
+        trainable = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
+        if self.mesh is None:
+            values.update({p.spec.name: p.shard for p in trainable})
+        elif trainable:
+            outputs = _ToLocal.apply(trainable, *(p.shard for p in trainable))
+            values.update({p.spec.name: value for p, value in zip(trainable, outputs, strict=True)})
+        return values
+
+
+class _ToLocal(torch.autograd.Function):
+    """All DTensor parameters → padded local shards, and their gradients back into DTensors: one node per forward
+    instead of one per parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameters: list[ShardedParameter], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        return tuple(p.input.detach() for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *map(_shard_gradient, ctx.parameters, grads))
+
+
+def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    rows = p.local.shape[0] if p.local.dim() else 0
+    local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
+    return compat.make_dtensor(local, p.shard)
+
+
+def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
+    """Parameter name → element at which its chunk starts in its dtype's buffer, and the buffers' sizes."""
+    offsets: dict[str, int] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for bucket in spec.buckets:
+        dtype = bucket.parameters[0].dtype
+        begin = sizes.setdefault(dtype, 0)
+        offsets.update({name: begin + offset for name, offset in bucket.offsets.items()})
+        sizes[dtype] = begin + bucket.shard_numel
+    for p in spec.parameters.values():
+        if p.name not in offsets:
+            offsets[p.name] = sizes.setdefault(p.dtype, 0)
+            sizes[p.dtype] += aligned(p.shard_numel, p.dtype)
+    return offsets, sizes
+
+
+def _register(p: ShardedParameter, value: nn.Parameter) -> None:
+    for module, leaf in p.owners:
+        module._parameters[leaf] = value
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
+    same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
+    if not same_kind or found.shape != p.shard.shape:
+        raise ParameterChangedError(
+            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter of shape "
+            f"{tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
+        )
+    return found
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def _describe(kind: tuple[tuple[int, ...], torch.dtype, torch.device]) -> str:
+    shape, dtype, device = kind
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

@@ -1,0 +1,208 @@
+"""Units: which parameters are gathered together.
+
+A unit is a submodule; it owns the parameters below it that no unit inside it owns. The root unit holds what
+is left. Units decide only the grouping: when a unit is gathered and freed is decided on the graph.
+
+[Note: tied parameters]
+A parameter with several names has several owners, and its gathered value must be alive where any of them is
+used. It therefore belongs to the innermost unit that contains all of its owners: often the root, but the unit
+itself when both owners lie inside it, or when one module with the parameter is registered twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from graph_fsdp.passes.compat import _Policy
+
+# torch's wrap policies: policy objects (ModuleWrapPolicy, CustomPolicy), functions of
+# (module, recurse, nonwrapped_numel), or, our shorthand, the classes themselves.
+AutoWrapPolicy: TypeAlias = Callable[..., bool] | Iterable[type[nn.Module]] | Any
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_MAX_CLASSES_IN_MESSAGE = 12
+_ACCEPTED = (
+    "pass None (repeated blocks become units), a set of module classes, torch's ModuleWrapPolicy or "
+    "CustomPolicy, or a function of (module, recurse, nonwrapped_numel) such as "
+    "functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})"
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A group of parameters that is gathered, freed and reduced as one.
+
+    ``name`` is the module's fully qualified name (its first, if it is registered twice), ``""`` for the root.
+    ``parameters`` holds canonical parameter names in registration order (see :func:`parameter_names`).
+    """
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+
+
+def find_units(
+    model: nn.Module,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+) -> list[Unit]:
+    """Divide the model's parameters into units.
+
+    Without a policy, repeated blocks are units: the children of a ``ModuleList``, ``Sequential`` or
+    ``ModuleDict`` that share their class with a sibling, have submodules and hold parameters; of nested ones
+    only the outermost. With a policy, units may be nested. Policies mean what they mean to
+    :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
+
+    Returns:
+        The root unit first, then in the order of ``model.named_modules()``. Each parameter that is not
+        ignored is in exactly one unit; units left without parameters are dropped, the root's too.
+
+    Raises:
+        TypeError: ``auto_wrap_policy`` is nothing that can select modules.
+        ValueError: ``auto_wrap_policy`` selects no module that holds parameters.
+    """
+    ignored = set(ignored_params)
+    if auto_wrap_policy is None:
+        selected = _repeated_blocks(model)
+    else:
+        selected = [module for module in _select(model, auto_wrap_policy, ignored) if _has_parameters(module)]
+        if not selected:
+            raise ValueError(_nothing_selected(model, auto_wrap_policy))
+
+    unit_modules = {model, *selected}
+    parameters: dict[nn.Module, list[str]] = {module: [] for module in unit_modules}
+    for parameter, names in parameter_names(model).items():
+        if parameter not in ignored:
+            parameters[_owning_unit(model, names, unit_modules)].append(names[0])
+    return [
+        Unit(name, module, tuple(parameters[module]))
+        for name, module in model.named_modules()
+        if parameters.get(module)
+    ]
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All fully qualified names of each parameter, in registration order; the first is its canonical name.
+
+    Tied parameters, and parameters of a module that is registered twice, have several.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    blocks: list[nn.Module] = []
+    for container in model.modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        composite = [c for c in container.children() if next(c.children(), None) and _has_parameters(c)]
+        count = Counter(type(child) for child in composite)
+        blocks += [child for child in composite if count[type(child)] > 1]
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    return [block for block in blocks if block not in inside]
+
+
+def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules that the policy chooses; the root is among them if the policy says so."""
+    if isinstance(policy, _Policy):
+        return list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+    if isinstance(policy, type):
+        hint = f" did you mean {{{policy.__name__}}}?" if issubclass(policy, nn.Module) else ""
+        raise TypeError(f"auto_wrap_policy is the class {policy.__name__};{hint} {_ACCEPTED}.")
+    if callable(policy) and not isinstance(policy, nn.Module):
+        _check_signature(policy)
+        selected: list[nn.Module] = []
+        _select_by_function(model, policy, ignored, selected)
+        return selected
+    if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes):
+        classes = tuple(policy)
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise TypeError(f"auto_wrap_policy holds {cls!r}, which is not a module class; {_ACCEPTED}.")
+        return [module for module in model.modules() if isinstance(module, classes)]
+    raise TypeError(f"auto_wrap_policy is {_describe(policy)} of type {type(policy).__name__}; {_ACCEPTED}.")
+
+
+def _select_by_function(
+    module: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter], selected: list[nn.Module]
+) -> int:
+    """Ask a policy function bottom-up, and return how many elements of ``module`` are in a unit.
+
+    These are the rules of torch's ``_recursive_wrap``, whose arithmetic size-based policies rely on: on the
+    way down a policy sees all elements, on the way up only those that no unit below has taken.
+    """
+    numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = sum(_select_by_function(child, policy, ignored, selected) for child in module.children())
+    if not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        return taken
+    selected.append(module)
+    return numel
+
+
+def _check_signature(policy: Callable[..., bool]) -> None:
+    """Say what is missing before a first call fails inside torch (a forgotten ``functools.partial``)."""
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # builtins have none
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        call = "(module=, recurse=, nonwrapped_numel=)"
+        message = f"auto_wrap_policy {_describe(policy)} cannot be called with {call}: {error}; {_ACCEPTED}."
+        raise TypeError(message) from None
+
+
+def _owning_unit(model: nn.Module, names: list[str], unit_modules: set[nn.Module]) -> nn.Module:
+    """The innermost unit on the path to every one of a parameter's names (see [Note: tied parameters])."""
+    paths = [_units_on_path(model, name, unit_modules) for name in names]
+    return next(unit for unit in reversed(paths[0]) if all(unit in path for path in paths))
+
+
+def _units_on_path(model: nn.Module, parameter_name: str, unit_modules: set[nn.Module]) -> list[nn.Module]:
+    module, units = model, [model]
+    for part in parameter_name.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if module in unit_modules:
+            units.append(module)
+    return units
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _describe(policy: object) -> str:
+    """A policy as the user wrote it: without the memory addresses that reprs of functions carry."""
+    if isinstance(policy, functools.partial):
+        keywords = [f"{key}={_describe(value)}" for key, value in policy.keywords.items()]
+        arguments = [_describe(policy.func), *map(_describe, policy.args), *keywords]
+        return f"functools.partial({', '.join(arguments)})"
+    if isinstance(policy, set | frozenset | list | tuple):
+        return "{" + ", ".join(_describe(element) for element in policy) + "}"
+    return getattr(policy, "__qualname__", None) or repr(policy)
+
+
+def _nothing_selected(model: nn.Module, policy: AutoWrapPolicy) -> str:
+    modules = list(model.modules())
+    classes = Counter(type(module).__name__ for module in modules if _has_parameters(module))
+    listed = ", ".join(f"{name} ({count})" for name, count in classes.most_common(_MAX_CLASSES_IN_MESSAGE))
+    if len(classes) > _MAX_CLASSES_IN_MESSAGE:
+        listed += f" and {len(classes) - _MAX_CLASSES_IN_MESSAGE} more"
+    return (
+        f"auto_wrap_policy {_describe(policy)} was asked about all {len(modules)} modules of "
+        f"{type(model).__name__} and selects none that holds parameters. The classes that do: {listed}. "
+        "Name one of these classes (or lower min_num_params), or pass auto_wrap_policy=None to make each "
+        "repeated block a unit."
+    )

@@ -1,0 +1,160 @@
+"""Bad input: one clear error each, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
+from graph_fsdp.module import GraphFSDPModule
+from graph_fsdp.passes import PassPipeline
+from graph_fsdp.passes.compat import MINIMUM_TORCH
+from graph_fsdp.runtime.backends import BACKENDS
+
+_TORCHRUN = "torchrun --nproc-per-node N script.py"
+
+
+def torch_version(version: str) -> None:
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if found < MINIMUM_TORCH:
+        raise UnsupportedError(
+            f"graph_fsdp needs torch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and this is {version}; "
+            "pip install --upgrade torch"
+        )
+
+
+def model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"its submodule {name!r}" if name else "model"
+        if isinstance(module, GraphFSDPModule):
+            raise AlreadyCompiledError(f"{where} was compiled by graph_fsdp before; compile a model once")
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+            kind = "FSDP2 (fully_shard)" if isinstance(module, FSDPModule) else "FSDP1 (FullyShardedDataParallel)"
+            raise AlreadyShardedError(f"{where} is sharded by {kind} already; pass the model as it was before that")
+        if isinstance(module, DistributedDataParallel):
+            raise AlreadyShardedError(f"{where} is wrapped in DistributedDataParallel; pass {where}.module instead")
+        if isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
+            raise UnsupportedError(f"{where} is a {type(module).__name__}; pass the module that it was made of")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"model: {type(model).__name__} has no parameters, so there is nothing to shard")
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise AlreadyShardedError(
+                f"parameter {name!r} is a DTensor with placements {p.placements}; pass a model whose parameters are "
+                "plain tensors"
+            )
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
+        if p.grad is not None:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
+            )
+
+
+def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    parameters = set(model.parameters())
+    found = set(ignored or ())
+    for p in found:
+        if p not in parameters:
+            raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
+    if found == parameters:
+        raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard")
+    return found
+
+
+def device(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device:
+    devices: dict[torch.device, str] = {}
+    for name, p in model.named_parameters():
+        if p not in ignored:
+            devices.setdefault(p.device, name)
+    if torch.device("meta") in devices:
+        raise UnsupportedError(
+            f"parameter {devices[torch.device('meta')]!r} is on the meta device and has no values; materialise the "
+            "model (to_empty and initialisation) before graph_fsdp.compile"
+        )
+    if len(devices) > 1:
+        found = ", ".join(f"{name!r} on {d}" for d, name in devices.items())
+        raise ValueError(f"model: parameters are on several devices ({found}); move the model to one device")
+    return next(iter(devices))
+
+
+def mesh(mesh: Any, device: torch.device) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.init_device_mesh) or None, got {mesh!r}")
+    if not dist.is_initialized():
+        raise MeshError(
+            f"mesh: its process group is not initialised (or was destroyed); start the script with {_TORCHRUN!r} and "
+            "make the mesh with init_device_mesh"
+        )
+    if mesh.ndim != 1:
+        raise MeshError(
+            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and sharding takes one; pass one of its "
+            f"dimensions, e.g. mesh[{(mesh.mesh_dim_names or ('name',))[0]!r}]"
+        )
+    if mesh.device_type != device.type:
+        raise MeshError(
+            f"mesh is of device type {mesh.device_type!r} and the model's parameters are on {device.type!r}; move the "
+            "model, or make the mesh for its device type"
+        )
+
+
+def world_size_of_environment() -> int:
+    """Ranks that torchrun started this process with; 1 without a launcher.
+
+    A launcher that set no rendezvous (SLURM) is an error: each process would train a model of its own.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    if launched > 1:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        if missing:
+            raise MeshError(
+                f"{launched} processes were started and no process group is initialised, nor can it be: "
+                f"{', '.join(missing)} not set in the environment; start the script with {_TORCHRUN!r} (under SLURM: "
+                "srun torchrun …), or call torch.distributed.init_process_group first"
+            )
+    return launched
+
+
+def options(
+    *,
+    reshard_after_forward: Any,
+    mp_policy: Any,
+    offload_policy: Any,
+    activation_checkpointing: Any,
+    param_init_fn: Any,
+    passes: Any,
+    backend: Any,
+) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} does not exist; there are {', '.join(map(repr, sorted(BACKENDS)))}")
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
+    if passes is not None and not isinstance(passes, PassPipeline):
+        raise TypeError(f"passes must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got {passes!r}")
+    if reshard_after_forward not in (None, True, False) or isinstance(reshard_after_forward, int) != isinstance(
+        reshard_after_forward, bool
+    ):
+        raise UnsupportedError(
+            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not available yet; "
+            "pass True, False or None"
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedError(f"offload_policy={offload_policy!r} is not available yet; leave it out")
+    if activation_checkpointing is not None:
+        raise UnsupportedError(
+            f"activation_checkpointing={activation_checkpointing!r} is not available yet; use "
+            "torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
+        )
+    if param_init_fn is not None:
+        raise UnsupportedError("param_init_fn is for meta-device models, which are not available yet; leave it out")

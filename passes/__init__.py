@@ -1,0 +1,57 @@
+"""FX graph passes: the dialect, the passes, the pass manager and the verifier. Needs no device and no process group."""
+
+from graph_fsdp.passes.annotate import Annotate
+from graph_fsdp.passes.bucket import Bucket
+from graph_fsdp.passes.dialect import NodeRecord, Role
+from graph_fsdp.passes.free import Free
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.insert_gathers import InsertGathers
+from graph_fsdp.passes.just_in_time import JustInTime
+from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
+from graph_fsdp.passes.prefetch import Prefetch
+from graph_fsdp.passes.recompute import TagRecompute
+from graph_fsdp.passes.reshard import Reshard
+from graph_fsdp.passes.stage import Stage
+from graph_fsdp.passes.verify import VerificationError
+
+__all__ = [
+    "Annotate",
+    "Bucket",
+    "Free",
+    "Graph",
+    "GraphPass",
+    "InsertGathers",
+    "JustInTime",
+    "NodeRecord",
+    "PassContext",
+    "PassPipeline",
+    "PipelineError",
+    "Prefetch",
+    "Reshard",
+    "Role",
+    "Stage",
+    "TagRecompute",
+    "VerificationError",
+    "default_pipeline",
+]
+
+
+def default_pipeline(*, prefetch: int = 1, reductions_in_flight: int = 2) -> PassPipeline:
+    """The passes that ``compile`` runs when it is given none.
+
+    Args:
+        prefetch: buckets that a gather starts ahead of its use; 0 runs them one by one.
+        reductions_in_flight: reductions that may be under way at once.
+    """
+    return PassPipeline(
+        [
+            InsertGathers(),
+            Annotate(),
+            TagRecompute(),
+            JustInTime(),
+            Bucket(),
+            Reshard(),
+            Prefetch(prefetch, reductions_in_flight),
+            Free(),
+        ]
+    )

@@ -1,0 +1,189 @@
+"""Gathers and reductions become bucketed collectives, one bucket per unit.
+
+What comes out is a correct serial schedule: a bucket is started and waited for just before its first use, and
+reduced and waited for just after its last gradient. Moving starts up and waits down is the schedule pass's job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes import dialect
+from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.spec import BucketSpec, ParameterSpec, aligned
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Bucket(GraphPass):
+    """Gathers of a bucket: one ``all_gather_start``/``wait`` pair, each parameter a view of the buffer.
+    Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result.
+
+    A graph may use part of a bucket (backward needs no biases): the collective then covers the smallest slice of
+    the shard storage that holds what is used, so that it stays one slice and is not packed.
+    Scalars are replicated: they are used as they are, and their gradients are all-reduced.
+    On one rank a gather is its shard and a reduction its gradient, and nothing is communicated or copied.
+    """
+
+    name = "bucket"
+    phases = ("forward", "backward", "inference")
+    requires = ("annotated",)
+    provides = ("bucketed",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        positions = graph.positions()
+        alone = context.model.world_size == 1
+        gathers: dict[str, list[fx.Node]] = {}
+        reductions: dict[tuple[str, torch.dtype, bool], list[fx.Node]] = {}
+        for node in graph.with_role(Role.GATHER, Role.REDUCE):
+            parameter = _parameter(node, context)
+            if node.meta["fsdp"].role is Role.GATHER:
+                if parameter.replicated or parameter.empty or alone:
+                    _use_shard(graph, node, parameter)
+                else:
+                    gathers.setdefault(node.meta["fsdp"].bucket, []).append(node)
+            elif alone:
+                _use_gradient(graph, node, parameter)
+            elif parameter.empty:
+                _empty_gradient(graph, node, parameter)
+            else:
+                key = (parameter.unit, parameter.reduce_dtype, parameter.replicated)
+                reductions.setdefault(key, []).append(node)
+        for bucket in context.model.buckets:
+            if bucket.name in gathers:
+                _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
+        for (unit, _, replicated), nodes in reductions.items():
+            _reduce_bucket(graph, context, unit, replicated, nodes, positions)
+        if alone:
+            return "one rank: each shard is the parameter, each gradient is its own mean"
+        return f"{len(gathers)} buckets gathered, {len(reductions)} reduced"
+
+
+def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
+    return context.model.parameters[node.meta["fsdp"].params[0]]
+
+
+def _gather_bucket(
+    graph: Graph, context: PassContext, bucket: BucketSpec, nodes: list[fx.Node], positions: dict[fx.Node, int]
+) -> None:
+    by_name = {_parameter(n, context).name: n for n in nodes}
+    used = [p for p in bucket.parameters if p.name in by_name]
+    begin = bucket.offsets[used[0].name]
+    length = bucket.offsets[used[-1].name] + aligned(used[-1].shard_numel, used[-1].dtype) - begin
+    offsets = [bucket.offsets[p.name] - begin for p in used]
+    first_use = min((user for n in nodes for user in n.users), key=positions.__getitem__)
+    names = tuple(p.name for p in used)
+    size = context.model.world_size * length * used[0].param_dtype.itemsize
+
+    def put(role: Role) -> NodeRecord:
+        return NodeRecord(role, bucket.unit, bucket.name, names, size)
+
+    with graph.fx.inserting_before(first_use):
+        shards = [by_name[p.name].args[0] for p in used]
+        start = graph.call(
+            dialect.all_gather_start,
+            (shards, offsets, length, used[0].param_dtype, bucket.world_size, context.model.group),
+        )
+        set_record(start, put(Role.GATHER_START))
+        wait = set_record(graph.call(dialect.all_gather_wait, (start,)), put(Role.GATHER_WAIT))
+    for p, offset in zip(used, offsets, strict=True):
+        gather = by_name[p.name]
+        # The view stands where the parameter is first used, so that it falls into the same compute region.
+        with graph.fx.inserting_before(min(gather.users, key=positions.__getitem__)):
+            view = _unpack(graph, wait, p, offset * p.world_size, gather)
+        set_record(view, NodeRecord(Role.UNPACK, bucket.unit, bucket.name, (p.name,), nbytes(view.meta["val"])))
+        gather.replace_all_uses_with(view)
+        graph.fx.erase_node(gather)
+
+
+def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
+    padded = (p.chunk_rows * p.world_size, *p.shape[1:])
+    node = graph.call(aten.slice.Tensor, (buffer, 0, begin, begin + math.prod(padded)), like=like)
+    if len(padded) > 1:
+        node = graph.call(aten.view.default, (node, list(padded)), like=like)
+    if padded != p.shape:
+        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.shape[0]), like=like)
+    return node
+
+
+def _reduce_bucket(
+    graph: Graph,
+    context: PassContext,
+    unit: str,
+    replicated: bool,
+    nodes: list[fx.Node],
+    positions: dict[fx.Node, int],
+) -> None:
+    order = {name: index for index, name in enumerate(context.model.parameters)}
+    nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
+    parameters = [_parameter(n, context) for n in nodes]
+    names = tuple(p.name for p in parameters)
+    bucket = context.model.bucket_of.get(names[0])
+    label = bucket.name if bucket and not replicated else f"{unit or 'root'}#scalars"
+    grads: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
+    reduce_dtype = parameters[0].reduce_dtype
+    target = dialect.all_reduce_start if replicated else dialect.reduce_scatter_start
+    # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
+    last = max(grads, key=positions.__getitem__)
+    if last.op == "placeholder":
+        last = graph.placeholders[-1]
+
+    with graph.fx.inserting_before(last.next):
+        start = graph.call(target, (grads, reduce_dtype, context.model.world_size, context.model.group))
+        size = nbytes(start.meta["val"])
+        set_record(start, NodeRecord(Role.REDUCE_START, unit, label, names, size))
+        wait = graph.call(dialect.reduce_wait, (start,))
+        set_record(wait, NodeRecord(Role.REDUCE_WAIT, unit, label, names, size))
+        cast: Callable[[fx.Node, torch.dtype], fx.Node] = lambda source, dtype: (  # noqa: E731
+            source if dtype is reduce_dtype else graph.call(prims.convert_element_type.default, (source, dtype))
+        )
+        flat = {dtype: cast(wait, dtype) for dtype in dict.fromkeys(p.dtype for p in parameters)}
+        begin = 0
+        for node, p in zip(nodes, parameters, strict=True):
+            grad = graph.call(aten.slice.Tensor, (flat[p.dtype], 0, begin, begin + p.shard_numel), like=node)
+            begin += p.shard_numel
+            if len(p.shard_shape) != 1:
+                grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), like=node)
+            set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, label, (p.name,), nbytes(grad.meta["val"])))
+            node.replace_all_uses_with(grad)
+            graph.fx.erase_node(node)
+
+
+def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
+    shard = node.args[0]
+    assert isinstance(shard, fx.Node)
+    with graph.fx.inserting_before(node):
+        if p.empty and not p.replicated:
+            value = graph.call(aten.new_empty.default, (shard, list(p.shape)), like=node)
+        else:
+            value = shard
+        if p.param_dtype is not p.dtype:
+            value = graph.call(prims.convert_element_type.default, (value, p.param_dtype), like=node)
+    node.replace_all_uses_with(value)
+    graph.fx.erase_node(node)
+
+
+def _use_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
+    grad = node.args[0]
+    assert isinstance(grad, fx.Node)
+    if grad.meta["val"].dtype is not p.dtype:
+        with graph.fx.inserting_before(node):
+            grad = graph.call(prims.convert_element_type.default, (grad, p.dtype), like=node)
+    node.replace_all_uses_with(grad)
+    graph.fx.erase_node(node)
+
+
+def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
+    with graph.fx.inserting_before(node):
+        value = graph.fx.call_function(aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype})
+        value.meta["val"] = node.meta["val"]
+    set_record(value, NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
+    node.replace_all_uses_with(value)
+    graph.fx.erase_node(node)

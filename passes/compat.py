@@ -1,0 +1,174 @@
+"""Every private PyTorch name that graph_fsdp uses, in one place.
+
+Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
+the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
+whole test-suite was run.
+
+| name | for | torch |
+|---|---|---|
+| ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
+| ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
+| ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
+| ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
+| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's joint passes (RNG, attention patterns) | 2.9 to 2.15 |
+| ``_dynamo.config.ignore_logging_functions`` | logging calls in models; ``ignore_logger_methods`` before 2.10 | 2.9 to 2.15 |
+| ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
+| ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
+| ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
+| ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
+| ``testing._internal.distributed.fake_pg`` | process groups without processes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    Unsupported,
+)
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "BackendCompilerFailed",
+    "CheckpointPolicy",
+    "FailOnRecompileLimitHit",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDynamoException",
+    "TracingContext",
+    "Unsupported",
+    "_Policy",
+    "all_gather_single",
+    "aot_autograd",
+    "current_fake_mode",
+    "default_store",
+    "dynamo_config",
+    "free_symbols",
+    "ignoring_logging_calls",
+    "inductor_compile",
+    "inductor_decompositions",
+    "inductor_joint_passes",
+    "local_tensor",
+    "make_dtensor",
+    "min_cut_rematerialization_partition",
+    "reduce_scatter_single",
+    "resolve_group",
+    "set_local_tensor",
+    "tracing",
+    "tree_map_only",
+]
+
+MINIMUM_TORCH = (2, 9)
+TORCH_VERSIONS_RUN = ("2.9.1", "2.13.0", "2.15.0")
+
+# torch 2.13 renamed the two and warns on the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group that a graph names."""
+    return _resolve_process_group(name)
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    return _get_default_store()
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor
+
+
+def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
+    assert isinstance(parameter, DTensor)
+    parameter._local_tensor = local
+
+
+def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """A DTensor of ``local``, placed and shaped as ``like``: ``DTensor.from_local`` without its checks, which cost
+    more than the gradient of a small parameter."""
+    assert isinstance(like, DTensor)
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def current_fake_mode() -> FakeTensorMode:
+    """The fake mode of the capture that is under way."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
+    return context.fake_mode
+
+
+@contextlib.contextmanager
+def ignoring_logging_calls() -> Iterator[None]:
+    """While Dynamo traces, calls of ``logging.Logger`` methods and of ``warnings``-like helpers built on them
+    are left out of the graph instead of breaking it (Hugging Face's models log from their forwards)."""
+    ignored = {
+        getattr(logging.Logger, name)
+        for name in ("debug", "info", "warning", "error", "exception", "critical", "log", "warn")
+        if hasattr(logging.Logger, name)
+    } | {getattr(logging, name) for name in ("debug", "info", "warning", "error", "critical", "log")}
+    for loggers_method in ("warning_once", "info_once", "warning_advice"):
+        method = getattr(logging.Logger, loggers_method, None)  # added by transformers
+        if method is not None:
+            ignored.add(method)
+    name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
+    with dynamo_config.patch(**{name: set(getattr(dynamo_config, name)) | ignored}):
+        yield
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    return joint_graph_passes(module) or module
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, inputs: list[Any], *, is_backward: bool, is_inference: bool
+) -> Callable[[list[Any]], Any]:
+    """Compile one region with Inductor.
+
+    Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
+    taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    mode = current_fake_mode()
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)

@@ -1,0 +1,184 @@
+"""The dialect: the operators and the typed node records that all passes share.
+
+| operator | value | meaning |
+|---|---|---|
+| ``gather_param(shard, shape, dtype, reduce_dtype, param, group)`` | full parameter | in ``dtype`` |
+| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group)`` | shard of the gradient | mean over ranks |
+| ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | gather a bucket; contents unknown until |
+| ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
+| ``free(buffer)`` | nothing | the buffer's memory is given back |
+| ``reduce_scatter_start(grads, dtype, world_size, group)`` | flat shard of gradients | mean over ranks, in ``dtype`` |
+| ``all_reduce_start(grads, dtype, world_size, group)`` | flat gradients | likewise, for parameters that are not sharded |
+| ``reduce_wait(buffer)`` | the same buffer | contents are there |
+
+``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
+how reductions come into the joint graph. The other operators exist only after the bucket pass.
+
+A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
+records and the predicates over them. The operators' implementations on process groups are in the runtime.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY = torch.library.Library("graph_fsdp", "DEF")
+_SCHEMAS = (
+    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group) -> Tensor",
+    "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
+    " -> Tensor",
+    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group)"
+    " -> Tensor",
+    "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "free(Tensor(a!) buffer) -> ()",
+    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group) -> Tensor",
+    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group) -> Tensor",
+    "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
+)
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema)
+
+_ops = torch.ops.graph_fsdp
+gather_param = _ops.gather_param.default
+reduce_grad = _ops.reduce_grad.default
+all_gather_start = _ops.all_gather_start.default
+all_gather_wait = _ops.all_gather_wait.default
+free = _ops.free.default
+reduce_scatter_start = _ops.reduce_scatter_start.default
+all_reduce_start = _ops.all_reduce_start.default
+reduce_wait = _ops.reduce_wait.default
+
+STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start})
+WAITS = frozenset({all_gather_wait, reduce_wait})
+# What the executor runs itself, between compute regions.
+EXECUTED = STARTS | WAITS | {free}
+
+
+class Role(enum.Enum):
+    SHARD = "shard"  # a graph input: the local shard of a parameter
+    TANGENT = "tangent"  # a graph input: the gradient of an output
+    GATHER = "gather"
+    GATHER_START = "gather_start"
+    GATHER_WAIT = "gather_wait"
+    UNPACK = "unpack"  # a view of one parameter in a gathered bucket
+    FREE = "free"
+    REDUCE = "reduce"
+    REDUCE_START = "reduce_start"
+    REDUCE_WAIT = "reduce_wait"
+    SHARD_GRAD = "shard_grad"  # the gradient of a local shard
+    KEPT = "kept"  # a gathered bucket that goes from forward to backward
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, or the reduced one."""
+
+    role: Role
+    unit: str
+    bucket: str
+    params: tuple[str, ...]
+    nbytes: int = 0
+    escapes: bool = False  # the buffer outlives the graph: kept for backward, or returned to the user
+
+
+def record(node: fx.Node) -> NodeRecord | None:
+    return node.meta.get("fsdp")
+
+
+def has_role(node: fx.Node, *roles: Role) -> bool:
+    found = record(node)
+    return found is not None and found.role in roles
+
+
+def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
+    node.meta["fsdp"] = value
+    return node
+
+
+# --- fakes: shapes and dtypes, for tracing and for the verifier
+
+
+@torch.library.register_fake("graph_fsdp::gather_param", lib=_LIBRARY)
+def _(
+    shard: Tensor, shape: Sequence[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::reduce_grad", lib=_LIBRARY)
+def _(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+) -> Tensor:
+    return grad.new_empty(shard_shape, dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::all_gather_start", lib=_LIBRARY)
+def _(
+    shards: Sequence[Tensor],
+    offsets: Sequence[int],
+    length: int,
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+) -> Tensor:
+    return shards[0].new_empty([world_size * length], dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::all_gather_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::free", lib=_LIBRARY)
+def _(buffer: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("graph_fsdp::reduce_scatter_start", lib=_LIBRARY)
+def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+    return grads[0].new_empty([sum(chunk_numels(grads, world_size))], dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::all_reduce_start", lib=_LIBRARY)
+def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+    return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::reduce_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
+    """Elements of each gradient's (padded) chunk."""
+    return [-(-g.shape[0] // world_size) * math.prod(g.shape[1:]) for g in grads]
+
+
+# --- autograd: reductions are born here
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, _, _, ctx.reduce_dtype, ctx.param, ctx.group = inputs
+    ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
+
+
+def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    shard_grad = reduce_grad(grad, ctx.shard_shape, ctx.dtype, ctx.reduce_dtype, ctx.param, ctx.group)
+    return shard_grad, None, None, None, None, None
+
+
+torch.library.register_autograd(
+    "graph_fsdp::gather_param", _gather_param_backward, setup_context=_setup_context, lib=_LIBRARY
+)

@@ -1,0 +1,224 @@
+"""A graph as the passes see it: an FX graph with a phase, typed accessors, dependencies and reordering."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import networkx as nx
+import torch
+from torch import fx
+
+from graph_fsdp.passes import dialect
+from graph_fsdp.passes.dialect import Role
+
+Phase = Literal["capture", "joint", "forward", "backward", "inference"]
+
+# Views whose schemas do not say so.
+_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
+    a call that has no schema (higher-order operators)."""
+    if node.op != "call_function":
+        return []
+    if node.target in _UNANNOTATED_VIEWS:
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return list(node.all_input_nodes) if isinstance(node.target, torch._ops.HigherOrderOperator) else []
+    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
+    if not returned:
+        return []
+    found: list[fx.Node] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not (argument.alias_info.before_set & returned):
+            continue
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found
+
+
+class Graph:
+    """One FX graph on its way through the passes.
+
+    ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
+    """
+
+    def __init__(self, module: fx.GraphModule, phase: Phase) -> None:
+        self.module = module
+        self.phase: Phase = phase
+
+    @property
+    def fx(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.fx.nodes)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.fx.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        return next(node for node in reversed(self.fx.nodes) if node.op == "output")
+
+    def with_role(self, *roles: Role) -> list[fx.Node]:
+        """Nodes of these roles, in graph order."""
+        return [node for node in self.fx.nodes if dialect.has_role(node, *roles)]
+
+    @property
+    def collectives(self) -> list[tuple[str, str]]:
+        """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
+        starts = self.with_role(Role.GATHER_START, Role.REDUCE_START)
+        return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
+
+    def positions(self) -> dict[fx.Node, int]:
+        return {node: index for index, node in enumerate(self.fx.nodes)}
+
+    def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""
+        roots: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.fx.nodes:
+            inputs = aliased_inputs(node)
+            if len(inputs) == 1:
+                roots[node] = roots[inputs[0]]
+            else:
+                roots[node] = frozenset().union(*(roots[i] for i in inputs)) if inputs else frozenset({node})
+        return roots
+
+    def dependencies(self) -> nx.DiGraph:
+        """The dependency DAG: an edge from a node to each node that must come after it.
+
+        Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
+        memory through any alias and before every later one, collectives keep their order among themselves, and so
+        do operators that draw random numbers. Edges carry ``kind``: "data", "memory", "collective" or "random".
+        """
+        dag = nx.DiGraph()
+        roots = self.alias_roots()
+        last_write: dict[fx.Node, fx.Node] = {}
+        uses_since: dict[fx.Node, list[fx.Node]] = {}
+        previous: dict[str, fx.Node] = {}
+
+        def edge(before: fx.Node, after: fx.Node, kind: str) -> None:
+            if before is not after and not dag.has_edge(before, after):
+                dag.add_edge(before, after, kind=kind)
+
+        for node in self.fx.nodes:
+            dag.add_node(node)
+            for source in node.all_input_nodes:
+                edge(source, node, "data")
+            written = {root for n in mutated_inputs(node) for root in roots[n]}
+            for root in {root for n in node.all_input_nodes for root in roots[n]}:
+                if root in last_write:
+                    edge(last_write[root], node, "memory")
+                if root in written:
+                    for use in uses_since.pop(root, ()):
+                        edge(use, node, "memory")
+                    last_write[root] = node
+                else:
+                    uses_since.setdefault(root, []).append(node)
+            kind = "collective" if node.target in dialect.STARTS else "random" if _is_random(node) else None
+            if kind is not None:
+                if kind in previous:
+                    edge(previous[kind], node, kind)
+                previous[kind] = node
+        return dag
+
+    def reorder(self, order: Sequence[fx.Node]) -> None:
+        """Put the nodes into this order (all of them, placeholders first, output last). Linear."""
+        if len(order) != len(self.fx.nodes) or set(order) != set(self.fx.nodes):
+            raise ValueError(
+                f"order: {len(order)} nodes for a graph of {len(self.fx.nodes)}; give each node of the graph once"
+            )
+        previous = None
+        for node in order:
+            if previous is not None and previous.next is not node:
+                previous.append(node)
+            elif previous is None and node is not next(iter(self.fx.nodes)):
+                next(iter(self.fx.nodes)).prepend(node)
+            previous = node
+        self.module.recompile()
+
+    def call(self, target: Any, args: tuple[Any, ...], *, like: fx.Node | None = None) -> fx.Node:
+        """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
+        trace, module path), so that a line of the graph still leads to a line of the model."""
+        node = self.fx.call_function(target, args)
+        if like is not None:
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
+                if key in like.meta:
+                    node.meta[key] = like.meta[key]
+        value = evaluate(node)
+        if value is not None:
+            node.meta["val"] = value
+        return node
+
+
+def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with fake values in place of nodes."""
+    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[return-value]
+
+
+def evaluate(node: fx.Node) -> Any:
+    """The value of a call on the fake values of its inputs."""
+    args, kwargs = fake_arguments(node)
+    mode = fake_mode_of(node.all_input_nodes)
+    if mode is None:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
+    for node in nodes:
+        for value in iterate_tensors(node.meta.get("val")):
+            mode = getattr(value, "fake_mode", None)
+            if mode is not None:
+                return mode
+    return None
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_tensors(item)
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of the tensors in a node's value; 0 where a size is symbolic."""
+    total = 0
+    for tensor in iterate_tensors(value):
+        numel = tensor.numel()
+        total += numel * tensor.dtype.itemsize if isinstance(numel, int) else 0
+    return total
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Views, casts and pointwise operators: what costs next to nothing and fuses into its neighbours."""
+    if node.op != "call_function" or node.target in dialect.EXECUTED:
+        return False
+    return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

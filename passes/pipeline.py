@@ -1,0 +1,165 @@
+"""The pass manager: what a pass is, in which order passes run, and the record of every stage.
+
+After each pass the verifier runs; a pass that breaks an invariant is reported by name. The pipeline checks the
+passes' contracts (``requires``, ``provides``) when it is built, so that a wrong order is an error before any model
+is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from graph_fsdp.passes.dialect import NodeRecord
+from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
+from graph_fsdp.passes.stage import Stage
+
+PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
+# What a graph of each phase is before any pass of that phase has run.
+GIVEN: dict[Phase, frozenset[str]] = {
+    "capture": frozenset({"captured"}),
+    "joint": frozenset({"traced"}),
+    "forward": frozenset({"traced", "annotated", "partitioned"}),
+    "backward": frozenset({"traced", "annotated", "partitioned"}),
+    "inference": frozenset({"traced"}),
+}
+
+
+class PipelineError(ValueError):
+    """A pipeline whose contracts do not hold, or an edit of a pass that it does not have."""
+
+
+@dataclass
+class PassContext:
+    """What passes may know beyond the graph. One per capture; ``plan`` is the model's and outlives it.
+
+    ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
+    ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
+    ``tangents``: which placeholders of the joint graph are gradients of outputs.
+    ``reduced``: parameters whose gradients the joint graph reduces.
+    """
+
+    model: ModelSpec
+    reshard_after_forward: bool | None = None
+    plan: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
+    shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
+    forward_outputs: int = 0
+    tangents: slice = field(default_factory=lambda: slice(0, 0))
+    reduced: frozenset[str] = frozenset()
+    kept: dict[str, NodeRecord] = field(default_factory=dict)
+    facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
+    collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
+    stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+
+    def bucket_of(self, parameter: str) -> BucketSpec:
+        return self.model.bucket_of[parameter]
+
+
+class GraphPass:
+    """One rewrite or reordering with a single job.
+
+    Subclasses set ``name``, the ``phases`` that they run in, the facts that they ``requires`` and ``provides`` of
+    the graph, and implement ``run``, which edits the graph and may return one line on what it changed.
+    """
+
+    name: str = ""
+    phases: Collection[Phase] = ("forward", "backward", "inference")
+    requires: Collection[str] = ()
+    provides: Collection[str] = ()
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context)")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class PassPipeline:
+    """An ordered list of passes. Edits return a new pipeline and are checked at once."""
+
+    def __init__(self, passes: Sequence[GraphPass]) -> None:
+        self.passes = tuple(passes)
+        self._check()
+
+    def __iter__(self) -> Iterator[GraphPass]:
+        return iter(self.passes)
+
+    def __repr__(self) -> str:
+        return f"PassPipeline({', '.join(p.name for p in self.passes)})"
+
+    def replace(self, name: str, new: GraphPass) -> PassPipeline:
+        index = self._index(name)
+        return PassPipeline([*self.passes[:index], new, *self.passes[index + 1 :]])
+
+    def insert_before(self, name: str, new: GraphPass) -> PassPipeline:
+        index = self._index(name)
+        return PassPipeline([*self.passes[:index], new, *self.passes[index:]])
+
+    def insert_after(self, name: str, new: GraphPass) -> PassPipeline:
+        index = self._index(name) + 1
+        return PassPipeline([*self.passes[:index], new, *self.passes[index:]])
+
+    def remove(self, name: str) -> PassPipeline:
+        index = self._index(name)
+        return PassPipeline([*self.passes[:index], *self.passes[index + 1 :]])
+
+    def _index(self, name: str) -> int:
+        names = [p.name for p in self.passes]
+        if name not in names:
+            raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
+        return names.index(name)
+
+    def _check(self) -> None:
+        seen: set[str] = set()
+        for p in self.passes:
+            if not isinstance(p, GraphPass):
+                raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
+            if not p.name or p.name in seen:
+                raise PipelineError(f"{p!r}: each pass needs a name of its own in the pipeline")
+            unknown = set(p.phases) - set(PHASES)
+            if unknown:
+                raise PipelineError(f"{p!r}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
+            seen.add(p.name)
+        for phase in PHASES:
+            facts = set(GIVEN[phase])
+            for p in self.passes:
+                if phase not in p.phases:
+                    continue
+                missing = set(p.requires) - facts
+                if missing:
+                    raise PipelineError(
+                        f"pass {p.name!r} requires {sorted(missing)} of the {phase} graph, and no pass before it "
+                        f"provides that; order: {', '.join(q.name for q in self.passes)}"
+                    )
+                facts |= set(p.provides)
+            for fact in ("bucketed", "freed") if phase in ("forward", "backward", "inference") else ():
+                if fact not in facts:
+                    raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
+
+    def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
+        """Run each pass over the graphs of its phases, in the order given (forward before backward)."""
+        from graph_fsdp.passes.verify import Verifier
+
+        verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
+        for p in self.passes:
+            for graph in graphs:
+                if graph.phase not in p.phases:
+                    continue
+                begin = time.perf_counter()
+                summary = p.run(graph, context)
+                seconds = time.perf_counter() - begin
+                context.facts[graph.phase] |= frozenset(p.provides)
+                verifiers[graph.phase].check(p.name)
+                graph.module.recompile()
+                add_stage(graph, context, p.name, seconds, summary)
+
+
+def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:
+    snapshot = copy.deepcopy(graph.fx)
+    context.stages[graph.phase][name] = Stage(name, graph.phase, snapshot, graph.module, seconds, summary)

@@ -1,0 +1,39 @@
+"""The joint graph: what is gathered is never saved for backward.
+
+The partitioner saves what is dear to compute, and a gather is dear; left alone it would keep every full parameter
+from forward to backward. Gathers, and what is cheap and computed from parameters alone (views, casts, pointwise
+operators), are therefore tagged MUST_RECOMPUTE. Whether a bucket is kept after all is one decision per bucket and
+belongs to the reshard pass.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graph_fsdp.passes.compat import CheckpointPolicy
+from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.graph import Graph, is_cheap
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+
+# The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
+# feed users in every region, so they take an id above all of the user's own.
+_REGION_ID = 2**31
+
+
+class TagRecompute(GraphPass):
+    name = "recompute"
+    phases = ("joint",)
+    requires = ("annotated",)
+    provides = ("recompute_tagged",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        tagged: set[fx.Node] = set()
+        for node in graph.fx.nodes:
+            if has_role(node, Role.GATHER) or (
+                node.all_input_nodes and tagged.issuperset(node.all_input_nodes) and is_cheap(node)
+            ):
+                tagged.add(node)
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                node.meta["ac_graph_id"] = _REGION_ID
+        return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
+

@@ -1,0 +1,129 @@
+"""What the passes know of a model: parameters, how they are sharded, and how they lie in a bucket.
+
+All of it follows from shapes, dtypes and the world size, so every rank computes the same.
+
+Layout. A parameter of ``n`` rows over ``W`` ranks has chunks of ``ceil(n / W)`` rows (DTensor's ``Shard(0)``); the
+last chunks may hold fewer rows or none and are padded in storage, so that all ranks hold equal shapes. The chunks
+of a bucket's parameters lie one behind the other, each start aligned to ``ALIGNMENT`` bytes. A gathered bucket is
+parameter-major: the parameter at element ``o`` of the shard lies at element ``W * o``, whole and contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: shapes in elements, sizes in elements of ``dtype`` unless bytes are said."""
+
+    name: str  # canonical fully qualified name
+    unit: str  # name of its unit, "" for the root
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the shard
+    param_dtype: torch.dtype  # of the gathered parameter
+    reduce_dtype: torch.dtype  # of the gradient's reduction
+    trainable: bool
+    world_size: int
+
+    @property
+    def replicated(self) -> bool:
+        """A scalar has no dimension to shard: every rank holds it, its gradient is all-reduced."""
+        return not self.shape
+
+    @property
+    def empty(self) -> bool:
+        return math.prod(self.shape) == 0
+
+    @property
+    def chunk_rows(self) -> int:
+        return -(-self.shape[0] // self.world_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of a rank's padded shard, equal on all ranks."""
+        return () if self.replicated else (self.chunk_rows, *self.shape[1:])
+
+    @property
+    def shard_numel(self) -> int:
+        return math.prod(self.shard_shape)
+
+    def local_rows(self, rank: int) -> int:
+        """Rows of the parameter that ``rank`` holds, without padding."""
+        return max(0, min(self.chunk_rows, self.shape[0] - rank * self.chunk_rows))
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """``numel`` rounded up to a multiple of ALIGNMENT bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // step) * step
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Consecutive parameters of one unit and one dtype: gathered, freed and reduced together."""
+
+    name: str
+    unit: str
+    parameters: tuple[ParameterSpec, ...]
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Parameter name → element at which its chunk starts in the bucket's shard."""
+        offsets, end = {}, 0
+        for parameter in self.parameters:
+            offsets[parameter.name] = end
+            end += aligned(parameter.shard_numel, parameter.dtype)
+        return offsets
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
+
+    @property
+    def world_size(self) -> int:
+        return self.parameters[0].world_size
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the bucket gathered whole."""
+        return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The parameters of a model, its buckets in storage order, and the group over which they are sharded."""
+
+    parameters: dict[str, ParameterSpec]
+    buckets: tuple[BucketSpec, ...]
+    group: str  # name of the process group
+    world_size: int
+    bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
+        object.__setattr__(self, "bucket_of", table)
+
+
+def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
+    """One bucket per unit, split where dtypes differ. Scalars and empty parameters need no gather: no bucket."""
+    specs = {p.name: p for p in parameters}
+    members: dict[tuple[str, torch.dtype, torch.dtype], list[ParameterSpec]] = {}
+    for p in specs.values():
+        if not p.replicated and not p.empty:
+            members.setdefault((p.unit, p.dtype, p.param_dtype), []).append(p)
+    units_seen: dict[str, int] = {}
+    buckets = []
+    for (unit, _, _), group_members in members.items():
+        index = units_seen.setdefault(unit, 0)
+        units_seen[unit] += 1
+        label = (unit or "root") + (f"#{index}" if index else "")
+        buckets.append(BucketSpec(label, unit, tuple(group_members)))
+    return ModelSpec(specs, tuple(buckets), group, world_size)

@@ -1,0 +1,52 @@
+"""A graph as it was after one pass, printed as Python that runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+_PREAMBLE = """\
+import operator
+
+import torch
+from torch import device, inf, nan
+
+import graph_fsdp  # registers torch.ops.graph_fsdp
+"""
+
+
+@dataclass
+class Stage:
+    """``code`` is a Python module with one function ``forward`` that takes the graph's inputs (local shards,
+    activations, batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change."""
+
+    name: str
+    phase: str
+    graph: fx.Graph
+    owner: fx.GraphModule  # holds the constants and subgraphs that the graph refers to
+    seconds: float
+    summary: str | None
+
+    @property
+    def header(self) -> str:
+        lines = [f"# {self.phase} graph after pass {self.name!r} ({self.seconds * 1e3:.1f} ms)"]
+        return "\n".join([*lines, *(f"# {line}" for line in (self.summary or "").splitlines())])
+
+    @cached_property
+    def code(self) -> str:
+        return f"{self.header}\n{_PREAMBLE}\n\n{self.body}"
+
+    @cached_property
+    def body(self) -> str:
+        """The function alone. ``self`` is a parameter only where the graph refers to constants or subgraphs."""
+        source = self.graph.python_code("self").src.strip()
+        if not any(node.op in ("get_attr", "call_module") for node in self.graph.nodes):
+            source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
+        lines = [line.rstrip() for line in source.splitlines()]
+        return "\n".join(line for line in lines if line) + "\n"
+
+    def __repr__(self) -> str:
+        return f"Stage({self.name!r}, {self.phase}, {len(self.graph.nodes)} nodes)"

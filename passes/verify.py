@@ -1,0 +1,212 @@
+"""The verifier: runs after every pass and proves, on the graph, what a schedule must never break.
+
+Each check costs one walk of the graph; fake tensors are propagated only through nodes that a pass made or changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes import dialect
+from graph_fsdp.passes.dialect import Role, has_role, record
+from graph_fsdp.passes.graph import Graph, evaluate
+from graph_fsdp.passes.pipeline import PassContext
+
+
+class VerificationError(RuntimeError):
+    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters."""
+
+    def __init__(self, pass_name: str, graph: Graph, invariant: str, node: fx.Node | None, detail: str) -> None:
+        self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
+        self.node = node.name if node is not None else None
+        found = record(node) if node is not None else None
+        self.parameters = found.params if found is not None else ()
+        where = f"\n  node: {node.format_node()}" if node is not None else ""
+        params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
+        super().__init__(
+            f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
+        )
+
+
+class Verifier:
+    """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
+
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        self.graph, self.context = graph, context
+        self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx.nodes}
+        self.reduced: frozenset[str] | None = None
+        self.outputs = _output_values(graph)
+
+    def check(self, pass_name: str) -> None:
+        self.pass_name = pass_name
+        self._topological()
+        if self.graph.phase == "capture":
+            return
+        self._values()
+        if self.graph.phase in ("forward", "backward", "inference"):
+            self._buffers()
+            self._reductions()
+            self._collectives()
+
+    def _fail(self, invariant: str, node: fx.Node | None, detail: str) -> None:
+        raise VerificationError(self.pass_name, self.graph, invariant, node, detail)
+
+    def _topological(self) -> None:
+        seen: set[fx.Node] = set()
+        body = False
+        for node in self.graph.fx.nodes:
+            for source in node.all_input_nodes:
+                if source not in seen:
+                    self._fail("the order is topological", node, f"{node} uses {source} before it exists")
+            if node.op == "placeholder" and body:
+                self._fail("inputs come first", node, f"input {node} stands among the operators")
+            body |= node.op != "placeholder"
+            seen.add(node)
+
+    def _values(self) -> None:
+        """Shapes, dtypes and devices agree with the fake tensors wherever a node is new or has new inputs."""
+        proven: dict[fx.Node, tuple[Any, ...]] = {}
+        changed: set[fx.Node] = set()
+        for node in self.graph.fx.nodes:
+            signature = _signature(node)
+            if self.proven.get(node) != signature or not changed.isdisjoint(node.all_input_nodes):
+                if node.op == "call_function":
+                    if "val" not in node.meta:
+                        self._fail("every node has a fake value", node, f"{node} has no meta['val']")
+                    if all("val" in i.meta for i in node.all_input_nodes):
+                        expected, found = evaluate(node), node.meta["val"]
+                        if _kind(expected) != _kind(found):
+                            self._fail(
+                                "shapes, dtypes and devices agree with the fake tensors",
+                                node,
+                                f"{node} is annotated as {_kind(found)} and computes {_kind(expected)}",
+                            )
+                changed.add(node) if node not in self.proven else None
+            proven[node] = signature
+        self.proven = proven
+        outputs = _output_values(self.graph)
+        if self.graph.phase in ("forward", "inference"):  # saved tensors may be added, the user's outputs may not change
+            count = self.context.forward_outputs if self.graph.phase == "forward" else len(self.outputs)
+            outputs, self.outputs = outputs[:count], self.outputs[:count]
+        if outputs != self.outputs:
+            index = next((i for i, (a, b) in enumerate(zip(outputs, self.outputs, strict=False)) if a != b), None)
+            what = f"output {index} was {self.outputs[index]} and is {outputs[index]}" if index is not None else (
+                f"there were {len(self.outputs)} outputs and are {len(outputs)}"
+            )
+            self._fail("the graph returns what it returned", self.graph.output, what)
+
+    def _buffers(self) -> None:
+        """Started once, waited for once, freed once after the last use through any alias, not used after."""
+        freed_due = "freed" in self.context.facts[self.graph.phase]
+        roots = self.graph.alias_roots()
+        buffers = {n for n in self.graph.fx.nodes if n.target in dialect.STARTS or has_role(n, Role.KEPT)}
+        state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
+        gathered: dict[str, fx.Node] = {}
+        for node in self.graph.fx.nodes:
+            if node in buffers:
+                if record(node) is None:
+                    self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
+                if node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
+                    other = gathered.setdefault(node.meta["fsdp"].bucket, node)
+                    if other is not node:
+                        self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
+                continue
+            for source in node.all_input_nodes:
+                for root in roots[source] & buffers:
+                    state[root] = self._advance(node, root, state[root])
+        for buffer, final in state.items():
+            if final == "started":
+                self._fail("each collective is waited for once", buffer, f"{buffer} is never waited for")
+            is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
+            if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
+                self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
+        if node.target in dialect.WAITS:
+            if state != "started":
+                self._fail("each collective is waited for once", node, f"{root} is waited for when it is {state}")
+            return "ready"
+        if node.target is dialect.free:
+            if state != "ready":
+                self._fail("each gathered buffer is freed once", node, f"{root} is freed when it is {state}")
+            return "freed"
+        if state == "started":
+            self._fail("a buffer is used after its wait", node, f"{node} uses {root} before it is waited for")
+        if state == "freed":
+            self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed")
+        return state
+
+    def _reductions(self) -> None:
+        """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
+        seen: set[str] = set()
+        produced: set[str] = set()
+        for node in self.graph.fx.nodes:
+            if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD):
+                continue
+            names = node.meta["fsdp"].params
+            if has_role(node, Role.SHARD_GRAD):
+                produced |= set(names)
+                continue
+            for name in names:
+                if name in seen:
+                    self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
+                seen.add(name)
+        if self.graph.phase != "backward":
+            return
+        bucketed = "bucketed" in self.context.facts["backward"]
+        if bucketed and self.context.model.world_size == 1:
+            return
+        parameters = self.context.model.parameters
+        expected = {n for n in self.context.reduced if not (bucketed and parameters[n].empty)}
+        if expected - seen or seen - expected:
+            wrong = sorted(expected - seen) or sorted(seen - expected)
+            self._fail("each gradient is reduced exactly once", None, f"not reduced as traced: {', '.join(wrong)}")
+        starts = self.graph.with_role(Role.REDUCE_START)
+        started = {name for s in starts for name in s.meta["fsdp"].params}
+        if starts and started - produced:
+            missing = ", ".join(sorted(started - produced))
+            self._fail("each reduced gradient is returned", None, f"reduced and dropped: {missing}")
+
+    def _collectives(self) -> None:
+        """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
+        phase = self.graph.phase
+        if "scheduled" not in self.context.facts[phase]:
+            return
+        sequence = self.graph.collectives
+        planned = self.context.collectives.setdefault(phase, sequence)
+        if sequence != planned:
+            index = next(
+                (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
+                min(len(sequence), len(planned)),
+            )
+            entry = lambda s: s[index] if index < len(s) else "nothing"  # noqa: E731
+            self._fail(
+                "the sequence of collectives is the plan's",
+                None,
+                f"entry {index} is {entry(sequence)}, planned was {entry(planned)}",
+            )
+
+
+def _signature(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return (node.target, node.args, tuple(sorted(node.kwargs.items(), key=lambda kv: kv[0])), id(value))
+
+
+def _kind(value: Any) -> Any:
+    """What must not change of a value: shape, dtype and device of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(str(s) for s in value.shape), value.dtype, value.device.type)
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind(v) for v in value)
+    return type(value).__name__
+
+
+def _output_values(graph: Graph) -> list[Any]:
+    if graph.phase == "capture":
+        return []
+    values = graph.output.args[0]
+    flat = values if isinstance(values, (list, tuple)) else [values]
+    return [_kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in flat]

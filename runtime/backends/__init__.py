@@ -1,0 +1,11 @@
+"""Backends: how a compute region becomes a function. One small class each."""
+
+from __future__ import annotations
+
+from graph_fsdp.runtime.backends.base import Backend
+from graph_fsdp.runtime.backends.eager import EagerBackend
+from graph_fsdp.runtime.backends.inductor import InductorBackend
+
+BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "inductor": InductorBackend}
+
+__all__ = ["BACKENDS", "Backend", "EagerBackend", "InductorBackend"]

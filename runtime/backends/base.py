@@ -1,0 +1,29 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from graph_fsdp.runtime.regions import Compiled, Region
+
+
+class Backend(ABC):
+    """Compiles regions, and says how the joint graph is prepared for it."""
+
+    name: str
+
+    @abstractmethod
+    def compile_region(self, region: Region, kind: str) -> Compiled:
+        """A function from a list of inputs, which it may clear, to the outputs. ``kind`` is the graph's phase."""
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
+        """Operator → decomposition, for AOTAutograd; None keeps the operators that eager PyTorch runs."""
+        return None
+
+    def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Rewrites of the whole graph before it is partitioned (joint graph) or bucketed (inference graph)."""
+        return module

@@ -1,0 +1,240 @@
+"""The dialect's collectives on real process groups.
+
+Each collective is a start, which launches it asynchronously, and a wait. On CUDA and XPU the process group runs it
+on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
+stream wait, not the host. On gloo the wait blocks the host.
+
+Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
+narrower types are divided by about the square root of the world size before and by the rest after, so that neither
+the summands nor the sum overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graph_fsdp.passes import compat, dialect
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+@dataclass
+class Pending:
+    """A collective under way. ``finish`` waits for it and puts the result into ``buffer``."""
+
+    buffer: Tensor
+    finish: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """Where the chunks lie: in elements, from the start of the bucket's slice of the shard storage."""
+
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    length: int
+    world_size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """One chunk that fills the slice: rank-major and parameter-major layouts are the same."""
+        return self.offsets == (0,) and self.numels == (self.length,)
+
+    def splits(self) -> list[int]:
+        """Sizes of the slice's pieces: chunks and the gaps between them, in order."""
+        sizes, end = [], 0
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            sizes += [offset - end, numel]
+            end = offset + numel
+        return [size for size in [*sizes, self.length - end] if size]
+
+
+def start_all_gather(
+    shards: Sequence[Tensor],
+    layout: GatherLayout,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    allocate: Allocate = allocate,
+    release: Callable[[Tensor], None] = lambda _: None,
+) -> Pending:
+    """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
+    source = _shard_slice(shards, layout)
+    source = source if source.dtype is dtype else source.to(dtype)
+    numel = layout.world_size * layout.length
+    buffer = allocate(numel, dtype, source.device)
+    landing = buffer if layout.is_whole else allocate(numel, dtype, source.device)
+    work = compat.all_gather_single(landing, source, group=group, async_op=True)
+
+    def finish(keep_alive: Any = source) -> None:
+        work.wait()
+        if landing is not buffer:
+            _unpack(landing, buffer, layout)
+            release(landing)
+
+    return Pending(buffer, finish)
+
+
+def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
+    """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
+    first = shards[0]
+    base, itemsize = first.data_ptr(), first.element_size()
+    begin = first.storage_offset()
+    in_place = begin + layout.length <= first.untyped_storage().nbytes() // itemsize and all(
+        shard.data_ptr() == base + offset * itemsize and shard.is_contiguous()
+        for shard, offset in zip(shards, layout.offsets, strict=True)
+    )
+    if in_place:
+        return first.as_strided((layout.length,), (1,), begin)
+    packed = first.new_zeros(layout.length)
+    for shard, offset in zip(shards, layout.offsets, strict=True):
+        packed[offset : offset + shard.numel()].copy_(shard.reshape(-1))
+    return packed
+
+
+def _unpack(landing: Tensor, buffer: Tensor, layout: GatherLayout) -> None:
+    """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
+    world, sizes = layout.world_size, layout.splits()
+    pieces = [piece.view(world, size) for piece, size in zip(buffer.split([world * s for s in sizes]), sizes, strict=True)]
+    torch.split_with_sizes_copy(landing.view(world, layout.length), sizes, dim=1, out=pieces)
+
+
+def start_reduce_scatter(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Pending:
+    """Mean over ranks of full gradients; the rank's padded chunks come out flat, one behind the other."""
+    world = group.size()
+    packed = pack_gradients(grads, dtype, world)
+    op, before, after = _mean(dtype, world)
+    if before is not None:
+        packed.div_(before)
+    out = packed.new_empty(packed.numel() // world)
+    work = compat.reduce_scatter_single(out, packed, op=op, group=group, async_op=True)
+    return Pending(out, _finish_reduction(work, out, after, keep_alive=packed))
+
+
+def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
+    """Full gradients → rank-major chunks, padded with zeros, in ``dtype``; flat."""
+    numel = world * sum(dialect.chunk_numels(grads, world))
+    packed = torch.empty(world, numel // world, dtype=dtype, device=grads[0].device)
+    torch._chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
+    return packed.view(-1)
+
+
+def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Pending:
+    """Mean over ranks of gradients that are not sharded; flat."""
+    out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
+    op, before, after = _mean(dtype, group.size())
+    if before is not None:
+        out.div_(before)
+    work = dist.all_reduce(out, op=op, group=group, async_op=True)
+    return Pending(out, _finish_reduction(work, out, after))
+
+
+def _finish_reduction(work: Any, out: Tensor, after: float | None, keep_alive: Any = None) -> Callable[[], None]:
+    def finish(keep_alive: Any = keep_alive) -> None:
+        work.wait()
+        if after is not None:
+            out.div_(after)
+
+    return finish
+
+
+def _mean(dtype: torch.dtype, world: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+    """The reduction's operator, and the factors to divide by before and after it."""
+    if dtype in (torch.float32, torch.bfloat16):
+        return dist.ReduceOp.AVG, None, None
+    before = 1
+    while world % before == 0 and world / before > before:
+        before *= 2
+    return dist.ReduceOp.SUM, float(before), world / before
+
+
+# --- the operators called one by one: a printed stage runs as the Python that it is
+
+_pending: dict[int, Pending] = {}
+_LIBRARY = torch.library.Library("graph_fsdp", "IMPL")
+
+
+def _implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _started(pending: Pending) -> Tensor:
+    _pending[pending.buffer.data_ptr()] = pending
+    return pending.buffer
+
+
+def _finished(buffer: Tensor) -> Tensor:
+    _pending.pop(buffer.data_ptr()).finish()
+    return buffer
+
+
+@_implement("all_gather_start")
+def _all_gather_start(
+    shards: list[Tensor], offsets: list[int], length: int, dtype: torch.dtype, world_size: int, group: str
+) -> Tensor:
+    layout = GatherLayout(tuple(offsets), tuple(s.numel() for s in shards), length, world_size)
+    return _started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
+
+
+@_implement("all_gather_wait")
+def _all_gather_wait(buffer: Tensor) -> Tensor:
+    return _finished(buffer)
+
+
+@_implement("free")
+def _free(buffer: Tensor) -> None:
+    buffer.untyped_storage().resize_(0)
+
+
+@_implement("reduce_scatter_start")
+def _reduce_scatter_start(grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group)))
+
+
+@_implement("all_reduce_start")
+def _all_reduce_start(grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group)))
+
+
+@_implement("reduce_wait")
+def _reduce_wait(buffer: Tensor) -> Tensor:
+    return _finished(buffer)
+
+
+@_implement("gather_param")
+def _gather_param(
+    shard: Tensor, shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+) -> Tensor:
+    if math.prod(shape) == 0 or not shape:
+        return shard.to(dtype, copy=True).reshape(shape)
+    process_group = compat.resolve_group(group)
+    layout = GatherLayout((0,), (shard.numel(),), shard.numel(), process_group.size())
+    pending = start_all_gather([shard], layout, dtype, process_group)
+    pending.finish()
+    return pending.buffer.view(-1, *shape[1:])[: shape[0]].contiguous()
+
+
+@_implement("reduce_grad")
+def _reduce_grad(
+    grad: Tensor, shard_shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+) -> Tensor:
+    if grad.numel() == 0:
+        return grad.new_zeros(shard_shape, dtype=dtype)
+    start = start_reduce_scatter if shard_shape else start_all_reduce
+    pending = start([grad], reduce_dtype, compat.resolve_group(group))
+    pending.finish()
+    return pending.buffer.to(dtype).view(shard_shape)

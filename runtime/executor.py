@@ -1,0 +1,207 @@
+"""The executor: a scheduled graph as one Python function.
+
+The function is generated from the graph: one line per region and per communication node, in the verified order,
+and every value dropped after its last use. ``Program.source`` is its text. A run keeps its state (buffers,
+collectives under way) in a ``Frame`` of its own, so that runs may nest and a run that raises leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.runtime import collectives
+from graph_fsdp.runtime.collectives import GatherLayout, Pending
+from graph_fsdp.runtime.regions import Region, RegionCache, cut
+from graph_fsdp.runtime.slots import GatheredBytes, Slots
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """The static part of one ``all_gather_start``."""
+
+    bucket: str
+    layout: GatherLayout
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+    escapes: bool
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """The static part of one ``reduce_scatter_start`` or ``all_reduce_start``."""
+
+    bucket: str
+    start: Callable[[Sequence[Tensor], torch.dtype, dist.ProcessGroup], Pending]
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+
+
+class Frame:
+    """One run of a program."""
+
+    def __init__(self, counter: GatheredBytes) -> None:
+        self.counter = counter
+        self.slots = Slots(counter)
+        self.pending: dict[int, Pending] = {}
+
+    def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
+        self.counter.count("all_gather")
+        taken: list[Tensor] = []
+
+        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            # The first allocation is the bucket's buffer, the second the landing buffer.
+            take = self.slots.take_landing if taken else self.slots.take
+            if plan.escapes and not taken:
+                taken.append(collectives.allocate(numel, dtype, device))
+            else:
+                taken.append(take(numel, dtype, device))
+            return taken[-1]
+
+        pending = collectives.start_all_gather(
+            shards, plan.layout, plan.dtype, plan.group, allocate, self.slots.give_landing
+        )
+        self.slots.hold(pending.buffer, plan.escapes)
+        self.pending[id(pending.buffer)] = pending
+        return pending.buffer
+
+    def reduce_start(self, plan: ReducePlan, grads: list[Tensor]) -> Tensor:
+        self.counter.count("reduce")
+        pending = plan.start(grads, plan.dtype, plan.group)
+        self.pending[id(pending.buffer)] = pending
+        return pending.buffer
+
+    def wait(self, buffer: Tensor) -> Tensor:
+        self.pending.pop(id(buffer)).finish()
+        return buffer
+
+    def free(self, buffer: Tensor) -> None:
+        self.slots.free(buffer)
+
+    def close(self) -> None:
+        # After an error some collectives may still write into buffers of this run: they end before those go.
+        for pending in self.pending.values():
+            pending.finish()
+        self.pending.clear()
+        self.slots.close()
+
+
+class Program:
+    """A compiled graph. Call it with the list of the graph's inputs, which it empties."""
+
+    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
+        # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
+        # the wrappers that torch puts around backward copy instance attributes only.
+        self._boxed_call = True
+        self.counter = counter
+        self.source, constants = _generate(graph, cache)
+        namespace: dict[str, Any] = dict(constants)
+        exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
+        self._run = namespace["run"]
+
+    def __call__(self, args: list[Any]) -> Any:
+        frame = Frame(self.counter)
+        try:
+            return self._run(frame, args)
+        finally:
+            frame.close()
+
+
+def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
+    names = _variable_names(graph)
+    steps = cut(graph)
+    last = _last_uses(steps, graph)
+    constants: dict[str, Any] = {}
+    lines = [f"def run(frame, args):  # {graph.phase}"]
+    if graph.placeholders:
+        lines.append(f"    {', '.join(names[p] for p in graph.placeholders)}, = args")
+    lines.append("    args.clear()")
+    _drop(lines, [names[p] for p in graph.placeholders if p not in last])
+
+    for index, step in enumerate(steps):
+        inputs = step.inputs if isinstance(step, Region) else list(dict.fromkeys(step.all_input_nodes))
+        dropped = [names[n] for n in inputs if last[n] == index]
+        if isinstance(step, Region):
+            function = f"region_{index}"
+            constants[function] = cache.compile(step, graph.phase)  # type: ignore[arg-type]
+            lines.append(f"    inputs = [{', '.join(names[n] for n in step.inputs)}]")
+            _drop(lines, dropped)
+            results = "".join(f"{names[n]}, " for n in step.outputs)
+            lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
+            _drop(lines, [names[n] for n in step.outputs if n not in last])
+            continue
+        _generate_call(step, index, names, constants, lines)
+        _drop(lines, dropped)
+    lines.append(f"    return {_render(graph.output.args[0], names)}")
+    return "\n".join(lines) + "\n", constants
+
+
+def _generate_call(
+    node: fx.Node, index: int, names: dict[fx.Node, str], constants: dict[str, Any], lines: list[str]
+) -> None:
+    if node.target is dialect.free:
+        handle = node.args[0]
+        assert isinstance(handle, fx.Node)
+        if not has_role(handle, Role.KEPT):  # a kept buffer is given back when its last reference is dropped
+            lines.append(f"    frame.free({names[handle]})")
+        return
+    if node.target in dialect.WAITS:
+        lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
+        return
+    plan = f"plan_{index}"
+    constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
+    method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
+    comment = f"  # {node.meta['fsdp'].bucket}"
+    lines.append(f"    {names[node]} = frame.{method}({plan}, {_render(node.args[0], names)}){comment}")
+
+
+def _gather_plan(node: fx.Node) -> GatherPlan:
+    shards, offsets, length, dtype, world_size, group = node.args
+    numels = tuple(shard.meta["val"].numel() for shard in shards)  # type: ignore[union-attr]
+    layout = GatherLayout(tuple(offsets), numels, length, world_size)  # type: ignore[arg-type]
+    record = node.meta["fsdp"]
+    return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(str(group)), record.escapes)  # type: ignore[arg-type]
+
+
+def _reduce_plan(node: fx.Node) -> ReducePlan:
+    _, dtype, _, group = node.args
+    sharded = node.target is dialect.reduce_scatter_start
+    start = collectives.start_reduce_scatter if sharded else collectives.start_all_reduce
+    return ReducePlan(node.meta["fsdp"].bucket, start, dtype, compat.resolve_group(str(group)))  # type: ignore[arg-type]
+
+
+def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:
+    last: dict[fx.Node, int] = {}
+    for index, step in enumerate(steps):
+        for node in step.inputs if isinstance(step, Region) else step.all_input_nodes:
+            last[node] = index
+    for node in graph.output.all_input_nodes:
+        last[node] = len(steps)
+    return last
+
+
+def _variable_names(graph: Graph) -> dict[fx.Node, str]:
+    return {n: f"{n.name}_" if keyword.iskeyword(n.name) or n.name in ("frame", "args", "inputs") else n.name
+            for n in graph.fx.nodes}
+
+
+def _drop(lines: list[str], names: Sequence[str]) -> None:
+    if names:
+        lines.append(f"    del {', '.join(names)}")
+
+
+def _render(value: Any, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_render(v, names) for v in value) + "]"
+    return repr(value)
