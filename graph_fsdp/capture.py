@@ -8,6 +8,7 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 from __future__ import annotations
 
 import itertools
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class Engine:
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
         self.plan: dict[Any, list[tuple[str, str]]] = {}
-        self._agreed: set[tuple[Any, ...]] = set()
+        self._agreed: set[tuple[str, ...]] = set()
         self._index = next(_engines)
         self._inputs: dict[str, Tensor] = {}
         self._compiled = torch.compile(
@@ -133,12 +134,13 @@ class Engine:
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
             self.pipeline.run([Graph(joint, "joint")], context)
+            begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
-                add_stage(graph, context, "partition", 0.0)
+                add_stage(graph, context, "partition", time.perf_counter() - begin)
             self.pipeline.run(graphs, context)
             self._settle(graphs, context)
             return forward, backward
@@ -169,13 +171,12 @@ class Engine:
         sequences = {graph.phase: graph.collectives for graph in graphs}
         for phase, sequence in sequences.items():
             self.plan.setdefault(phase, sequence)
-        key = tuple((phase, *sequence) for phase, sequence in sequences.items())
-        if key in self._agreed or self.spec.world_size == 1:
+        fingerprint = _fingerprint(graphs, self)
+        if tuple(fingerprint) in self._agreed or self.spec.world_size == 1:
             return
-        phases = "+".join(sequences)
-        number = len(self._agreed)
-        agree(f"model{self._index}/{number}-{phases}", _fingerprint(graphs, self), compat.resolve_group(self.spec.group))
-        self._agreed.add(key)
+        key = f"model{self._index}/{len(self._agreed)}-{'+'.join(sequences)}"
+        agree(key, fingerprint, compat.resolve_group(self.spec.group))
+        self._agreed.add(tuple(fingerprint))
 
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
@@ -204,14 +205,14 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo caches by code object and limits recompilations of one: two models of a class must not share either.
     """
 
-    def graph_fsdp_forward(*args: Any, **kwargs: Any) -> Any:
+    def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise EmptyPlaceholderError(
                 "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager'), or a call "
                 "from compiled code), so the model would run on placeholders without memory; turn it on, or use "
                 "backend='eager' to run the transformed graphs without a compiler"
             )
-        return forward(*args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     code = graph_fsdp_forward.__code__
     return types.FunctionType(

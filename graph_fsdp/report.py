@@ -103,6 +103,16 @@ class GraphReport:
         self.regions, self.compiled_regions = regions.regions, regions.compiled
 
     @property
+    def capture(self) -> GraphView:
+        """Dynamo's graph: the model with shards for parameters."""
+        return self._latest("capture")
+
+    @property
+    def joint(self) -> GraphView:
+        """Forward and backward before they are partitioned."""
+        return self._latest("joint")
+
+    @property
     def forward(self) -> GraphView:
         return self._latest("forward")
 
@@ -116,8 +126,8 @@ class GraphReport:
 
     def _latest(self, phase: Phase) -> GraphView:
         for captured in reversed(self.graphs):
-            if phase in captured.views:
-                return captured.views[phase]
+            if captured.stages[phase]:
+                return captured.view(phase)
         raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
 
     def diff(self, stage: str) -> str:

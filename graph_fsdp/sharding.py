@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.passes import compat
+from graph_fsdp.placeholder import guard
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
 
 
@@ -89,8 +90,9 @@ class Storage:
             _register(p, p.shard)
             empty = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
             empty.untyped_storage().resize_(0)
-            p.placeholder.grad = None
             p.placeholder.data = empty
+            if guarded:
+                guard(p.placeholder, p.spec.name)
 
     @contextlib.contextmanager
     def placeholders_registered(self) -> Iterator[None]:
@@ -116,8 +118,9 @@ class Storage:
             memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
             if memory.data_ptr() != p.local.data_ptr() and memory.numel():
                 self._adopt(p, memory)
-            if p.placeholder.requires_grad != p.shard.requires_grad:
-                p.placeholder.requires_grad_(p.shard.requires_grad)
+            with compat.without_torch_function():
+                if p.placeholder.requires_grad != p.shard.requires_grad:
+                    p.placeholder.requires_grad_(p.shard.requires_grad)
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
         found = (tuple(memory.shape), memory.dtype, memory.device)

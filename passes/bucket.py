@@ -16,7 +16,7 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
-from graph_fsdp.passes.spec import BucketSpec, ParameterSpec, aligned
+from graph_fsdp.passes.spec import BucketSpec, ParameterSpec
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -26,8 +26,9 @@ class Bucket(GraphPass):
     """Gathers of a bucket: one ``all_gather_start``/``wait`` pair, each parameter a view of the buffer.
     Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result.
 
-    A graph may use part of a bucket (backward needs no biases): the collective then covers the smallest slice of
-    the shard storage that holds what is used, so that it stays one slice and is not packed.
+    A bucket is gathered whole even where a graph uses part of it (backward needs no biases): which part that is can
+    depend on the partitioner, and so on a rank's shapes, and the collective's size must not. It also keeps the
+    bucket one slice of the shard storage, with nothing to pack.
     Scalars are replicated: they are used as they are, and their gradients are all-reduced.
     On one rank a gather is its shard and a reduction its gradient, and nothing is communicated or copied.
     """
@@ -75,24 +76,22 @@ def _gather_bucket(
 ) -> None:
     by_name = {_parameter(n, context).name: n for n in nodes}
     used = [p for p in bucket.parameters if p.name in by_name]
-    begin = bucket.offsets[used[0].name]
-    length = bucket.offsets[used[-1].name] + aligned(used[-1].shard_numel, used[-1].dtype) - begin
-    offsets = [bucket.offsets[p.name] - begin for p in used]
+    offsets = [bucket.offsets[p.name] for p in used]
     first_use = min((user for n in nodes for user in n.users), key=positions.__getitem__)
-    names = tuple(p.name for p in used)
-    size = context.model.world_size * length * used[0].param_dtype.itemsize
+    names = tuple(p.name for p in bucket.parameters)
 
     def put(role: Role) -> NodeRecord:
-        return NodeRecord(role, bucket.unit, bucket.name, names, size)
+        return NodeRecord(role, bucket.unit, bucket.name, names, bucket.full_nbytes)
 
     with graph.fx.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
         start = graph.call(
             dialect.all_gather_start,
-            (shards, offsets, length, used[0].param_dtype, bucket.world_size, context.model.group),
+            (shards, offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, context.model.group),
+            name=f"gather_{bucket.name}",
         )
         set_record(start, put(Role.GATHER_START))
-        wait = set_record(graph.call(dialect.all_gather_wait, (start,)), put(Role.GATHER_WAIT))
+        wait = set_record(graph.call(dialect.all_gather_wait, (start,), name=f"full_{bucket.name}"), put(Role.GATHER_WAIT))
     for p, offset in zip(used, offsets, strict=True):
         gather = by_name[p.name]
         # The view stands where the parameter is first used, so that it falls into the same compute region.
@@ -105,11 +104,11 @@ def _gather_bucket(
 
 def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
     padded = (p.chunk_rows * p.world_size, *p.shape[1:])
-    node = graph.call(aten.slice.Tensor, (buffer, 0, begin, begin + math.prod(padded)), like=like)
+    node = graph.call(aten.slice.Tensor, (buffer, 0, begin, begin + math.prod(padded)), name=p.name, like=like)
     if len(padded) > 1:
-        node = graph.call(aten.view.default, (node, list(padded)), like=like)
+        node = graph.call(aten.view.default, (node, list(padded)), name=p.name, like=like)
     if padded != p.shape:
-        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.shape[0]), like=like)
+        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.shape[0]), name=p.name, like=like)
     return node
 
 
@@ -136,10 +135,11 @@ def _reduce_bucket(
         last = graph.placeholders[-1]
 
     with graph.fx.inserting_before(last.next):
-        start = graph.call(target, (grads, reduce_dtype, context.model.world_size, context.model.group))
+        arguments = (grads, reduce_dtype, context.model.world_size, context.model.group)
+        start = graph.call(target, arguments, name=f"reduce_{label}")
         size = nbytes(start.meta["val"])
         set_record(start, NodeRecord(Role.REDUCE_START, unit, label, names, size))
-        wait = graph.call(dialect.reduce_wait, (start,))
+        wait = graph.call(dialect.reduce_wait, (start,), name=f"reduced_{label}")
         set_record(wait, NodeRecord(Role.REDUCE_WAIT, unit, label, names, size))
         cast: Callable[[fx.Node, torch.dtype], fx.Node] = lambda source, dtype: (  # noqa: E731
             source if dtype is reduce_dtype else graph.call(prims.convert_element_type.default, (source, dtype))
@@ -147,10 +147,11 @@ def _reduce_bucket(
         flat = {dtype: cast(wait, dtype) for dtype in dict.fromkeys(p.dtype for p in parameters)}
         begin = 0
         for node, p in zip(nodes, parameters, strict=True):
-            grad = graph.call(aten.slice.Tensor, (flat[p.dtype], 0, begin, begin + p.shard_numel), like=node)
+            piece = (flat[p.dtype], 0, begin, begin + p.shard_numel)
+            grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
             begin += p.shard_numel
             if len(p.shard_shape) != 1:
-                grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), like=node)
+                grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, label, (p.name,), nbytes(grad.meta["val"])))
             node.replace_all_uses_with(grad)
             graph.fx.erase_node(node)

@@ -20,6 +20,7 @@ whole test-suite was run.
 | ``testing._internal.distributed.fake_pg`` | process groups without processes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
 """
 
@@ -70,6 +71,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_tracing",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -78,6 +80,7 @@ __all__ = [
     "set_local_tensor",
     "tracing",
     "tree_map_only",
+    "without_torch_function",
 ]
 
 MINIMUM_TORCH = (2, 9)
@@ -104,6 +107,16 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Run operators on tensor subclasses as on plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_tracing() -> bool:
+    """Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:

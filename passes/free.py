@@ -51,7 +51,7 @@ class Free(GraphPass):
             if last.op == "placeholder":  # received and not used
                 last = graph.placeholders[-1]
             with graph.fx.inserting_before(next_collective[last]):
-                node = graph.fx.call_function(dialect.free, (handle,))
+                node = graph.fx.create_node("call_function", dialect.free, (handle,), name=f"free_{record.bucket}")
             node.meta["val"] = None
             set_record(node, dataclasses.replace(record, role=Role.FREE, escapes=False))
             freed += 1

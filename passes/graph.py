@@ -157,10 +157,13 @@ class Graph:
             previous = node
         self.module.recompile()
 
-    def call(self, target: Any, args: tuple[Any, ...], *, like: fx.Node | None = None) -> fx.Node:
+    def call(
+        self, target: Any, args: tuple[Any, ...], *, name: str | None = None, like: fx.Node | None = None
+    ) -> fx.Node:
         """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
-        trace, module path), so that a line of the graph still leads to a line of the model."""
-        node = self.fx.call_function(target, args)
+        trace, module path), so that a line of the graph still leads to a line of the model. ``name`` is for readers
+        of the printed graph only."""
+        node = self.fx.create_node("call_function", target, args, name=name)
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:

@@ -7,7 +7,6 @@ is traced.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -161,5 +160,9 @@ class PassPipeline:
 
 
 def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:
-    snapshot = copy.deepcopy(graph.fx)
+    snapshot = fx.Graph()
+    copied, _ = snapshot.graph_copy(graph.fx, {}, return_output_node=True)  # type: ignore[misc]
+    snapshot.output(copied)
+    for node in snapshot.nodes:
+        node.type = None  # Dynamo's annotations of inputs
     context.stages[graph.phase][name] = Stage(name, graph.phase, snapshot, graph.module, seconds, summary)

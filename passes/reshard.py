@@ -15,8 +15,6 @@ from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
-aten = torch.ops.aten
-
 
 class Reshard(GraphPass):
     """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
@@ -81,20 +79,13 @@ class Reshard(GraphPass):
             set_record(kept, dataclasses.replace(source.meta["fsdp"], role=Role.KEPT))
             removed.append(bucket)
             if bucket in gathered:
-                _use_kept(graph, gathered[bucket], kept, context)
+                _use_kept(graph, gathered[bucket], kept)
         return f"received from forward: {', '.join(removed) or 'none'}"
 
 
-def _use_kept(graph: Graph, wait: fx.Node, kept: fx.Node, context: PassContext) -> None:
-    """Read the views of ``wait``'s buffer from ``kept``, whose slice of the bucket may begin earlier."""
-    spec = context.bucket_of(kept.meta["fsdp"].params[0])
-    shift = spec.offsets[wait.meta["fsdp"].params[0]] - spec.offsets[kept.meta["fsdp"].params[0]]
-    shift *= spec.world_size
-    for view in list(wait.users):
-        assert view.target is aten.slice.Tensor
-        _, dim, begin, end = view.args
-        view.args = (kept, dim, begin + shift, end + shift)  # type: ignore[operator]
+def _use_kept(graph: Graph, wait: fx.Node, kept: fx.Node) -> None:
     start = wait.args[0]
-    graph.fx.erase_node(wait)
     assert isinstance(start, fx.Node)
+    wait.replace_all_uses_with(kept)
+    graph.fx.erase_node(wait)
     graph.fx.erase_node(start)

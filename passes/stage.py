@@ -45,7 +45,8 @@ class Stage:
         source = self.graph.python_code("self").src.strip()
         if not any(node.op in ("get_attr", "call_module") for node in self.graph.nodes):
             source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
-        lines = [line.rstrip() for line in source.splitlines()]
+        # FX lets go of each value after its last use; to a reader that is noise.
+        lines = [re.sub(r";(  \w+( = \w+)*) = None$", "", line).rstrip() for line in source.splitlines()]
         return "\n".join(line for line in lines if line) + "\n"
 
     def __repr__(self) -> str:

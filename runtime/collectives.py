@@ -88,9 +88,10 @@ def start_all_gather(
 def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
-    base, itemsize = first.data_ptr(), first.element_size()
-    begin = first.storage_offset()
-    in_place = begin + layout.length <= first.untyped_storage().nbytes() // itemsize and all(
+    itemsize = first.element_size()
+    begin = first.storage_offset() - layout.offsets[0]
+    base = first.data_ptr() - layout.offsets[0] * itemsize
+    in_place = 0 <= begin <= first.untyped_storage().nbytes() // itemsize - layout.length and all(
         shard.data_ptr() == base + offset * itemsize and shard.is_contiguous()
         for shard, offset in zip(shards, layout.offsets, strict=True)
     )

@@ -147,7 +147,7 @@ def _attribute(module: fx.GraphModule, target: str) -> Any:
 def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         layout = (tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset()))
-        return (*layout, value.dtype, value.device, value.requires_grad)
+        return (*layout, value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         return tuple(_value_key(v) for v in value)
     return str(value)
