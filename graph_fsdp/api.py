@@ -93,7 +93,7 @@ def compile(
         storage,
         passes if passes is not None else default_pipeline(),
         BACKENDS[backend](),
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         fullgraph=fullgraph,
         dynamic=dynamic,
     )

@@ -188,7 +188,7 @@ def _fingerprint(graphs: list[Graph], engine: Engine) -> list[str]:
     """What ranks must have in common before they run: torch, options, and every collective with its size."""
     lines = [f"torch {torch.__version__}", f"passes {engine.pipeline!r}", f"backend {engine.backend.name}"]
     for graph in graphs:
-        for node in graph.fx.nodes:
+        for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
             if record is not None and record.role.value in ("gather_start", "reduce_start"):
                 dtype = node.meta["val"].dtype
@@ -226,5 +226,5 @@ def _graph_break(error: compat.Unsupported) -> GraphBreakError:
     reason = str(error).split("\n\n")[0].strip().splitlines()
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
-        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's own explanation is above."
+        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
     )

@@ -25,7 +25,7 @@ class GraphFSDPModule(FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a compiled model's class makes the model's own (indexing into a container does that)."""
-        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
         return instance

@@ -84,7 +84,7 @@ class CapturedGraph:
         view = self.view(graph.phase)
         view.program = program.source
         view.buckets = _bucket_rows(graph)
-        view.nodes = len(graph.fx.nodes)
+        view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:
         if phase not in self.views:

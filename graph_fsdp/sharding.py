@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.passes import compat
-from graph_fsdp.placeholder import guard
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
+from graph_fsdp.placeholder import guard
 
 
 @dataclass
@@ -203,8 +203,8 @@ def _checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
     same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
     if not same_kind or found.shape != p.shard.shape:
         raise ParameterChangedError(
-            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter of shape "
-            f"{tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
+            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
+            f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
         )
     return found
 

@@ -83,7 +83,7 @@ def _gather_bucket(
     def put(role: Role) -> NodeRecord:
         return NodeRecord(role, bucket.unit, bucket.name, names, bucket.full_nbytes)
 
-    with graph.fx.inserting_before(first_use):
+    with graph.fx_graph.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
         start = graph.call(
             dialect.all_gather_start,
@@ -91,15 +91,17 @@ def _gather_bucket(
             name=f"gather_{bucket.name}",
         )
         set_record(start, put(Role.GATHER_START))
-        wait = set_record(graph.call(dialect.all_gather_wait, (start,), name=f"full_{bucket.name}"), put(Role.GATHER_WAIT))
+        wait = set_record(
+            graph.call(dialect.all_gather_wait, (start,), name=f"full_{bucket.name}"), put(Role.GATHER_WAIT)
+        )
     for p, offset in zip(used, offsets, strict=True):
         gather = by_name[p.name]
         # The view stands where the parameter is first used, so that it falls into the same compute region.
-        with graph.fx.inserting_before(min(gather.users, key=positions.__getitem__)):
+        with graph.fx_graph.inserting_before(min(gather.users, key=positions.__getitem__)):
             view = _unpack(graph, wait, p, offset * p.world_size, gather)
         set_record(view, NodeRecord(Role.UNPACK, bucket.unit, bucket.name, (p.name,), nbytes(view.meta["val"])))
         gather.replace_all_uses_with(view)
-        graph.fx.erase_node(gather)
+        graph.fx_graph.erase_node(gather)
 
 
 def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
@@ -134,7 +136,7 @@ def _reduce_bucket(
     if last.op == "placeholder":
         last = graph.placeholders[-1]
 
-    with graph.fx.inserting_before(last.next):
+    with graph.fx_graph.inserting_before(last.next):
         arguments = (grads, reduce_dtype, context.model.world_size, context.model.group)
         start = graph.call(target, arguments, name=f"reduce_{label}")
         size = nbytes(start.meta["val"])
@@ -154,13 +156,13 @@ def _reduce_bucket(
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, label, (p.name,), nbytes(grad.meta["val"])))
             node.replace_all_uses_with(grad)
-            graph.fx.erase_node(node)
+            graph.fx_graph.erase_node(node)
 
 
 def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     shard = node.args[0]
     assert isinstance(shard, fx.Node)
-    with graph.fx.inserting_before(node):
+    with graph.fx_graph.inserting_before(node):
         if p.empty and not p.replicated:
             value = graph.call(aten.new_empty.default, (shard, list(p.shape)), like=node)
         else:
@@ -168,23 +170,25 @@ def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
         if p.param_dtype is not p.dtype:
             value = graph.call(prims.convert_element_type.default, (value, p.param_dtype), like=node)
     node.replace_all_uses_with(value)
-    graph.fx.erase_node(node)
+    graph.fx_graph.erase_node(node)
 
 
 def _use_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     grad = node.args[0]
     assert isinstance(grad, fx.Node)
     if grad.meta["val"].dtype is not p.dtype:
-        with graph.fx.inserting_before(node):
+        with graph.fx_graph.inserting_before(node):
             grad = graph.call(prims.convert_element_type.default, (grad, p.dtype), like=node)
     node.replace_all_uses_with(grad)
-    graph.fx.erase_node(node)
+    graph.fx_graph.erase_node(node)
 
 
 def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
-    with graph.fx.inserting_before(node):
-        value = graph.fx.call_function(aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype})
+    with graph.fx_graph.inserting_before(node):
+        value = graph.fx_graph.call_function(
+            aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype}
+        )
         value.meta["val"] = node.meta["val"]
     set_record(value, NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
     node.replace_all_uses_with(value)
-    graph.fx.erase_node(node)
+    graph.fx_graph.erase_node(node)

@@ -11,8 +11,8 @@ whole test-suite was run.
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
-| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's joint passes (RNG, attention patterns) | 2.9 to 2.15 |
-| ``_dynamo.config.ignore_logging_functions`` | logging calls in models; ``ignore_logger_methods`` before 2.10 | 2.9 to 2.15 |
+| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
+| ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
@@ -88,14 +88,12 @@ TORCH_VERSIONS_RUN = ("2.9.1", "2.13.0", "2.15.0")
 
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that a graph names."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
 
 
 def default_store() -> dist.Store:
@@ -153,7 +151,7 @@ def ignoring_logging_calls() -> Iterator[None]:
         if method is not None:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    with dynamo_config.patch(**{name: set(getattr(dynamo_config, name)) | ignored}):
+    with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored}):
         yield
 
 

@@ -4,11 +4,11 @@
 |---|---|---|
 | ``gather_param(shard, shape, dtype, reduce_dtype, param, group)`` | full parameter | in ``dtype`` |
 | ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group)`` | shard of the gradient | mean over ranks |
-| ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | gather a bucket; contents unknown until |
+| ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | contents unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
 | ``reduce_scatter_start(grads, dtype, world_size, group)`` | flat shard of gradients | mean over ranks, in ``dtype`` |
-| ``all_reduce_start(grads, dtype, world_size, group)`` | flat gradients | likewise, for parameters that are not sharded |
+| ``all_reduce_start(grads, dtype, world_size, group)`` | flat gradients | likewise, for scalars |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
@@ -31,7 +31,8 @@ from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 _SCHEMAS = (
-    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group) -> Tensor",
+    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
+    " -> Tensor",
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
     " -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group)"

@@ -28,14 +28,14 @@ class Free(GraphPass):
         roots = graph.alias_roots()
         buffers = graph.with_role(Role.GATHER_START, Role.KEPT)
         last_use: dict[fx.Node, fx.Node] = {buffer: buffer for buffer in buffers}
-        for node in graph.fx.nodes:
+        for node in graph.fx_graph.nodes:
             for source in node.all_input_nodes:
                 for root in roots[source]:
                     if root in last_use:
                         last_use[root] = node
         next_collective: dict[fx.Node, fx.Node] = {}
         upcoming = graph.output
-        for node in reversed(graph.fx.nodes):
+        for node in reversed(graph.fx_graph.nodes):
             next_collective[node] = upcoming
             if node.target in dialect.STARTS or node.target in dialect.WAITS:
                 upcoming = node
@@ -50,8 +50,10 @@ class Free(GraphPass):
             handle = next((u for u in buffer.users if dialect.has_role(u, Role.GATHER_WAIT)), buffer)
             if last.op == "placeholder":  # received and not used
                 last = graph.placeholders[-1]
-            with graph.fx.inserting_before(next_collective[last]):
-                node = graph.fx.create_node("call_function", dialect.free, (handle,), name=f"free_{record.bucket}")
+            with graph.fx_graph.inserting_before(next_collective[last]):
+                node = graph.fx_graph.create_node(
+                    "call_function", dialect.free, (handle,), name=f"free_{record.bucket}"
+                )
             node.meta["val"] = None
             set_record(node, dataclasses.replace(record, role=Role.FREE, escapes=False))
             freed += 1

@@ -65,24 +65,24 @@ class Graph:
         self.phase: Phase = phase
 
     @property
-    def fx(self) -> fx.Graph:
+    def fx_graph(self) -> fx.Graph:
         return self.module.graph
 
     @property
     def nodes(self) -> list[fx.Node]:
-        return list(self.fx.nodes)
+        return list(self.fx_graph.nodes)
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.fx.nodes if node.op == "placeholder"]
+        return [node for node in self.fx_graph.nodes if node.op == "placeholder"]
 
     @property
     def output(self) -> fx.Node:
-        return next(node for node in reversed(self.fx.nodes) if node.op == "output")
+        return next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
 
     def with_role(self, *roles: Role) -> list[fx.Node]:
         """Nodes of these roles, in graph order."""
-        return [node for node in self.fx.nodes if dialect.has_role(node, *roles)]
+        return [node for node in self.fx_graph.nodes if dialect.has_role(node, *roles)]
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
@@ -91,12 +91,12 @@ class Graph:
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
 
     def positions(self) -> dict[fx.Node, int]:
-        return {node: index for index, node in enumerate(self.fx.nodes)}
+        return {node: index for index, node in enumerate(self.fx_graph.nodes)}
 
     def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
-        for node in self.fx.nodes:
+        for node in self.fx_graph.nodes:
             inputs = aliased_inputs(node)
             if len(inputs) == 1:
                 roots[node] = roots[inputs[0]]
@@ -121,7 +121,7 @@ class Graph:
             if before is not after and not dag.has_edge(before, after):
                 dag.add_edge(before, after, kind=kind)
 
-        for node in self.fx.nodes:
+        for node in self.fx_graph.nodes:
             dag.add_node(node)
             for source in node.all_input_nodes:
                 edge(source, node, "data")
@@ -144,16 +144,16 @@ class Graph:
 
     def reorder(self, order: Sequence[fx.Node]) -> None:
         """Put the nodes into this order (all of them, placeholders first, output last). Linear."""
-        if len(order) != len(self.fx.nodes) or set(order) != set(self.fx.nodes):
+        if len(order) != len(self.fx_graph.nodes) or set(order) != set(self.fx_graph.nodes):
             raise ValueError(
-                f"order: {len(order)} nodes for a graph of {len(self.fx.nodes)}; give each node of the graph once"
+                f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
             )
         previous = None
         for node in order:
             if previous is not None and previous.next is not node:
                 previous.append(node)
-            elif previous is None and node is not next(iter(self.fx.nodes)):
-                next(iter(self.fx.nodes)).prepend(node)
+            elif previous is None and node is not next(iter(self.fx_graph.nodes)):
+                next(iter(self.fx_graph.nodes)).prepend(node)
             previous = node
         self.module.recompile()
 
@@ -163,7 +163,7 @@ class Graph:
         """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
         trace, module path), so that a line of the graph still leads to a line of the model. ``name`` is for readers
         of the printed graph only."""
-        node = self.fx.create_node("call_function", target, args, name=name)
+        node = self.fx_graph.create_node("call_function", target, args, name=name)
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:
@@ -176,7 +176,7 @@ class Graph:
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The node's arguments with fake values in place of nodes."""
-    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[return-value]
+    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
 
 
 def evaluate(node: fx.Node) -> Any:

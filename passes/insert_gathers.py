@@ -22,8 +22,8 @@ class InsertGathers(GraphPass):
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
         for node, (parameter, shard) in context.shard_inputs.items():
             full = node.meta["example_value"]
-            with graph.fx.inserting_before(after_inputs):
-                gather = graph.fx.call_function(
+            with graph.fx_graph.inserting_before(after_inputs):
+                gather = graph.fx_graph.call_function(
                     dialect.gather_param,
                     (
                         node,
@@ -34,7 +34,8 @@ class InsertGathers(GraphPass):
                         context.model.group,
                     ),
                 )
-            node.replace_all_uses_with(gather, delete_user_cb=lambda user, gather=gather: user is not gather)
+            for user in [user for user in node.users if user is not gather]:
+                user.replace_input_with(node, gather)
             gather.meta["example_value"] = full
             node.meta["example_value"] = shard
         return f"{len(context.shard_inputs)} parameters gathered"

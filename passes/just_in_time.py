@@ -25,7 +25,7 @@ class JustInTime(GraphPass):
         placeholders = graph.placeholders
         from_gradient: set[fx.Node] = set(graph.with_role(Role.TANGENT))
         roots = []
-        for node in graph.fx.nodes:
+        for node in graph.fx_graph.nodes:
             if any(i in from_gradient for i in node.all_input_nodes):
                 from_gradient.add(node)
                 roots.append(node)
@@ -48,10 +48,9 @@ class JustInTime(GraphPass):
                 emitted.add(node)
                 order.append(node)
         # Nothing reads them, but they write (in-place updates of buffers): they stay, before the output.
-        unread = [node for node in graph.fx.nodes if node not in emitted]
+        unread = [node for node in graph.fx_graph.nodes if node not in emitted]
         order[-1:-1] = unread
-        before = list(graph.fx.nodes)
+        before = list(graph.fx_graph.nodes)
         graph.reorder(order)
         moved = sum(a is not b for a, b in zip(before, order, strict=True))
         return f"{moved} of {len(order)} nodes change place"
-

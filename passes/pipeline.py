@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from graph_fsdp.passes.dialect import NodeRecord
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Stage
@@ -41,6 +40,7 @@ class PassContext:
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
+    ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -51,7 +51,7 @@ class PassContext:
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
-    kept: dict[str, NodeRecord] = field(default_factory=dict)
+    kept: dict[str, fx.Node] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
@@ -68,7 +68,7 @@ class GraphPass:
     """
 
     name: str = ""
-    phases: Collection[Phase] = ("forward", "backward", "inference")
+    phases: Collection[str] = ("forward", "backward", "inference")
     requires: Collection[str] = ()
     provides: Collection[str] = ()
 
@@ -161,7 +161,7 @@ class PassPipeline:
 
 def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:
     snapshot = fx.Graph()
-    copied, _ = snapshot.graph_copy(graph.fx, {}, return_output_node=True)  # type: ignore[misc]
+    copied, _ = snapshot.graph_copy(graph.fx_graph, {}, return_output_node=True)  # type: ignore[misc]
     snapshot.output(copied)
     for node in snapshot.nodes:
         node.type = None  # Dynamo's annotations of inputs

@@ -94,9 +94,9 @@ def _hoist_waits(graph: Graph) -> None:
         before = wait.prev
         while is_cheap(before):
             before = before.prev
-        if before is not wait.prev and (before.target in dialect.EXECUTED or before.op == "placeholder"):
-            if before is not start:
-                before.append(wait)
+        reached = before.target in dialect.EXECUTED or before.op == "placeholder"
+        if reached and before is not wait.prev and before is not start:
+            before.append(wait)
 
 
 def _in_plan_order(graph: Graph, kind: str, starts: list[fx.Node], context: PassContext) -> list[fx.Node]:

@@ -28,7 +28,7 @@ class TagRecompute(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         tagged: set[fx.Node] = set()
-        for node in graph.fx.nodes:
+        for node in graph.fx_graph.nodes:
             if has_role(node, Role.GATHER) or (
                 node.all_input_nodes and tagged.issuperset(node.all_input_nodes) and is_cheap(node)
             ):
@@ -36,4 +36,3 @@ class TagRecompute(GraphPass):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = _REGION_ID
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
-

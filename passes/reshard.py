@@ -55,7 +55,7 @@ class Reshard(GraphPass):
         roots = graph.alias_roots()
         last_use: dict[str, int] = {}
         owner = {wait.args[0]: wait for wait in waits}
-        for index, node in enumerate(graph.fx.nodes):
+        for index, node in enumerate(graph.fx_graph.nodes):
             if node.op == "output":
                 continue
             for source in node.all_input_nodes:
@@ -71,10 +71,10 @@ class Reshard(GraphPass):
         # go in front of the saved tensors, as they stand in front of them among forward's outputs.
         first_tensor = next(n for n in graph.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
         gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
-        removed = []
+        removed: list[str] = []
         for bucket, source in context.kept.items():
-            with graph.fx.inserting_before(first_tensor):
-                kept = graph.fx.placeholder(f"kept_{len(removed)}")
+            with graph.fx_graph.inserting_before(first_tensor):
+                kept = graph.fx_graph.placeholder(f"kept_{len(removed)}")
             kept.meta["val"] = source.meta["val"]
             set_record(kept, dataclasses.replace(source.meta["fsdp"], role=Role.KEPT))
             removed.append(bucket)
@@ -87,5 +87,5 @@ def _use_kept(graph: Graph, wait: fx.Node, kept: fx.Node) -> None:
     start = wait.args[0]
     assert isinstance(start, fx.Node)
     wait.replace_all_uses_with(kept)
-    graph.fx.erase_node(wait)
-    graph.fx.erase_node(start)
+    graph.fx_graph.erase_node(wait)
+    graph.fx_graph.erase_node(start)

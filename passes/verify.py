@@ -36,7 +36,7 @@ class Verifier:
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, self.context = graph, context
-        self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx.nodes}
+        self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.reduced: frozenset[str] | None = None
         self.outputs = _output_values(graph)
 
@@ -57,7 +57,7 @@ class Verifier:
     def _topological(self) -> None:
         seen: set[fx.Node] = set()
         body = False
-        for node in self.graph.fx.nodes:
+        for node in self.graph.fx_graph.nodes:
             for source in node.all_input_nodes:
                 if source not in seen:
                     self._fail("the order is topological", node, f"{node} uses {source} before it exists")
@@ -70,7 +70,7 @@ class Verifier:
         """Shapes, dtypes and devices agree with the fake tensors wherever a node is new or has new inputs."""
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
-        for node in self.graph.fx.nodes:
+        for node in self.graph.fx_graph.nodes:
             signature = _signature(node)
             if self.proven.get(node) != signature or not changed.isdisjoint(node.all_input_nodes):
                 if node.op == "call_function":
@@ -88,13 +88,18 @@ class Verifier:
             proven[node] = signature
         self.proven = proven
         outputs = _output_values(self.graph)
-        if self.graph.phase in ("forward", "inference"):  # saved tensors may be added, the user's outputs may not change
+        if self.graph.phase in (
+            "forward",
+            "inference",
+        ):  # saved tensors may be added, the user's outputs may not change
             count = self.context.forward_outputs if self.graph.phase == "forward" else len(self.outputs)
             outputs, self.outputs = outputs[:count], self.outputs[:count]
         if outputs != self.outputs:
             index = next((i for i, (a, b) in enumerate(zip(outputs, self.outputs, strict=False)) if a != b), None)
-            what = f"output {index} was {self.outputs[index]} and is {outputs[index]}" if index is not None else (
-                f"there were {len(self.outputs)} outputs and are {len(outputs)}"
+            what = (
+                f"output {index} was {self.outputs[index]} and is {outputs[index]}"
+                if index is not None
+                else (f"there were {len(self.outputs)} outputs and are {len(outputs)}")
             )
             self._fail("the graph returns what it returned", self.graph.output, what)
 
@@ -102,10 +107,10 @@ class Verifier:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
         freed_due = "freed" in self.context.facts[self.graph.phase]
         roots = self.graph.alias_roots()
-        buffers = {n for n in self.graph.fx.nodes if n.target in dialect.STARTS or has_role(n, Role.KEPT)}
+        buffers = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS or has_role(n, Role.KEPT)}
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
         gathered: dict[str, fx.Node] = {}
-        for node in self.graph.fx.nodes:
+        for node in self.graph.fx_graph.nodes:
             if node in buffers:
                 if record(node) is None:
                     self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
@@ -143,7 +148,7 @@ class Verifier:
         """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
         seen: set[str] = set()
         produced: set[str] = set()
-        for node in self.graph.fx.nodes:
+        for node in self.graph.fx_graph.nodes:
             if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD):
                 continue
             names = node.meta["fsdp"].params

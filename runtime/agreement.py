@@ -8,6 +8,7 @@ nothing: a rank may recompile alone as long as its collectives stay the same.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -72,9 +73,7 @@ def _wait(store: dist.Store, prefix: str, ranks: list[int], timeout: float) -> l
     missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
     while missing and time.monotonic() < deadline:
         left = max(_POLL_SECONDS, deadline - time.monotonic())
-        try:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
             store.wait([f"{prefix}/{rank}" for rank in missing], datetime.timedelta(seconds=left))
-        except (RuntimeError, dist.DistStoreError):
-            pass
         missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
     return missing

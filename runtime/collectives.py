@@ -106,7 +106,9 @@ def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
 def _unpack(landing: Tensor, buffer: Tensor, layout: GatherLayout) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
     world, sizes = layout.world_size, layout.splits()
-    pieces = [piece.view(world, size) for piece, size in zip(buffer.split([world * s for s in sizes]), sizes, strict=True)]
+    pieces = [
+        piece.view(world, size) for piece, size in zip(buffer.split([world * s for s in sizes]), sizes, strict=True)
+    ]
     torch.split_with_sizes_copy(landing.view(world, layout.length), sizes, dim=1, out=pieces)
 
 

@@ -190,8 +190,10 @@ def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node,
 
 
 def _variable_names(graph: Graph) -> dict[fx.Node, str]:
-    return {n: f"{n.name}_" if keyword.iskeyword(n.name) or n.name in ("frame", "args", "inputs") else n.name
-            for n in graph.fx.nodes}
+    return {
+        n: f"{n.name}_" if keyword.iskeyword(n.name) or n.name in ("frame", "args", "inputs") else n.name
+        for n in graph.fx_graph.nodes
+    }
 
 
 def _drop(lines: list[str], names: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def cut(graph: Graph) -> list[Step]:
     symbols = _symbol_inputs(graph.placeholders)
     steps: list[list[fx.Node] | fx.Node] = []
     region_of: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.fx.nodes:
+    for node in graph.fx_graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op == "get_attr":  # constants are copied into each region that reads them
@@ -54,16 +54,14 @@ def cut(graph: Graph) -> list[Step]:
             steps.append(node)
             continue
         if node.target is operator.getitem and node.args[0] in region_of:
-            region = region_of[node.args[0]]  # type: ignore[index]  # a region returns tensors, not tuples of them
+            region = region_of[node.args[0]]  # a region returns tensors, not tuples of them
         elif steps and isinstance(steps[-1], list):
             region = steps[-1]
         else:
             steps.append(region := [])
         region.append(node)
         region_of[node] = region
-    return [
-        step if isinstance(step, fx.Node) else _region(step, graph.module, symbols) for step in steps
-    ]
+    return [step if isinstance(step, fx.Node) else _region(step, graph.module, symbols) for step in steps]
 
 
 def _region(nodes: list[fx.Node], owner: fx.GraphModule, symbols: dict[Any, fx.Node]) -> Region:
@@ -117,7 +115,7 @@ def region_key(region: Region, kind: str) -> Hashable:
     names: dict[fx.Node, int] = {}
     parts: list[Any] = [kind]
     for node in region.module.graph.nodes:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))  # type: ignore[arg-type,return-value]
         if node.op == "get_attr":
             target: Any = id(_attribute(region.module, str(node.target)))
         elif node.op == "placeholder":
@@ -167,9 +165,7 @@ class RegionCache:
         key = region_key(region, kind)
         if key not in self._cache:
             self.compiled += 1
-            compiled = (
-                run_as_graph(region.module) if region.is_view_only else self.backend.compile_region(region, kind)
-            )
+            compiled = run_as_graph(region.module) if region.is_view_only else self.backend.compile_region(region, kind)
             self._cache[key] = (compiled, region.module)  # the module keeps what the key knows by id alive
         return self._cache[key][0]
 
