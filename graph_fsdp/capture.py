@@ -57,9 +57,6 @@ class Engine:
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
         )
 
-    def __deepcopy__(self, memo: Any) -> Engine:
-        raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
-
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Parameters are placeholders for its time, shards again whatever happens."""
         if self.storage.active:

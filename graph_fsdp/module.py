@@ -30,6 +30,9 @@ class GraphFSDPModule(FSDPModule):
         instance.__init__(*args, **kwargs)
         return instance
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # FSDPModule's looks for FSDP2's state; nn.Module's is the one to use.
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
@@ -96,7 +96,10 @@ def _hoist_waits(graph: Graph) -> None:
             before = before.prev
         reached = before.target in dialect.EXECUTED or before.op == "placeholder"
         if reached and before is not wait.prev and before is not start:
+            started_with_it = wait.next
             before.append(wait)
+            if has_role(started_with_it, Role.GATHER_START):
+                wait.append(started_with_it)
 
 
 def _in_plan_order(graph: Graph, kind: str, starts: list[fx.Node], context: PassContext) -> list[fx.Node]:

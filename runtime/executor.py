@@ -88,11 +88,13 @@ class Frame:
         self.slots.free(buffer)
 
     def close(self) -> None:
-        # After an error some collectives may still write into buffers of this run: they end before those go.
-        for pending in self.pending.values():
-            pending.finish()
-        self.pending.clear()
-        self.slots.close()
+        """End of the run, orderly or not. Collectives that are still under way may write into the run's buffers:
+        they end before those go."""
+        try:
+            while self.pending:
+                self.pending.popitem()[1].finish()
+        finally:
+            self.slots.close()
 
 
 class Program:

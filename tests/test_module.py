@@ -1,0 +1,127 @@
+"""A compiled model is still the user's module: class, names, hooks, state dicts, and the usual tools on DTensors."""
+
+from __future__ import annotations
+
+import copy
+import inspect as python_inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from models import MLP
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+import graph_fsdp
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestOneProcess:
+    def test_the_same_object_comes_back_with_its_own_class_and_fsdp_module(self) -> None:
+        model = MLP()
+        assert graph_fsdp.compile(model, backend="eager") is model
+        assert isinstance(model, MLP) and isinstance(model, FSDPModule)
+        assert type(model).__name__ == "FSDPMLP"
+        assert type(type(model)(depth=1)) is MLP, "constructing the compiled class makes a plain model"
+
+    def test_names_and_signature_stay(self) -> None:
+        model = MLP()
+        names = [name for name, _ in model.named_parameters()]
+        keys = list(model.state_dict())
+        signature = python_inspect.signature(model.forward)
+        graph_fsdp.compile(model, backend="eager")
+        assert [name for name, _ in model.named_parameters()] == names
+        assert list(model.state_dict()) == keys
+        assert python_inspect.signature(model.forward) == signature
+
+    def test_parameters_are_shards_before_and_after_a_step(self) -> None:
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        before = list(model.parameters())
+        model(torch.randn(4, 16)).sum().backward()
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        for p in model.parameters():
+            assert isinstance(p, DTensor) and p.placements == (Shard(0),)
+            assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements and p.grad.shape == p.shape
+
+    def test_module_hooks_of_root_and_submodules_run(self) -> None:
+        model, seen = MLP(), []
+        model.register_forward_hook(lambda *_: seen.append("root"))
+        model.blocks[0].register_forward_hook(lambda module, args, output: output * 2)
+        reference = copy.deepcopy(model)
+        graph_fsdp.compile(model, backend="eager")
+        with torch.no_grad():
+            assert model(torch.randn(4, 16)).shape == reference(torch.randn(4, 16)).shape
+        assert seen == ["root", "root"]
+
+    def test_a_forward_set_on_the_instance_is_the_one_that_runs(self) -> None:
+        model = MLP()
+        plain = model.forward
+        model.forward = lambda x: plain(x).relu()  # type: ignore[method-assign]
+        graph_fsdp.compile(model, backend="eager")
+        model(torch.randn(4, 16))
+        assert "relu" in graph_fsdp.inspect(model).forward.stages["partition"].code
+
+    def test_two_models_of_one_class_share_nothing(self) -> None:
+        first, second = (graph_fsdp.compile(MLP(), backend="eager") for _ in range(2))
+        for model in (first, second):
+            model(torch.randn(4, 16)).sum().backward()
+        assert [len(graph_fsdp.inspect(m).graphs) for m in (first, second)] == [1, 1]
+
+    def test_deep_copies_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="copy it before"):
+            copy.deepcopy(graph_fsdp.compile(MLP(), backend="eager"))
+
+
+def tools_on_shards() -> dict[str, Any]:
+    """On a rank: what users do with a sharded model besides training it."""
+    torch.manual_seed(0)
+    model = MLP()
+    reference = copy.deepcopy(model)
+    x = torch.randn(8, 16)
+    graph_fsdp.compile(model, backend="eager")
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    hooked: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: hooked.append(name))
+    model(x[4 * dist.get_rank() :][:4]).square().mean().backward()
+    reference(x).square().mean().backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
+    clipped = {n: p.grad.full_tensor() for n, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+    return {
+        "full": full,
+        "saved": dict(reference.state_dict()),
+        "hooked": sorted(hooked),
+        "norms": [norms[0].full_tensor(), norms[1]],  # type: ignore[attr-defined]
+        "clipped": clipped,
+        "expected": {n: p.grad for n, p in reference.named_parameters()},
+    }
+
+
+def rank_zero_values() -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = MLP()
+    graph_fsdp.compile(model, backend="eager", sync_module_states=True)
+    return {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+def test_state_dict_clipping_and_gradient_hooks_on_two_ranks() -> None:
+    results = run_ranks(tools_on_shards, 2)
+    full = results[0]["full"]  # DCP gives the full state dict to rank 0
+    assert list(full) == list(results[0]["saved"])
+    assert all(torch.equal(full[name], value) for name, value in results[0]["saved"].items())
+    for result in results:
+        assert result["hooked"] == sorted(result["expected"])
+        torch.testing.assert_close(result["norms"][0], result["norms"][1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(result["clipped"], result["expected"], rtol=1e-5, atol=1e-8)
+
+
+def test_sync_module_states_gives_every_rank_the_values_of_rank_zero() -> None:
+    torch.manual_seed(0)
+    expected = dict(MLP().named_parameters())
+    for values in run_ranks(rank_zero_values, 2):
+        assert all(torch.equal(values[name], p) for name, p in expected.items())
