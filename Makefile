@@ -1,0 +1,48 @@
+# make train    set up and train the example GPT
+# make test     set up and run the tests
+# make lint, make types, make clean
+#
+# PYTHON=python3.12   the interpreter that the environment is made with
+# TORCH=2.9.1         another torch than the pinned one, in an environment of its own
+# NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
+# ARGS="-k verify"    for test
+
+PYTHON ?= python3
+TORCH  ?=
+NPROC  ?= 2
+DEVICE ?= cpu
+STEPS  ?=
+ARGS   ?=
+# Inductor needs a C++ compiler on CPU; without one the example runs its graphs as they are.
+BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
+
+VENV := .venv$(if $(TORCH),-$(TORCH))
+BIN  := $(VENV)/bin
+PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
+
+.PHONY: train test lint types clean
+
+train: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+		examples/train_gpt.py --device $(DEVICE) --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not follow an editable install, and the folders of the source are not laid out as the package is.
+types: $(VENV)/.installed
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	MYPYPATH=build/types $(BIN)/python -m mypy -p graph_fsdp
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

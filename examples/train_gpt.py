@@ -1,0 +1,191 @@
+"""Train a small GPT on bytes of text, sharded by graph_fsdp.
+
+    python examples/train_gpt.py
+    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py --steps 20
+
+The text is the Python standard library's own source, or any file or folder given by `--text`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+import graph_fsdp
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--text", type=Path, help="file or folder of text (default: the standard library)")
+    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--device", help="cpu, cuda or xpu (default: the accelerator, or else cpu)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce in float32")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--context", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--eval-batches", type=int, default=16, help="validation batches per rank")
+    parser.add_argument("--report", type=Path, help="write every graph after every pass to this file")
+    return parser.parse_args()
+
+
+def load_text(path: Path | None) -> tuple[Tensor, Tensor]:
+    """Training and validation bytes: the first 95 % of the text and the rest."""
+    if path is not None:
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    else:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        files = [p for p in sorted(root.rglob("*.py")) if skipped.isdisjoint(p.relative_to(root).parts)]
+    data = torch.frombuffer(bytearray(b"\n".join(p.read_bytes() for p in files)), dtype=torch.uint8)
+    split = int(0.95 * len(data))
+    return data[:split], data[split:]
+
+
+def windows(data: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs, and the same bytes one position later, as int64 of shape (len(starts), context)."""
+    chunks = data[starts[:, None] + torch.arange(context + 1)].long().to(device)
+    return chunks[:, :-1].contiguous(), chunks[:, 1:].contiguous()
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warmup over a tenth of the steps, then a cosine down to a tenth of the peak."""
+    warmup = max(1, args.steps // 10)
+    if step <= warmup:
+        return args.lr * step / warmup
+    progress = (step - warmup) / max(1, args.steps - warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    if dist.is_initialized():
+        value = value.clone()
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value.item()
+
+
+def local_bytes(tensors: Iterable[object]) -> int:
+    """Bytes that this rank holds; plain numbers among an optimizer's state do not count."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local if isinstance(t, Tensor))
+
+
+def memory_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    parameters = list(model.parameters())
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    sizes = {
+        "parameters": local_bytes(parameters),
+        "gradients": local_bytes(p.grad for p in parameters),
+        "optimizer": local_bytes(state),
+    }
+    return "bytes per rank: " + ", ".join(f"{name} {size:,}" for name, size in sizes.items())
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, data: Tensor, args: argparse.Namespace, rank: int, world: int) -> float:
+    """Mean nats per byte over windows spread evenly over the validation text, shared out among the ranks."""
+    model.eval()
+    device = torch.device(args.device)
+    count = args.batch * args.eval_batches * world
+    starts = torch.linspace(0, len(data) - args.context - 1, count).long()[rank::world]
+    losses = [model(*windows(data, part, args.context, device)) for part in starts.split(args.batch)]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def write_report(report: graph_fsdp.GraphReport, path: Path) -> None:
+    with path.open("w") as file:
+        print(report, file=file)
+        for graph in (report.forward, report.backward):
+            for stage in graph.stages.values():
+                print(stage.code, file=file)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        args.device = accelerator.type if accelerator else "cpu"
+    rank, world, mesh = 0, 1, None
+    if "RANK" in os.environ:  # set by torchrun
+        dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[args.device])
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh(args.device, (world,))
+        if args.device != "cpu":
+            args.device = f"{args.device}:{os.environ['LOCAL_RANK']}"
+    device = torch.device(args.device)
+
+    # Every rank makes the same weights, and draws its own windows of the text.
+    torch.manual_seed(args.seed)
+    draws = torch.Generator().manual_seed(args.seed * 1_000_003 + rank)
+    training, validation = load_text(args.text)
+    config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
+    model = GPT(config).to(device)
+    size = sum(p.numel() for p in model.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = graph_fsdp.compile(
+        model, mesh, backend=args.backend, mp_policy=policy if args.bf16 else MixedPrecisionPolicy()
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
+
+    def say(line: str) -> None:
+        if rank == 0:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    say(f"{size:,} parameters on {world} x {args.device}, {args.backend}; {len(training):,} bytes of text")
+    terminal = sys.stderr.isatty()
+    bar = tqdm(total=args.steps, unit="step", disable=rank != 0 or not terminal)
+    start = time.perf_counter()
+    for step in range(1, args.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        starts = torch.randint(len(training) - args.context, (args.batch,), generator=draws)
+        optimizer.zero_grad()
+        loss = model(*windows(training, starts, args.context, device))
+        loss.backward()
+        optimizer.step()
+        mean = mean_over_ranks(loss.detach())
+        bar.update()
+        bar.set_postfix(loss=f"{mean:.3f}")
+        if not terminal:
+            say(f"step {step} loss {mean:.4f}")
+        if step == 1:
+            say(f"first step, compilation included: {time.perf_counter() - start:.1f} s")
+            start = time.perf_counter()
+    seconds = time.perf_counter() - start
+    bar.close()
+
+    if args.steps > 1:
+        tokens = (args.steps - 1) * args.batch * args.context * world
+        say(f"{tokens / seconds:,.0f} tokens per second over {seconds:.1f} s")
+    say(memory_line(model, optimizer))
+    if args.report and rank == 0:
+        write_report(graph_fsdp.inspect(model), args.report)
+    say(f"final validation loss {validation_loss(model, validation, args, rank, world):.4f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

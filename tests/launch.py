@@ -1,0 +1,258 @@
+"""Run a function on several ranks, each a fresh Python process: ``run_ranks(function, world_size, *args)``.
+
+Fresh processes inherit no state of the test that starts them (no fork, no compile caches, no default group),
+as under torchrun. The parent hosts the rendezvous store, as torchrun's agent does: the port is bound by the
+process that chose it, and no other program can take it in between.
+
+[Note: life of a rank]
+A rank writes its result, or its traceback, to a file in a directory of this call, and then waits on its
+standard input: a rank that finished must not close its connections while others still communicate, or their
+error would hide the first one. The parent answers "finish" once all results are there. End of file instead
+means that the parent is gone: the rank then kills its own process group. So nothing outlives the parent,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import inspect
+import io
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+_POLL_SECONDS = 0.02
+_DUMP_SECONDS = 1.0  # for the ranks to print their stacks after a timeout
+_LOG_CHARACTERS = 4000
+_FINISH = b"finish"
+
+
+def run_ranks(
+    function: Callable[..., Result],
+    world_size: int,
+    *args: object,
+    timeout: float = 120,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> list[Result]:
+    """Call ``function(*args)`` on ``world_size`` ranks and return their results in the order of ranks.
+
+    ``function`` must be importable (defined at the top of a module); arguments and results are pickled,
+    tensors in results arrive on the CPU. ``backend`` is that of the default process group, made before the
+    call and destroyed after it; None leaves that to the function. ``env`` adds environment variables.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message), exited, or the ranks took more than
+            ``timeout`` seconds (the message has what each wrote last, and the stacks of its threads).
+            All ranks are dead by then.
+    """
+    module, root = _import_path(function)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        directory = Path(name)
+        call = (module, function.__qualname__, args, backend, timeout)
+        torch.save(call, directory / "call.pt")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = _environment(root, store.port, world_size, env or {})
+        with _processes(directory, world_size, environment) as ranks:
+            _wait(ranks, directory, time.monotonic() + timeout, timeout)
+        return [
+            torch.load(directory / f"result{rank}.pt", map_location="cpu", weights_only=False)
+            for rank in range(world_size)
+        ]
+
+
+def _import_path(function: Callable[..., object]) -> tuple[str, Path]:
+    """The module of a function, and the folder from which it can be imported."""
+    module = inspect.getmodule(function)
+    if module is None or module.__file__ is None or "<" in function.__qualname__:
+        raise ValueError(f"{function!r} must be defined at the top of a module, so that ranks can import it")
+    path = Path(module.__file__).resolve()
+    if module.__name__ == "__main__":
+        return path.stem, path.parent
+    return module.__name__, path.parents[module.__name__.count(".")]
+
+
+def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile workers per rank
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo looks up the host's name, which may not resolve
+    return {**environment, **extra}
+
+
+@contextlib.contextmanager
+def _processes(
+    directory: Path, world_size: int, environment: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks, each the leader of a process group; at the end kill what is left of these groups."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(world_size):
+            with open(directory / f"log{rank}", "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, str(directory), str(rank)],
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            ranks.append(process)
+        yield ranks
+    finally:
+        for process in ranks:
+            # The leader has not been reaped, so its id cannot belong to anyone else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
+        for rank in range(len(ranks)):
+            print(_log(directory, rank), end="")  # pytest shows it with a failing test
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], directory: Path, deadline: float, timeout: float) -> None:
+    """Return when all ranks have left a result and exited; raise at the first failure."""
+    finishing = False
+    while True:
+        _raise_failures(directory, len(ranks))
+        exits = [_exit_code(process) for process in ranks]
+        results = [(directory / f"result{rank}.pt").exists() for rank in range(len(ranks))]
+        for rank, code in enumerate(exits):
+            if code is not None and (code != 0 or not results[rank]):
+                _raise_failures(directory, len(ranks))
+                what = f"died of signal {-code}" if code < 0 else f"exited with code {code}"
+                where = "after" if results[rank] else "without"
+                raise RuntimeError(f"rank {rank} {what} {where} a result; {_last_output(directory, rank)}")
+        if all(code == 0 for code in exits):
+            return
+        if all(results) and not finishing:
+            finishing = True
+            for process in ranks:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write(_FINISH)  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+        if time.monotonic() > deadline:
+            _raise_timeout(ranks, directory, timeout, results)
+        time.sleep(_POLL_SECONDS)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Like ``poll``, but without reaping (see ``_processes``)."""
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _raise_failures(directory: Path, world_size: int) -> None:
+    """Raise the tracebacks that ranks have left, the earliest first: later ones tend to follow from it."""
+    failed = [rank for rank in range(world_size) if (directory / f"error{rank}").exists()]
+    if failed:
+        failed.sort(key=lambda rank: (directory / f"error{rank}").stat().st_mtime_ns)
+        tracebacks = [f"rank {rank} raised:\n{(directory / f'error{rank}').read_text()}" for rank in failed]
+        raise RuntimeError("\n".join(tracebacks))
+
+
+def _raise_timeout(
+    ranks: list[subprocess.Popen[bytes]], directory: Path, timeout: float, results: list[bool]
+) -> NoReturn:
+    for process in ranks:
+        if _exit_code(process) is None:
+            process.send_signal(signal.SIGUSR1)  # faulthandler prints the stacks
+    time.sleep(_DUMP_SECONDS)
+    waiting = [rank for rank, done in enumerate(results) if not done]
+    outputs = [f"rank {rank}: {_last_output(directory, rank)}" for rank in range(len(ranks))]
+    summary = f"no result of ranks {waiting} after {timeout:g} seconds"
+    raise RuntimeError(
+        "\n".join([summary if waiting else f"ranks did not exit in {timeout:g} seconds", *outputs])
+    )
+
+
+def _log(directory: Path, rank: int) -> str:
+    return (directory / f"log{rank}").read_text(errors="replace")
+
+
+def _last_output(directory: Path, rank: int) -> str:
+    text = _log(directory, rank)[-_LOG_CHARACTERS:]
+    return f"its last output:\n{text}" if text else "it wrote nothing"
+
+
+# In the rank's process
+
+
+def _rank_main(directory: Path, rank: int) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    finish = threading.Event()
+    threading.Thread(target=_watch_parent, args=(finish,), daemon=True).start()
+    try:
+        module, qualname, args, backend, timeout = torch.load(directory / "call.pt", weights_only=False)
+        function = _resolve(module, qualname)
+        if backend is not None:
+            _initialise(backend, rank, timeout)
+        result = io.BytesIO()
+        torch.save(function(*args), result)
+        _publish(directory / f"result{rank}.pt", result.getvalue())
+    except BaseException:
+        _publish(directory / f"error{rank}", traceback.format_exc().encode())
+        threading.Event().wait()  # for the parent's kill (see [Note: life of a rank])
+    finish.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _resolve(module: str, qualname: str) -> Callable[..., object]:
+    value: Any = __import__(module, fromlist=[""])
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _initialise(backend: str, rank: int, timeout: float) -> None:
+    if torch.accelerator.is_available() and backend != "gloo":
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Write a file that appears complete or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.rename(path)
+
+
+def _watch_parent(finish: threading.Event) -> None:
+    if os.read(0, len(_FINISH)) == _FINISH:
+        finish.set()
+    else:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _rank_main(Path(sys.argv[1]), int(sys.argv[2]))

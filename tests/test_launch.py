@@ -1,0 +1,194 @@
+"""The harness of the multi-process tests: results come back, errors are named, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files of its own, to see what is left in it."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet reaped by its parent does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text() if sys.platform == "linux" else os.kill(pid, 0) or ""
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[:1] != ["Z"]
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name) for path in folder.iterdir()]
+
+
+def wait_until_dead(folder: Path) -> None:
+    """A killed process is gone a moment after the kill; a leaked one never is, and the test times out."""
+    assert pids(folder)
+    while any(alive(pid) for pid in pids(folder)):
+        time.sleep(0.01)
+
+
+# Functions that the ranks call
+
+
+def reduced(tensor: torch.Tensor, scale: int) -> dict[str, object]:
+    total = tensor * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
+    return {
+        "rank": dist.get_rank(),
+        "sum": total * scale,
+        "env": {name: os.environ.get(name) for name in names},
+    }
+
+
+def fails_on_rank_1(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    # A child that would survive its parent, as a pool of compile workers might.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    (Path(folder) / str(child.pid)).touch()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("no such luck")
+    dist.barrier()  # never answered
+
+
+def hangs_on_rank_0(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    print(f"rank {dist.get_rank()} is here", flush=True)
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)
+
+
+def leaves_a_child_behind(folder: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    (Path(folder) / str(child.pid)).touch()
+
+
+def exits_early(code: int) -> None:
+    print("so long", flush=True)
+    os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+
+
+def group_state() -> tuple[bool, str]:
+    before = dist.is_initialized()
+    dist.init_process_group("gloo")
+    return before, dist.get_backend()
+
+
+def rank_finishes_before_others() -> float:
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+    value = torch.ones(1)
+    if dist.get_rank() < 2:
+        dist.all_reduce(value, group=dist.new_group([0, 1], use_local_synchronization=True))
+    return value.item()
+
+
+# The tests
+
+
+def test_results_come_back_in_the_order_of_ranks(scratch: Path) -> None:
+    results = run_ranks(reduced, 3, torch.tensor([1.0, 2.0]), 10, env={"EXTRA": "x"})
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    for rank, result in enumerate(results):
+        assert torch.equal(result["sum"], torch.tensor([60.0, 120.0]))
+        assert result["env"] == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "EXTRA": "x",
+        }
+    assert list(scratch.iterdir()) == []
+
+
+def test_without_a_backend_the_function_makes_the_group() -> None:
+    assert run_ranks(group_state, 2, backend=None) == [(False, "gloo")] * 2
+
+
+def test_a_rank_that_has_finished_stays_until_all_have() -> None:
+    assert run_ranks(rank_finishes_before_others, 3) == [2.0, 2.0, 1.0]
+
+
+def test_an_exception_on_one_rank_is_raised_and_everything_is_killed(scratch: Path, tmp_path: Path) -> None:
+    started = tmp_path / "pids"
+    started.mkdir()
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(fails_on_rank_1, 2, str(started))
+    message = str(caught.value)
+    assert message.startswith("rank 1 raised:\nTraceback")
+    assert 'raise ValueError("no such luck")' in message
+    assert "rank 0" not in message
+    assert len(pids(started)) == 4
+    wait_until_dead(started)
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_timeout_kills_everything_and_shows_where_each_rank_was(scratch: Path, tmp_path: Path) -> None:
+    started = tmp_path / "pids"
+    started.mkdir()
+    with pytest.raises(RuntimeError) as caught:
+        run_ranks(hangs_on_rank_0, 2, str(started), timeout=20)
+    message = str(caught.value)
+    assert message.startswith("no result of ranks [0] after 20 seconds")
+    assert "rank 0 is here" in message and "rank 1 is here" in message
+    assert "in hangs_on_rank_0" in message
+    assert len(pids(started)) == 2
+    wait_until_dead(started)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(3, "exited with code 3"), (-signal.SIGKILL, "died of signal 9")]
+)
+def test_a_rank_that_dies_is_an_error(code: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s)rank 0 {message} without a result.*so long"):
+        run_ranks(exits_early, 1, code, backend=None)
+
+
+def test_children_of_a_rank_that_succeeds_are_killed_too(tmp_path: Path) -> None:
+    run_ranks(leaves_a_child_behind, 1, str(tmp_path), backend=None)
+    assert len(pids(tmp_path)) == 1
+    wait_until_dead(tmp_path)
+
+
+def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    code = f"import launch, test_launch; launch.run_ranks(test_launch.hangs_on_rank_0, 2, {str(tmp_path)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
+    try:
+        while len(pids(tmp_path)) < 2:
+            assert parent.poll() is None
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until_dead(tmp_path)
+
+
+def test_a_function_that_ranks_cannot_import_is_refused() -> None:
+    with pytest.raises(ValueError, match="top of a module"):
+        run_ranks(lambda: None, 1)
+
+
+def test_the_fake_group_has_eight_ranks(fake_group: dist.ProcessGroup) -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "fake")
+    dist.all_reduce(torch.ones(1))

@@ -1,0 +1,73 @@
+"""Options that change the schedule do not change the numbers: bit for bit, on two ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from models import MLP
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp.passes import default_pipeline
+
+OPTIONS = {
+    "default": {},
+    "ZeRO-3 for every unit": {"reshard_after_forward": True},
+    "ZeRO-2": {"reshard_after_forward": False},
+    "serial": {"passes": default_pipeline(prefetch=0, reductions_in_flight=1)},
+    "three ahead": {"passes": default_pipeline(prefetch=3, reductions_in_flight=4)},
+    "a unit per Linear": {"auto_wrap_policy": {nn.Linear}},
+    "units by size": {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=600)},
+    "one unit": {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={MLP})},
+    "dynamic shapes": {"dynamic": True},
+}
+
+
+def parameters_after_three_steps() -> dict[str, dict[str, Tensor]]:
+    """On a rank: option → parameters."""
+    results = {}
+    for key, options in OPTIONS.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = graph_fsdp.compile(MLP(depth=3), backend="eager", **options)
+        results[key] = _train(model)
+    torch.manual_seed(0)
+    model = MLP(depth=3)
+    graph_fsdp.compile(model, backend="eager", ignored_params=[model.head.weight])
+    results["ignored"] = _train(model)
+    return results
+
+
+def _train(model: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in values.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[str, Tensor]]]:
+    return run_ranks(parameters_after_three_steps, 2)
+
+
+@pytest.mark.parametrize("option", [key for key in OPTIONS if key != "default"])
+def test_the_schedule_does_not_change_the_numbers(ranks: list[dict[str, dict[str, Tensor]]], option: str) -> None:
+    for results in ranks:
+        for name, expected in results["default"].items():
+            assert torch.equal(results[option][name], expected), name
+
+
+def test_ignored_parameters_follow_their_own_rank(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
+    first, second = (results["ignored"] for results in ranks)
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == ["head.weight"], "each rank has its own gradient of what is ignored"
