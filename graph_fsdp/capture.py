@@ -64,10 +64,10 @@ class Engine:
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
         inputs = self.storage.inputs_after_refresh()
-        with self.storage.placeholders_registered(), compat.ignoring_logging_calls():
+        with self.storage.placeholders_registered(), compat.tracing_options():
             self._inputs = inputs
             try:
-                return self._compiled(module, *args, **kwargs)
+                return self.storage.without_placeholders(self._compiled(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, RankDisagreement)):

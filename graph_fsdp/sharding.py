@@ -107,6 +107,13 @@ class Storage:
                 _register(p, p.shard)
             self.active = False
 
+    def without_placeholders(self, outputs: Any) -> Any:
+        """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
+        with compat.without_torch_function():
+            return compat.tree_map_only(
+                nn.Parameter, lambda p: self.by_placeholder[id(p)].shard if id(p) in self.by_placeholder else p, outputs
+            )
+
     def refresh(self) -> None:
         """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
         Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …``)."""

@@ -136,7 +136,10 @@ def _reduce_bucket(
     if last.op == "placeholder":
         last = graph.placeholders[-1]
 
-    with graph.fx_graph.inserting_before(last.next):
+    place, replaced = last.next, set(nodes)
+    while place in replaced:  # they are erased below, and what stands before an erased node is lost with it
+        place = place.next
+    with graph.fx_graph.inserting_before(place):
         arguments = (grads, reduce_dtype, context.model.world_size, context.model.group)
         start = graph.call(target, arguments, name=f"reduce_{label}")
         size = nbytes(start.meta["val"])

@@ -13,6 +13,7 @@ whole test-suite was run.
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
+| ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
@@ -67,7 +68,6 @@ __all__ = [
     "default_store",
     "dynamo_config",
     "free_symbols",
-    "ignoring_logging_calls",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
@@ -79,6 +79,7 @@ __all__ = [
     "resolve_group",
     "set_local_tensor",
     "tracing",
+    "tracing_options",
     "tree_map_only",
     "without_torch_function",
 ]
@@ -138,9 +139,12 @@ def current_fake_mode() -> FakeTensorMode:
 
 
 @contextlib.contextmanager
-def ignoring_logging_calls() -> Iterator[None]:
-    """While Dynamo traces, calls of ``logging.Logger`` methods and of ``warnings``-like helpers built on them
-    are left out of the graph instead of breaking it (Hugging Face's models log from their forwards)."""
+def tracing_options() -> Iterator[None]:
+    """How Dynamo traces our models.
+
+    Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
+    breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    """
     ignored = {
         getattr(logging.Logger, name)
         for name in ("debug", "info", "warning", "error", "exception", "critical", "log", "warn")
@@ -151,7 +155,7 @@ def ignoring_logging_calls() -> Iterator[None]:
         if method is not None:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored}):
+    with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}):
         yield
 
 

@@ -71,7 +71,8 @@ class Slots:
         nbytes = buffer.nbytes
         self.counter.add(nbytes)
         if escapes:
-            weakref.finalize(buffer, self.counter.add, -nbytes)
+            # On the storage: what the user holds on to may be a view of the buffer.
+            weakref.finalize(buffer.untyped_storage(), self.counter.add, -nbytes)
         else:
             self._gathered[id(buffer)] = nbytes
 

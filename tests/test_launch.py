@@ -171,17 +171,21 @@ def test_children_of_a_rank_that_succeeds_are_killed_too(tmp_path: Path) -> None
     wait_until_dead(tmp_path)
 
 
-def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
-    code = f"import launch, test_launch; launch.run_ranks(test_launch.hangs_on_rank_0, 2, {str(tmp_path)!r})"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
+def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, scratch: Path) -> None:
+    started = tmp_path / "pids"
+    started.mkdir()
+    code = f"import launch, test_launch; launch.run_ranks(test_launch.hangs_on_rank_0, 2, {str(started)!r})"
+    # A killed process cannot remove its files: they go with the test's own.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment)
     try:
-        while len(pids(tmp_path)) < 2:
+        while len(pids(started)) < 2:
             assert parent.poll() is None
             time.sleep(0.05)
     finally:
         parent.kill()
         parent.wait()
-    wait_until_dead(tmp_path)
+    wait_until_dead(started)
 
 
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:

@@ -65,6 +65,15 @@ class TestOneProcess:
         model(torch.randn(4, 16))
         assert "relu" in graph_fsdp.inspect(model).forward.stages["partition"].code
 
+    @pytest.mark.parametrize("fullgraph", [True, False])
+    def test_a_parameter_that_the_model_returns_is_its_shard(self, fullgraph: bool) -> None:
+        class ReturnsWeight(nn.Linear):
+            def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+                return {"y": super().forward(x), "weight": self.weight}
+
+        model = graph_fsdp.compile(ReturnsWeight(16, 16), backend="eager", fullgraph=fullgraph)
+        assert model(torch.randn(4, 16))["weight"] is model.weight
+
     def test_two_models_of_one_class_share_nothing(self) -> None:
         first, second = (graph_fsdp.compile(MLP(), backend="eager") for _ in range(2))
         for model in (first, second):

@@ -1,0 +1,183 @@
+"""Single passes on tiny hand-built graphs, and the facts about nodes that they stand on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import graph_fsdp
+from graph_fsdp.passes import Graph, JustInTime, PassContext, Prefetch, dialect
+from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.graph import Phase, aliased_inputs, is_cheap, mutated_inputs
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Builds a graph with fake values, node by node."""
+
+    def __init__(self) -> None:
+        self.module = fx.GraphModule(torch.nn.Module(), fx.Graph())
+        self.mode = FakeTensorMode()
+
+    def input(self, name: str, *shape: int, role: Role | None = None) -> fx.Node:
+        node = self.module.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        if role is not None:
+            set_record(node, NodeRecord(role, "", "", ()))
+        return node
+
+    def call(self, target: Any, *args: Any, name: str | None = None, record: NodeRecord | None = None) -> fx.Node:
+        node = Graph(self.module, "forward").call(target, args, name=name)
+        if record is not None:
+            set_record(node, record)
+        return node
+
+    def done(self, phase: Phase, *outputs: fx.Node) -> Graph:
+        self.module.graph.output(outputs)
+        self.module.recompile()
+        return Graph(self.module, phase)
+
+
+def names(graph: Graph) -> str:
+    return " ".join(node.name for node in graph.fx_graph.nodes)
+
+
+def spec_of(*units: str) -> ModelSpec:
+    f32 = torch.float32
+    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, 8) for unit in units]
+    return make_model_spec(parameters, "group", 8)
+
+
+def test_just_in_time_moves_what_is_recomputed_to_where_a_gradient_needs_it() -> None:
+    build = Builder()
+    first, second = build.input("first", 4, 4), build.input("second", 4, 4)
+    tangent = build.input("tangent", 4, 4, role=Role.TANGENT)
+    early = build.call(aten.sin.default, first, name="recomputed_of_unit_0")
+    late = build.call(aten.cos.default, second, name="recomputed_of_unit_1")
+    grad_1 = build.call(aten.mul.Tensor, tangent, late, name="grad_of_unit_1")
+    grad_0 = build.call(aten.mul.Tensor, grad_1, early, name="grad_of_unit_0")
+    graph = build.done("backward", grad_0, grad_1)
+    JustInTime().run(graph, PassContext(spec_of("a")))
+    assert_expected_inline(
+        names(graph),
+        """first second tangent recomputed_of_unit_1 grad_of_unit_1 recomputed_of_unit_0 grad_of_unit_0 output""",
+    )
+
+
+def two_gathers(first: str, second: str) -> Graph:
+    """Units ``a`` and ``b`` of 8 ranks, used in the order given."""
+    build = Builder()
+    shards = {name: build.input(f"shard_{name}", 2, 4, role=Role.SHARD) for name in "ab"}
+    x = build.input("x", 128)
+    for unit in (first, second):
+        gather = NodeRecord(Role.GATHER_START, unit, unit, (f"{unit}.w",), 512)
+        arguments = ([shards[unit]], [0], 16, torch.float32, 8, "group")
+        start = build.call(dialect.all_gather_start, *arguments, name=f"start_{unit}", record=gather)
+        wait = NodeRecord(Role.GATHER_WAIT, unit, unit, (f"{unit}.w",), 512)
+        full = build.call(dialect.all_gather_wait, start, name=f"wait_{unit}", record=wait)
+        x = build.call(aten.dot.default, x, full, name=f"use_{unit}")
+        x = build.call(aten.expand.default, x, [128], name=f"expand_{unit}")
+    return build.done("forward", x)
+
+
+def test_prefetch_starts_the_next_gather_when_this_one_has_arrived() -> None:
+    graph = two_gathers("a", "b")
+    Prefetch(1).run(graph, PassContext(spec_of("a", "b")))
+    assert_expected_inline(
+        names(graph),
+        """shard_a shard_b x start_a wait_a start_b use_a expand_a wait_b use_b expand_b output""",
+    )
+
+
+def test_prefetch_keeps_the_order_of_the_plan_in_a_recompiled_graph_that_uses_units_in_another() -> None:
+    graph = two_gathers("b", "a")
+    context = PassContext(spec_of("a", "b"), plan={"forward": [("gather_start", "a"), ("gather_start", "b")]})
+    Prefetch(1).run(graph, context)
+    assert [bucket for _, bucket in graph.collectives] == ["a", "b"]
+    assert graph.collectives == context.plan["forward"]
+
+
+@pytest.mark.parametrize(
+    ("target", "alias"),
+    [
+        (aten.view.default, True),
+        (aten.t.default, True),
+        (aten.slice.Tensor, True),
+        (aten._unsafe_view.default, True),  # whose schema does not say so
+        (aten.add.Tensor, False),
+        (aten.clone.default, False),
+        (dialect.all_gather_wait, True),
+        (dialect.all_gather_start, False),
+    ],
+)
+def test_aliases_follow_the_schema(target: Any, alias: bool) -> None:
+    graph = fx.Graph()
+    source = graph.placeholder("source")
+    node = graph.call_function(target, (source,))
+    assert aliased_inputs(node) == ([source] if alias else [])
+
+
+def test_waits_and_frees_write_what_they_take() -> None:
+    graph = fx.Graph()
+    source = graph.placeholder("source")
+    assert [bool(mutated_inputs(graph.call_function(target, (source,)))) for target in (
+        dialect.all_gather_wait, dialect.free, dialect.reduce_wait, aten.copy_.default, aten.add.Tensor,
+    )] == [True, True, True, True, False]  # fmt: skip
+
+
+def test_cheap_is_what_fuses_into_its_neighbours() -> None:
+    graph = fx.Graph()
+    source = graph.placeholder("source")
+    cheap = {t: is_cheap(graph.call_function(t, (source,))) for t in (
+        aten.add.Tensor, aten.t.default, aten.mm.default, aten.sum.default, dialect.free, dialect.all_gather_wait,
+    )}  # fmt: skip
+    assert list(cheap.values()) == [True, True, False, False, False, False]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_parameter_that_the_model_returns_is_not_freed() -> None:
+    class ReturnsWeight(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.linear(x), self.linear.weight.view(-1)
+
+    model = graph_fsdp.compile(ReturnsWeight(), backend="eager", reshard_after_forward=True)
+    y, weight = model(torch.randn(4, 8))
+    (row,) = graph_fsdp.inspect(model).forward.buckets
+    assert row.escapes and row.free is None
+    assert weight.shape == (64,)
+    counter = model._graph_fsdp.counter  # type: ignore[attr-defined]
+    assert counter.current == row.nbytes, "held as long as the user holds it"
+    del y, weight
+    assert counter.current == 0
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_checkpoint_regions_of_the_user_do_not_make_full_parameters_saved() -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(lambda t, layer=layer: layer(t).tanh(), x, use_reentrant=False)
+            return x
+
+    model = graph_fsdp.compile(Checkpointed(), backend="eager", reshard_after_forward=True)
+    model(torch.randn(4, 8)).sum().backward()
+    saved = graph_fsdp.inspect(model).forward.stages["partition"].graph
+    output = next(node for node in reversed(saved.nodes) if node.op == "output")
+    assert not [n for n in output.all_input_nodes if n.target is dialect.gather_param]
+    assert "gather_param" in graph_fsdp.inspect(model).backward.stages["partition"].code

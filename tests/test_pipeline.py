@@ -1,0 +1,251 @@
+"""Pipelines: contracts are checked when one is built; a user's schedule pass reorders by the dependency graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from models import MLP
+from torch import Tensor, fx, nn
+
+import graph_fsdp
+from graph_fsdp.passes import Free, Graph, GraphPass, PassContext, PassPipeline, PipelineError, Role, default_pipeline
+
+
+class Nothing(GraphPass):
+    """Changes nothing, under any name and contract."""
+
+    def __init__(self, name: str = "nothing", **contract: Any) -> None:
+        self.name = name
+        self.__dict__.update(contract)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        return None
+
+
+# Contracts
+
+
+def refuse(build: Callable[[], PassPipeline], *words: str) -> None:
+    with pytest.raises(PipelineError) as raised:
+        build()
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
+def test_an_edit_returns_a_new_pipeline() -> None:
+    pipeline = default_pipeline()
+    edited = pipeline.insert_before("free", Nothing("before")).insert_after("free", Nothing("after"))
+    assert [p.name for p in edited.replace("after", Nothing("end"))][-3:] == ["before", "free", "end"]
+    assert [p.name for p in edited.remove("before")][-2:] == ["free", "after"]
+    assert "before" not in repr(pipeline)
+    assert repr(edited).endswith("prefetch, before, free, after)")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda pipeline: pipeline.replace("schedule", Nothing()),
+        lambda pipeline: pipeline.remove("schedule"),
+        lambda pipeline: pipeline.insert_before("schedule", Nothing()),
+        lambda pipeline: pipeline.insert_after("schedule", Nothing()),
+    ],
+    ids=["replace", "remove", "insert_before", "insert_after"],
+)
+def test_editing_at_a_pass_that_the_pipeline_does_not_have(edit: Callable[[PassPipeline], PassPipeline]) -> None:
+    refuse(lambda: edit(default_pipeline()), "has no pass 'schedule'", "insert_gathers", "prefetch, free")
+
+
+def test_a_pass_whose_requirement_nobody_provides() -> None:
+    refuse(lambda: default_pipeline().remove("annotate"), "'recompute'", "['annotated']", "joint graph")
+    needs_units = Nothing("mine", requires={"colours"})
+    refuse(lambda: default_pipeline().insert_after("free", needs_units), "'mine' requires ['colours']", "forward")
+
+
+def test_a_pass_before_the_one_that_it_requires() -> None:
+    early = Nothing("early", phases=("backward",), requires={"bucketed"})
+    refuse(lambda: default_pipeline().insert_before("bucket", early), "'early' requires ['bucketed']", "backward")
+    default_pipeline().insert_after("bucket", early)
+
+
+def test_two_passes_of_one_name() -> None:
+    refuse(lambda: default_pipeline().insert_after("free", Free()), "Free('free')", "a name of its own")
+    refuse(lambda: default_pipeline().insert_after("free", Nothing("")), "needs a name")
+
+
+def test_a_pipeline_without_what_the_executor_needs() -> None:
+    refuse(lambda: default_pipeline().remove("free"), "no pass makes the forward graph 'freed'", "executor")
+
+
+def test_unknown_phases_and_things_that_are_no_passes() -> None:
+    typo = Nothing("typo", phases=("forwards",))
+    refuse(lambda: default_pipeline().insert_after("free", typo), "'typo'", "forwards", "forward, backward")
+    refuse(lambda: PassPipeline([*default_pipeline(), Free]), "must be GraphPass objects", "Free")  # type: ignore[list-item]
+
+
+# Dependencies
+
+
+class Visit(GraphPass):
+    """Hands each graph to a function."""
+
+    def __init__(self, visit: Callable[[Graph], None], name: str = "visit") -> None:
+        self.visit, self.name = visit, name
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        return self.visit(graph)
+
+
+class Everything(nn.Module):
+    """Units, two random draws that do not depend on each other, a buffer that is read, changed and read again,
+    and a view that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.calls.clone()
+        self.calls += 1
+        left, right = nn.functional.dropout(self.norm(x), 0.3), nn.functional.dropout(x, 0.3)
+        self.calls *= 3
+        left[:, 0].mul_(2)
+        return self.mlp(left + 2 * right) + self.calls + 5 * before
+
+
+def run(model: nn.Module) -> dict[str, Tensor]:
+    """Two steps from a fixed seed: outputs, gradients and buffers."""
+    torch.manual_seed(1)
+    found = {}
+    for step in range(2):
+        found[f"output {step}"] = model(torch.arange(64.0).sin().view(4, 16))
+        found[f"output {step}"].square().sum().backward()
+    found.update({name: parameter.grad for name, parameter in model.named_parameters()})
+    return {name: tensor.detach().clone() for name, tensor in [*found.items(), *model.named_buffers()]}
+
+
+def compiled(model: nn.Module, *visits: Callable[[Graph], None], after: str = "prefetch") -> nn.Module:
+    pipeline = default_pipeline()
+    for index, visit in enumerate(visits):
+        pipeline = pipeline.insert_after(after, Visit(visit, f"visit{index}"))
+    return graph_fsdp.compile(model, backend="eager", passes=pipeline)
+
+
+def test_every_graph_is_in_a_topological_order_of_its_dependencies(fake_group: None) -> None:
+    phases = []
+
+    def visit(graph: Graph) -> None:
+        dag, positions = graph.dependencies(), graph.positions()
+        assert nx.is_directed_acyclic_graph(dag)
+        assert set(dag.nodes) == set(graph.nodes)
+        assert all(positions[before] < positions[after] for before, after in dag.edges)
+        assert {kind for *_, kind in dag.edges(data="kind")} <= {"data", "memory", "collective", "random"}
+        phases.append(graph.phase)
+
+    model = compiled(Everything(), visit)
+    run(model)
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    assert phases == ["forward", "backward", "inference"]
+
+
+def test_what_reads_a_buffer_comes_between_its_wait_and_its_free(fake_group: None) -> None:
+    readers = []
+
+    def visit(graph: Graph) -> None:
+        dag, roots = graph.dependencies(), graph.alias_roots()
+        for freed in graph.with_role(Role.FREE):
+            (wait,) = freed.all_input_nodes
+            for node in graph.nodes:
+                aliases = frozenset().union(*(roots[source] for source in node.all_input_nodes))
+                if roots[wait] <= aliases and node not in (wait, freed):
+                    assert nx.has_path(dag, wait, node) and dag.has_edge(node, freed)
+                    readers.append(node.name)
+
+    run(compiled(MLP(), visit, after="free"))
+    assert {"blocks_0_up_weight", "blocks_0_up_weight_1", "t", "addmm", "addmm_1"} <= set(readers)
+
+
+def test_collectives_and_random_numbers_keep_their_order(fake_group: None) -> None:
+    def visit(graph: Graph) -> None:
+        dag = graph.dependencies()
+        for kind, count in {"collective": len(graph.collectives) - 1, "random": 1}.items():
+            chain = nx.DiGraph((a, b) for a, b, k in dag.edges(data="kind") if k == kind)
+            assert len(chain.edges) == (count if graph.phase == "forward" or kind == "collective" else 0)
+            assert not chain or nx.dag_longest_path_length(chain) == len(chain.edges), "one chain"
+
+    run(compiled(Everything(), visit))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_topological_order_computes_the_same(seed: int) -> None:
+    """One process, no collectives: results are the proof that no dependency is missing."""
+    changed = []
+
+    def shuffle(graph: Graph) -> None:
+        generator = random.Random(seed)
+        places = {"placeholder": 0, "output": 2}
+        key = {node: (places.get(node.op, 1), generator.random()) for node in graph.nodes}
+        key.update({node: (0, index) for index, node in enumerate(graph.placeholders)})
+        order = list(nx.lexicographical_topological_sort(graph.dependencies(), key=key.__getitem__))
+        changed.append(order != graph.nodes)
+        graph.reorder(order)
+
+    model = Everything()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = run(compiled(model))
+    model = Everything()
+    model.load_state_dict(state)
+    torch._dynamo.reset()
+    actual = run(compiled(model, shuffle))
+    assert changed == [True, True]
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def test_a_users_schedule_replaces_prefetch(fake_group: None) -> None:
+    class Serial(GraphPass):
+        """Every gather right before its unit, as the dependencies allow."""
+
+        name, requires, provides = "serial", {"bucketed"}, {"scheduled"}
+
+        def run(self, graph: Graph, context: PassContext) -> str:
+            graph.reorder(list(nx.topological_sort(graph.dependencies())))
+            return "in networkx's order"
+
+    pipeline = default_pipeline().replace("prefetch", Serial())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    model(torch.ones(4, 16)).sum().backward()
+    stage = graph_fsdp.inspect(model).backward.stages["serial"]
+    assert stage.summary == "in networkx's order"
+    assert "# in networkx's order" in stage.code
+    assert "prefetch" not in graph_fsdp.inspect(model).forward.stages
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda nodes, other: nodes[:-2] + nodes[-1:],
+        lambda nodes, other: [*nodes[:-1], nodes[-2], nodes[-1]],
+        lambda nodes, other: [*nodes[:-2], nodes[-3], nodes[-1]],
+        lambda nodes, other: [*nodes[:-2], other, nodes[-1]],
+    ],
+    ids=["one missing", "one twice", "one twice and one missing", "one of another graph"],
+)
+def test_reorder_takes_each_node_once(fake_group: None, wrong: Callable[..., list[fx.Node]]) -> None:
+    refused = []
+
+    def visit(graph: Graph) -> None:
+        nodes = graph.nodes
+        with pytest.raises(ValueError, match="give each node of the graph once"):
+            graph.reorder(wrong(nodes, fx.Graph().placeholder("other")))
+        assert graph.nodes == nodes
+        refused.append(graph.phase)
+
+    run(compiled(MLP(), visit))
+    assert refused == ["forward", "backward"]

@@ -1,0 +1,379 @@
+"""The verifier rejects broken passes, and says which pass, invariant, node and parameters.
+
+Each ``Mistake`` is a pass that a user could have written, with one thing wrong: its docstring says what.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import pytest
+import torch
+from models import MLP
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import VerificationError
+from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes.dialect import free
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+BLOCK0, BLOCK1 = (
+    tuple(f"blocks.{i}.{leaf}" for leaf in ("up.weight", "up.bias", "down.weight", "down.bias")) for i in (0, 1)
+)
+ROOT = ("head.weight", "head.bias")
+
+
+class Mistake(GraphPass):
+    """A broken pass, where in the pipeline it stands, and what the verifier must say of it."""
+
+    phases: ClassVar = ("forward",)
+    after = "free"
+    invariant: str
+    node: str | None
+    parameters: tuple[str, ...] = BLOCK0
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
+        MISTAKES.append(cls)
+
+
+MISTAKES: list[type[Mistake]] = []
+
+
+def node_of(graph: Graph, role: Role, bucket: str = "blocks.0") -> fx.Node:
+    """The first node of a role in a bucket."""
+    return next(node for node in graph.with_role(role) if node.meta["fsdp"].bucket == bucket)
+
+
+def call_of(graph: Graph, target: object) -> fx.Node:
+    """The first call of an operator."""
+    return next(node for node in graph.nodes if node.target is target)
+
+
+def copy_of(graph: Graph, node: fx.Node, *args: object) -> fx.Node:
+    """Another call like ``node``'s, with its metadata, called "again"."""
+    copy = graph.fx_graph.create_node(node.op, node.target, args or node.args, node.kwargs, name="again")
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def batch() -> Tensor:
+    return torch.ones(4, 16)
+
+
+# Gathered buffers: started, waited for and freed once, used in between
+
+
+class FreesEarly(Mistake):
+    """The free stands before the unit's last operator."""
+
+    invariant, node = "a buffer is not used after its free", "addmm_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        views = [view for view in graph.with_role(Role.UNPACK) if view.meta["fsdp"].bucket == "blocks.0"]
+        views[-1].append(node_of(graph, Role.FREE))
+
+
+class FreesTwice(Mistake):
+    """A second free, at the end."""
+
+    invariant, node = "each gathered buffer is freed once", "again"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        with graph.fx_graph.inserting_before(graph.output):
+            copy_of(graph, node_of(graph, Role.FREE))
+
+
+class NeverFrees(Mistake):
+    """The free is gone."""
+
+    phases = ("forward", "inference")
+    invariant, node = "each gathered buffer is freed once", "gather_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        graph.fx_graph.erase_node(node_of(graph, Role.FREE))
+
+
+class FreesWhatItReturns(Mistake):
+    """A free of the buffer that forward keeps for backward."""
+
+    invariant, node, parameters = "a buffer is not used after its free", "output", ROOT
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        with graph.fx_graph.inserting_before(graph.output):
+            graph.call(free, (node_of(graph, Role.GATHER_WAIT, "root"),))
+
+
+class UsesAfterFree(Mistake):
+    """An operator at the end reads the transpose of a view of the buffer."""
+
+    invariant, node = "a buffer is not used after its free", "late"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        with graph.fx_graph.inserting_before(graph.output):
+            graph.call(aten.sum.default, (call_of(graph, aten.t.default),), name="late")
+
+
+class UsesBeforeWait(Mistake):
+    """An operator reads the buffer while the gather is under way."""
+
+    after, invariant, node = "bucket", "a buffer is used after its wait", "early"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        start = node_of(graph, Role.GATHER_START)
+        with graph.fx_graph.inserting_after(start):
+            graph.call(aten.sum.default, (start,), name="early")
+
+
+class DropsWait(Mistake):
+    """What read the wait's value reads the start's."""
+
+    after, invariant, node = "bucket", "a buffer is used after its wait", "blocks_0_up_weight"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        wait = node_of(graph, Role.GATHER_WAIT)
+        wait.replace_all_uses_with(wait.args[0])
+        graph.fx_graph.erase_node(wait)
+
+
+class DropsWaitOfReduction(Mistake):
+    """Gradients are taken from a reduction that is not waited for."""
+
+    phases, after = ("backward",), "bucket"
+    invariant, node = "a buffer is used after its wait", "blocks_0_up_weight_grad"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        wait = node_of(graph, Role.REDUCE_WAIT)
+        wait.replace_all_uses_with(wait.args[0])
+        graph.fx_graph.erase_node(wait)
+
+
+class WaitsTwice(Mistake):
+    """A second wait behind the first."""
+
+    after, invariant, node = "bucket", "each collective is waited for once", "again"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        wait = node_of(graph, Role.GATHER_WAIT)
+        with graph.fx_graph.inserting_after(wait):
+            copy_of(graph, wait)
+
+
+class GathersTwice(Mistake):
+    """A second gather of the bucket, for one of its parameters."""
+
+    after, invariant, node = "bucket", "each bucket is gathered once", "again"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        start, view = node_of(graph, Role.GATHER_START), call_of(graph, aten.slice.Tensor)
+        with graph.fx_graph.inserting_before(view):
+            view.replace_input_with(view.args[0], copy_of(graph, view.args[0], copy_of(graph, start)))
+
+
+# Values and order
+
+
+class ChangesDtype(Mistake):
+    """A cast to bfloat16 whose fake value is the float32 one of before."""
+
+    after, parameters = "bucket", ()
+    invariant, node = "shapes, dtypes and devices agree with the fake tensors", "cast"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        gelu = call_of(graph, aten.gelu.default)
+        with graph.fx_graph.inserting_after(gelu):
+            cast = graph.call(prims.convert_element_type.default, (gelu, torch.bfloat16), name="cast")
+        cast.meta["val"] = gelu.meta["val"]
+        gelu.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+
+
+class DropsTranspose(Mistake):
+    """The shapes do not fit any more: the operator cannot run."""
+
+    after, parameters = "bucket", ()
+    invariant, node = "shapes, dtypes and devices agree with the fake tensors", "addmm"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        transpose = call_of(graph, aten.t.default)
+        transpose.replace_all_uses_with(transpose.args[0])
+        graph.fx_graph.erase_node(transpose)
+
+
+class LeavesOutFakeValue(Mistake):
+    """A new node without a value for the passes that follow."""
+
+    after, parameters, invariant, node = "bucket", (), "every node has a fake value", "new"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        gelu = call_of(graph, aten.gelu.default)
+        with graph.fx_graph.inserting_after(gelu):
+            graph.fx_graph.create_node("call_function", aten.relu.default, (gelu,), name="new")
+
+
+class ReversesOrder(Mistake):
+    """All operators come in the opposite order."""
+
+    after, parameters, invariant, node = "bucket", (), "the order is topological", "addmm_4"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        inputs = len(graph.placeholders)
+        graph.reorder([*graph.nodes[:inputs], *reversed(graph.nodes[inputs:-1]), graph.output])
+
+
+class MovesInput(Mistake):
+    """An input stands behind an operator."""
+
+    after, parameters, invariant, node = "bucket", ("head.bias",), "inputs come first", "primals_11"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        call_of(graph, aten.gelu.default).append(graph.placeholders[-1])
+
+
+# Outputs and gradients
+
+RETURNS = "the graph returns what it returned"
+
+
+class DropsUserOutput(Mistake):
+    """The model's output is not returned."""
+
+    parameters, invariant, node = (), RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        graph.output.args = (graph.output.args[0][1:],)
+
+
+class AddsOutput(Mistake):
+    """The model's output is returned twice."""
+
+    parameters, invariant, node = (), RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        graph.output.args = ((graph.output.args[0][0], *graph.output.args[0]),)
+
+
+class DropsSavedTensor(Mistake):
+    """A tensor that backward takes is not saved."""
+
+    parameters, invariant, node = (), RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        graph.output.args = (graph.output.args[0][:-1],)
+
+
+class DropsShardGradient(Mistake):
+    """A parameter gets None for its gradient."""
+
+    phases, parameters, invariant, node = ("backward",), BLOCK0[:1], RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        graph.output.args = ((None, *graph.output.args[0][1:]),)
+
+
+class ZeroesShardGradient(Mistake):
+    """A parameter gets something of the right shape that is not its gradient."""
+
+    phases, parameters, invariant, node = ("backward",), BLOCK0[:1], RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        gradient, *others = graph.output.args[0]
+        with graph.fx_graph.inserting_before(graph.output):
+            graph.output.args = ((graph.call(aten.zeros_like.default, (gradient,)), *others),)
+
+
+class SwapsShardGradients(Mistake):
+    """Two parameters of one shape get each other's gradients."""
+
+    phases, parameters, invariant, node = ("backward",), BLOCK0[:1], RETURNS, "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        outputs = list(graph.output.args[0])
+        shards = [node for node in outputs if node is not None and node.meta["val"].shape == (4, 16)]
+        swapped = dict(zip(shards, reversed(shards), strict=True))
+        graph.output.args = (tuple(swapped.get(node, node) for node in outputs),)
+
+
+class DropsReduction(Mistake):
+    """Each rank would keep its own gradient of a parameter."""
+
+    phases, after, parameters = ("backward",), "just_in_time", ("blocks.0.up.weight",)
+    invariant, node = "each gradient is reduced exactly once", None
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        reduction = graph.with_role(Role.REDUCE)[-1]
+        gradient, shard_shape = reduction.args[:2]
+        with graph.fx_graph.inserting_before(reduction):
+            own = graph.call(aten.slice.Tensor, (gradient, 0, 0, shard_shape[0]))
+        reduction.replace_all_uses_with(own)
+        graph.fx_graph.erase_node(reduction)
+
+
+class DropsReductionFromJointGraph(DropsReduction):
+    """The same before forward and backward are parted."""
+
+    phases, after = ("joint",), "recompute"
+
+
+class ReducesTwice(Mistake):
+    """A second reduction of the same gradient."""
+
+    phases, after, parameters = ("backward",), "just_in_time", ("head.bias",)
+    invariant, node = "each gradient is reduced exactly once", "reduce_grad"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        reduction = graph.with_role(Role.REDUCE)[0]
+        with graph.fx_graph.inserting_before(reduction):
+            copy_of(graph, reduction)
+
+
+class ReordersCollectives(Mistake):
+    """The second gather starts before the first, on this rank."""
+
+    after, parameters = "prefetch", BLOCK1
+    invariant, node = "the sequence of collectives is the plan's", "gather_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        node_of(graph, Role.GATHER_START, "blocks.0").prepend(node_of(graph, Role.GATHER_START, "blocks.1"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_the_verifier_names_the_mistake(fake_group: None, mistake: type[Mistake]) -> None:
+    pipeline = default_pipeline().insert_after(mistake.after, mistake())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    for _ in range(2):  # nothing of the first attempt is left behind
+        with pytest.raises(VerificationError) as raised:
+            model(batch())
+        error = raised.value
+        assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
+        assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))
+        named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node or "", *mistake.parameters]
+        assert [word for word in named if word not in str(error)] == []
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert model._graph_fsdp.counter.current == 0
+
+
+def test_inference_graphs_are_verified_too(fake_group: None) -> None:
+    pipeline = default_pipeline().insert_after("free", NeverFrees())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    with torch.no_grad(), pytest.raises(VerificationError, match="broke the inference graph") as raised:
+        model(batch())
+    assert (raised.value.phase, raised.value.parameters) == ("inference", BLOCK0)
+
+
+def test_a_pass_that_raises_is_named(fake_group: None) -> None:
+    class Fails(GraphPass):
+        name = "fails"
+
+        def run(self, graph: Graph, context: PassContext) -> None:
+            raise KeyError("no such unit")
+
+    pipeline = default_pipeline().insert_after("bucket", Fails())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    with pytest.raises(Exception, match="no such unit") as raised:
+        model(batch())
+    assert "'fails'" in "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
