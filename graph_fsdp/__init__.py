@@ -5,6 +5,7 @@ from graph_fsdp.api import compile
 from graph_fsdp.errors import (
     AlreadyCompiledError,
     AlreadyShardedError,
+    BudgetError,
     EmptyPlaceholderError,
     GraphBreakError,
     MeshError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyCompiledError",
     "AlreadyShardedError",
+    "BudgetError",
     "EmptyPlaceholderError",
     "GraphBreakError",
     "GraphReport",

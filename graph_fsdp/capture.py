@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError, RankDisagreement, VerificationError
+from graph_fsdp.errors import BudgetError, EmptyPlaceholderError, GraphBreakError, RankDisagreement, VerificationError
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.spec import ModelSpec
@@ -70,7 +70,7 @@ class Engine:
                 return self.storage.without_placeholders(self._compiled(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement)):
+                if isinstance(cause, (VerificationError, RankDisagreement, BudgetError)):
                     raise cause from None
                 raise
             except compat.Unsupported as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from graph_fsdp.passes.pipeline import PipelineError
+from graph_fsdp.passes.prefetch import BudgetError
 from graph_fsdp.passes.verify import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
 
 __all__ = [
     "AlreadyCompiledError",
     "AlreadyShardedError",
+    "BudgetError",
     "EmptyPlaceholderError",
     "GraphBreakError",
     "MeshError",

@@ -16,20 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.module import GraphFSDPModule
-from graph_fsdp.passes import PassPipeline
-from graph_fsdp.passes.compat import MINIMUM_TORCH
+from graph_fsdp.passes import PassPipeline, compat
 from graph_fsdp.runtime.backends import BACKENDS
 
 _TORCHRUN = "torchrun --nproc-per-node N script.py"
 
 
 def torch_version(version: str) -> None:
-    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if found < MINIMUM_TORCH:
-        raise UnsupportedError(
-            f"graph_fsdp needs torch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and this is {version}; "
-            "pip install --upgrade torch"
-        )
+    try:
+        compat.check_torch_version(version)
+    except ImportError as error:
+        raise UnsupportedError(str(error)) from None
 
 
 def model(model: Any) -> None:
@@ -44,7 +41,7 @@ def model(model: Any) -> None:
             raise AlreadyShardedError(f"{where} is sharded by {kind} already; pass the model as it was before that")
         if isinstance(module, DistributedDataParallel):
             raise AlreadyShardedError(f"{where} is wrapped in DistributedDataParallel; pass {where}.module instead")
-        if isinstance(module, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
+        if isinstance(module, (torch.jit.ScriptModule, compat.OptimizedModule)):
             raise UnsupportedError(f"{where} is a {type(module).__name__}; pass the module that it was made of")
     if next(model.parameters(), None) is None:
         raise ValueError(f"model: {type(model).__name__} has no parameters, so there is nothing to shard")

@@ -1,5 +1,6 @@
 """FX graph passes: the dialect, the passes, the pass manager and the verifier. Needs no device and no process group."""
 
+import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.bucket import Bucket
 from graph_fsdp.passes.dialect import NodeRecord, Role
@@ -8,7 +9,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
-from graph_fsdp.passes.prefetch import Prefetch
+from graph_fsdp.passes.prefetch import BudgetError, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
 from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.stage import Stage
@@ -17,6 +18,7 @@ from graph_fsdp.passes.verify import VerificationError
 __all__ = [
     "Annotate",
     "Bucket",
+    "BudgetError",
     "Free",
     "Graph",
     "GraphPass",
@@ -36,12 +38,14 @@ __all__ = [
 ]
 
 
-def default_pipeline(*, prefetch: int = 1, reductions_in_flight: int = 2) -> PassPipeline:
+def default_pipeline(*, prefetch: int = 1, reductions_in_flight: int = 2, budget: int | None = None) -> PassPipeline:
     """The passes that ``compile`` runs when it is given none.
 
     Args:
         prefetch: buckets that a gather starts ahead of its use; 0 runs them one by one.
         reductions_in_flight: reductions that may be under way at once.
+        budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a
+            unit does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
     """
     return PassPipeline(
         [
@@ -51,7 +55,7 @@ def default_pipeline(*, prefetch: int = 1, reductions_in_flight: int = 2) -> Pas
             JustInTime(),
             Bucket(),
             Reshard(),
-            Prefetch(prefetch, reductions_in_flight),
+            Prefetch(prefetch, reductions_in_flight, budget),
             Free(),
         ]
     )

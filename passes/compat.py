@@ -18,9 +18,11 @@ whole test-suite was run.
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
-| ``testing._internal.distributed.fake_pg`` | process groups without processes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
+| ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
+| ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
 """
@@ -33,7 +35,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+MINIMUM_TORCH = (2, 9)
+TORCH_VERSIONS_RUN = ("2.9.1", "2.13.0", "2.15.0")
+
+
+def check_torch_version(version: str) -> None:
+    """Raise ImportError on a torch that does not have what this module imports."""
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if found < MINIMUM_TORCH:
+        raise ImportError(
+            f"graph_fsdp needs torch {'.'.join(map(str, MINIMUM_TORCH))} or newer, and this is {version}; "
+            "pip install --upgrade torch"
+        )
+
+
+check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
+
 import torch.distributed as dist
+from torch._dynamo import OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import (
@@ -44,6 +64,7 @@ from torch._dynamo.exc import (
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
@@ -58,12 +79,16 @@ __all__ = [
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OptimizedModule",
     "TorchDynamoException",
     "TracingContext",
     "Unsupported",
     "_Policy",
     "all_gather_single",
     "aot_autograd",
+    "check_torch_version",
+    "chunk_cat",
     "current_fake_mode",
     "default_store",
     "dynamo_config",
@@ -84,8 +109,7 @@ __all__ = [
     "without_torch_function",
 ]
 
-MINIMUM_TORCH = (2, 9)
-TORCH_VERSIONS_RUN = ("2.9.1", "2.13.0", "2.15.0")
+chunk_cat: Callable[..., Any] = torch._chunk_cat
 
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

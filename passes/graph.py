@@ -10,7 +10,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from graph_fsdp.passes import dialect
+from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
@@ -28,7 +28,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return list(node.all_input_nodes) if isinstance(node.target, torch._ops.HigherOrderOperator) else []
+        return list(node.all_input_nodes) if isinstance(node.target, compat.HigherOrderOperator) else []
     returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
     if not returned:
         return []

@@ -40,6 +40,7 @@ class PassContext:
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
+    ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
@@ -51,6 +52,7 @@ class PassContext:
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
+    budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)

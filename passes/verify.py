@@ -50,6 +50,7 @@ class Verifier:
             self._buffers()
             self._reductions()
             self._collectives()
+            self._budget()
 
     def _fail(self, invariant: str, node: fx.Node | None, detail: str) -> None:
         raise VerificationError(self.pass_name, self.graph, invariant, node, detail)
@@ -143,6 +144,30 @@ class Verifier:
         if state == "freed":
             self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed")
         return state
+
+    def _budget(self) -> None:
+        """Bytes gathered and in flight, from each start until the free (or the last use, before there are frees)."""
+        budget = self.context.budget
+        if budget is None or "scheduled" not in self.context.facts[self.graph.phase]:
+            return
+        live = {n: n.meta["fsdp"].nbytes for n in self.graph.with_role(Role.KEPT)}
+        roots = self.graph.alias_roots()
+        buffers = {*live, *self.graph.with_role(Role.GATHER_START)}
+        last_use = {
+            root: n for n in self.graph.fx_graph.nodes for i in n.all_input_nodes for root in roots[i] & buffers
+        }
+        for node in self.graph.fx_graph.nodes:
+            if node in buffers and node not in live:
+                live[node] = node.meta["fsdp"].nbytes
+                if sum(live.values()) > budget:
+                    self._fail(
+                        "bytes gathered and in flight stay under the budget",
+                        node,
+                        f"{sum(live.values()):,} bytes are gathered at once, the budget is {budget:,}",
+                    )
+            for root in {root for i in node.all_input_nodes for root in roots[i]}:
+                if last_use.get(root) is node:
+                    live.pop(root, None)
 
     def _reductions(self) -> None:
         """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""

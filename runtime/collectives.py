@@ -128,7 +128,7 @@ def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> T
     """Full gradients → rank-major chunks, padded with zeros, in ``dtype``; flat."""
     numel = world * sum(dialect.chunk_numels(grads, world))
     packed = torch.empty(world, numel // world, dtype=dtype, device=grads[0].device)
-    torch._chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
     return packed.view(-1)
 
 
