@@ -7,7 +7,6 @@ reduced and waited for just after its last gradient. Moving starts up and waits 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -42,7 +41,7 @@ class Bucket(GraphPass):
         positions = graph.positions()
         alone = context.model.world_size == 1
         gathers: dict[str, list[fx.Node]] = {}
-        reductions: dict[tuple[str, torch.dtype, bool], list[fx.Node]] = {}
+        reductions: dict[str, list[fx.Node]] = {}
         for node in graph.with_role(Role.GATHER, Role.REDUCE):
             parameter = _parameter(node, context)
             if node.meta["fsdp"].role is Role.GATHER:
@@ -55,13 +54,13 @@ class Bucket(GraphPass):
             elif parameter.empty:
                 _empty_gradient(graph, node, parameter)
             else:
-                key = (parameter.unit, parameter.reduce_dtype, parameter.replicated)
-                reductions.setdefault(key, []).append(node)
+                reductions.setdefault(_reduction_name(parameter, context), []).append(node)
         for bucket in context.model.buckets:
             if bucket.name in gathers:
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
-        for (unit, _, replicated), nodes in reductions.items():
-            _reduce_bucket(graph, context, unit, replicated, nodes, positions)
+        positions = graph.positions()  # a parameter may be its own gradient, and is a new node now
+        for name, nodes in reductions.items():
+            _reduce_bucket(graph, context, name, nodes, positions)
         if alone:
             return "one rank: each shard is the parameter, each gradient is its own mean"
         return f"{len(gathers)} buckets gathered, {len(reductions)} reduced"
@@ -114,23 +113,24 @@ def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: f
     return node
 
 
+def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
+    """Gradients are reduced by the buckets that parameters are gathered in; a unit's scalars, which are in none, by
+    dtype."""
+    if not p.replicated:
+        return context.bucket_of(p.name).name
+    return f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
+
+
 def _reduce_bucket(
-    graph: Graph,
-    context: PassContext,
-    unit: str,
-    replicated: bool,
-    nodes: list[fx.Node],
-    positions: dict[fx.Node, int],
+    graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> None:
-    order = {name: index for index, name in enumerate(context.model.parameters)}
+    order = {parameter: index for index, parameter in enumerate(context.model.parameters)}
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
     names = tuple(p.name for p in parameters)
-    bucket = context.model.bucket_of.get(names[0])
-    label = bucket.name if bucket and not replicated else f"{unit or 'root'}#scalars"
+    unit, dtype, reduce_dtype = parameters[0].unit, parameters[0].dtype, parameters[0].reduce_dtype
     grads: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
-    reduce_dtype = parameters[0].reduce_dtype
-    target = dialect.all_reduce_start if replicated else dialect.reduce_scatter_start
+    target = dialect.all_reduce_start if parameters[0].replicated else dialect.reduce_scatter_start
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
     last = max(grads, key=positions.__getitem__)
     if last.op == "placeholder":
@@ -141,23 +141,21 @@ def _reduce_bucket(
         place = place.next
     with graph.fx_graph.inserting_before(place):
         arguments = (grads, reduce_dtype, context.model.world_size, context.model.group)
-        start = graph.call(target, arguments, name=f"reduce_{label}")
+        start = graph.call(target, arguments, name=f"reduce_{name}")
         size = nbytes(start.meta["val"])
-        set_record(start, NodeRecord(Role.REDUCE_START, unit, label, names, size))
-        wait = graph.call(dialect.reduce_wait, (start,), name=f"reduced_{label}")
-        set_record(wait, NodeRecord(Role.REDUCE_WAIT, unit, label, names, size))
-        cast: Callable[[fx.Node, torch.dtype], fx.Node] = lambda source, dtype: (  # noqa: E731
-            source if dtype is reduce_dtype else graph.call(prims.convert_element_type.default, (source, dtype))
-        )
-        flat = {dtype: cast(wait, dtype) for dtype in dict.fromkeys(p.dtype for p in parameters)}
+        set_record(start, NodeRecord(Role.REDUCE_START, unit, name, names, size))
+        flat = wait = graph.call(dialect.reduce_wait, (start,), name=f"reduced_{name}")
+        set_record(wait, NodeRecord(Role.REDUCE_WAIT, unit, name, names, size))
+        if dtype is not reduce_dtype:
+            flat = graph.call(prims.convert_element_type.default, (wait, dtype))
         begin = 0
         for node, p in zip(nodes, parameters, strict=True):
-            piece = (flat[p.dtype], 0, begin, begin + p.shard_numel)
+            piece = (flat, 0, begin, begin + p.shard_numel)
             grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
             begin += p.shard_numel
             if len(p.shard_shape) != 1:
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
-            set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, label, (p.name,), nbytes(grad.meta["val"])))
+            set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
             node.replace_all_uses_with(grad)
             graph.fx_graph.erase_node(node)
 

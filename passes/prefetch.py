@@ -113,7 +113,7 @@ def _fit(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: list[
     for node in received:
         for t in range(last[node] + 1):
             live[t] += node.meta["fsdp"].nbytes
-    placed = []
+    placed: list[int] = []
     for k, start in enumerate(starts):
         nbytes = start.meta["fsdp"].nbytes
         earliest = max([after[k], *placed[-1:]])  # gathers keep their order

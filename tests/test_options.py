@@ -260,3 +260,28 @@ def test_dynamic_captures_one_graph_for_all_batch_sizes() -> None:
 def test_settings_of_the_schedule_are_checked(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         default_pipeline(**arguments)
+
+
+def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
+    model = MLP()
+    model.head.to(torch.bfloat16)
+    model.head.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
+    model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0] * model.scale.sum(),))
+    report = report_of(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    assert_expected_inline(tables(report), """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      gather       1    512     12    13         15  kept
+  blocks.0  gather       4  5,120     14    19         21    33
+  blocks.1  gather       4  5,120     20    34         36    49
+  root#1    gather       2  1,024     35    50         51  kept
+
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      kept         1    512      -     -          -    16
+  root#1    kept         2  1,024      -     -         18    30
+  blocks.1  gather       4  5,120     17    33         35    59
+  root#1    reduce       2     68     31    87         88     -
+  blocks.0  gather       4  5,120     34    61         62    86
+  blocks.1  reduce       4    536     60    96         97     -
+  blocks.0  reduce       4    536     92   104        105     -
+  root      reduce       1      4    103   111        112     -""")
