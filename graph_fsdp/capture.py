@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graph_fsdp.errors import BudgetError, EmptyPlaceholderError, GraphBreakError, RankDisagreement, VerificationError
+from graph_fsdp.errors import (
+    BudgetError,
+    EmptyPlaceholderError,
+    GraphBreakError,
+    PassError,
+    RankDisagreement,
+    VerificationError,
+)
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.spec import ModelSpec
@@ -70,8 +77,8 @@ class Engine:
                 return self.storage.without_placeholders(self._compiled(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement, BudgetError)):
-                    raise cause from None
+                if isinstance(cause, (VerificationError, RankDisagreement, BudgetError, PassError)):
+                    raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
                 raise _graph_break(error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_fsdp.passes.pipeline import PipelineError
+from graph_fsdp.passes.pipeline import PassError, PipelineError
 from graph_fsdp.passes.prefetch import BudgetError
 from graph_fsdp.passes.verify import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
@@ -15,6 +15,7 @@ __all__ = [
     "GraphBreakError",
     "MeshError",
     "ParameterChangedError",
+    "PassError",
     "PipelineError",
     "RankDisagreement",
     "UnsupportedError",

@@ -168,9 +168,7 @@ class Graph:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:
                     node.meta[key] = like.meta[key]
-        value = evaluate(node)
-        if value is not None:
-            node.meta["val"] = value
+        node.meta["val"] = evaluate(node)
         return node
 
 

@@ -33,6 +33,10 @@ class PipelineError(ValueError):
     """A pipeline whose contracts do not hold, or an edit of a pass that it does not have."""
 
 
+class PassError(RuntimeError):
+    """A pass raised. Says which, on which graph; the pass's own error is the cause."""
+
+
 @dataclass
 class PassContext:
     """What passes may know beyond the graph. One per capture; ``plan`` is the model's and outlives it.
@@ -153,7 +157,12 @@ class PassPipeline:
                 if graph.phase not in p.phases:
                     continue
                 begin = time.perf_counter()
-                summary = p.run(graph, context)
+                try:
+                    summary = p.run(graph, context)
+                except ValueError:  # it says itself what the user has to change (a budget)
+                    raise
+                except Exception as error:
+                    raise PassError(f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}") from error
                 seconds = time.perf_counter() - begin
                 context.facts[graph.phase] |= frozenset(p.provides)
                 verifiers[graph.phase].check(p.name)

@@ -5,7 +5,7 @@ Each check costs one walk of the graph; fake tensors are propagated only through
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -19,12 +19,20 @@ from graph_fsdp.passes.pipeline import PassContext
 class VerificationError(RuntimeError):
     """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters."""
 
-    def __init__(self, pass_name: str, graph: Graph, invariant: str, node: fx.Node | None, detail: str) -> None:
+    def __init__(
+        self,
+        pass_name: str,
+        graph: Graph,
+        invariant: str,
+        node: fx.Node | None,
+        detail: str,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
         self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
         self.node = node.name if node is not None else None
         found = record(node) if node is not None else None
-        self.parameters = found.params if found is not None else ()
-        where = f"\n  node: {node.format_node()}" if node is not None else ""
+        self.parameters = parameters or (found.params if found is not None else ())
+        where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
         params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
         super().__init__(
             f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
@@ -37,8 +45,12 @@ class Verifier:
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, self.context = graph, context
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
-        self.reduced: frozenset[str] | None = None
         self.outputs = _output_values(graph)
+        self.gradients = {
+            index: value.meta["fsdp"].params
+            for index, value in enumerate(_outputs(graph))
+            if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
+        }
 
     def check(self, pass_name: str) -> None:
         self.pass_name = pass_name
@@ -46,14 +58,15 @@ class Verifier:
         if self.graph.phase == "capture":
             return
         self._values()
+        self._reductions()
+        self._returned()
         if self.graph.phase in ("forward", "backward", "inference"):
             self._buffers()
-            self._reductions()
             self._collectives()
             self._budget()
 
-    def _fail(self, invariant: str, node: fx.Node | None, detail: str) -> None:
-        raise VerificationError(self.pass_name, self.graph, invariant, node, detail)
+    def _fail(self, invariant: str, node: fx.Node | None, detail: str, parameters: tuple[str, ...] = ()) -> NoReturn:
+        raise VerificationError(self.pass_name, self.graph, invariant, node, detail, parameters)
 
     def _topological(self) -> None:
         seen: set[fx.Node] = set()
@@ -78,31 +91,40 @@ class Verifier:
                     if "val" not in node.meta:
                         self._fail("every node has a fake value", node, f"{node} has no meta['val']")
                     if all("val" in i.meta for i in node.all_input_nodes):
-                        expected, found = evaluate(node), node.meta["val"]
-                        if _kind(expected) != _kind(found):
-                            self._fail(
-                                "shapes, dtypes and devices agree with the fake tensors",
-                                node,
-                                f"{node} is annotated as {_kind(found)} and computes {_kind(expected)}",
-                            )
+                        self._value(node)
                 changed.add(node) if node not in self.proven else None
             proven[node] = signature
         self.proven = proven
-        outputs = _output_values(self.graph)
-        if self.graph.phase in (
-            "forward",
-            "inference",
-        ):  # saved tensors may be added, the user's outputs may not change
-            count = self.context.forward_outputs if self.graph.phase == "forward" else len(self.outputs)
-            outputs, self.outputs = outputs[:count], self.outputs[:count]
-        if outputs != self.outputs:
-            index = next((i for i, (a, b) in enumerate(zip(outputs, self.outputs, strict=False)) if a != b), None)
-            what = (
-                f"output {index} was {self.outputs[index]} and is {outputs[index]}"
-                if index is not None
-                else (f"there were {len(self.outputs)} outputs and are {len(outputs)}")
-            )
-            self._fail("the graph returns what it returned", self.graph.output, what)
+
+    def _value(self, node: fx.Node) -> None:
+        invariant = "shapes, dtypes and devices agree with the fake tensors"
+        try:
+            computed = _kind(evaluate(node))
+        except Exception as error:
+            raise VerificationError(
+                self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
+            ) from error
+        if computed != _kind(node.meta["val"]):
+            self._fail(invariant, node, f"{node} is annotated as {_kind(node.meta['val'])} and computes {computed}")
+
+    def _returned(self) -> None:
+        """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
+        the one of its own parameter."""
+        kept = [_kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
+        count = self.context.forward_outputs
+        expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
+        found = _output_values(self.graph)
+        invariant, output = "the graph returns what it returned", self.graph.output
+        if len(found) != len(expected):
+            self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
+        for index, params in self.gradients.items() if self.context.model.world_size > 1 else ():
+            value = _outputs(self.graph)[index]
+            own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD)
+            if not own or value.meta["fsdp"].params != params:
+                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
+        for index, (before, after) in enumerate(zip(expected, found, strict=True)):
+            if before != after:
+                self._fail(invariant, output, f"output {index} was {before} and is {after}")
 
     def _buffers(self) -> None:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
@@ -131,18 +153,20 @@ class Verifier:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
+        params = root.meta["fsdp"].params
         if node.target in dialect.WAITS:
             if state != "started":
-                self._fail("each collective is waited for once", node, f"{root} is waited for when it is {state}")
+                invariant = "each collective is waited for once"
+                self._fail(invariant, node, f"{root} is waited for when it is {state}", params)
             return "ready"
         if node.target is dialect.free:
             if state != "ready":
-                self._fail("each gathered buffer is freed once", node, f"{root} is freed when it is {state}")
+                self._fail("each gathered buffer is freed once", node, f"{root} is freed when it is {state}", params)
             return "freed"
         if state == "started":
-            self._fail("a buffer is used after its wait", node, f"{node} uses {root} before it is waited for")
+            self._fail("a buffer is used after its wait", node, f"{node} uses {root} before it is waited for", params)
         if state == "freed":
-            self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed")
+            self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed", params)
         return state
 
     def _budget(self) -> None:
@@ -184,21 +208,24 @@ class Verifier:
                 if name in seen:
                     self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
                 seen.add(name)
-        if self.graph.phase != "backward":
+        phase = self.graph.phase
+        if phase not in ("joint", "backward") or "annotated" not in self.context.facts[phase]:
             return
-        bucketed = "bucketed" in self.context.facts["backward"]
+        bucketed = "bucketed" in self.context.facts[phase]
         if bucketed and self.context.model.world_size == 1:
             return
         parameters = self.context.model.parameters
         expected = {n for n in self.context.reduced if not (bucketed and parameters[n].empty)}
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
-            self._fail("each gradient is reduced exactly once", None, f"not reduced as traced: {', '.join(wrong)}")
+            invariant = "each gradient is reduced exactly once"
+            self._fail(invariant, None, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
         starts = self.graph.with_role(Role.REDUCE_START)
         started = {name for s in starts for name in s.meta["fsdp"].params}
         if starts and started - produced:
             missing = ", ".join(sorted(started - produced))
-            self._fail("each reduced gradient is returned", None, f"reduced and dropped: {missing}")
+            invariant = "each reduced gradient is returned"
+            self._fail(invariant, None, f"reduced and dropped: {missing}", tuple(sorted(started - produced)))
 
     def _collectives(self) -> None:
         """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
@@ -213,9 +240,10 @@ class Verifier:
                 min(len(sequence), len(planned)),
             )
             entry = lambda s: s[index] if index < len(s) else "nothing"  # noqa: E731
+            starts = self.graph.with_role(Role.GATHER_START, Role.REDUCE_START)
             self._fail(
                 "the sequence of collectives is the plan's",
-                None,
+                starts[index] if index < len(starts) else None,
                 f"entry {index} is {entry(sequence)}, planned was {entry(planned)}",
             )
 
@@ -237,6 +265,9 @@ def _kind(value: Any) -> Any:
 def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
+    return [_kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
+
+
+def _outputs(graph: Graph) -> list[Any]:
     values = graph.output.args[0]
-    flat = values if isinstance(values, (list, tuple)) else [values]
-    return [_kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in flat]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
