@@ -152,6 +152,8 @@ class GraphReport:
         ]
         for captured in self.graphs:
             for phase, view in captured.views.items():
+                if view.program is None:  # a graph that other graphs are made of
+                    continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
