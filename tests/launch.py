@@ -189,9 +189,7 @@ def _raise_timeout(
     waiting = [rank for rank, done in enumerate(results) if not done]
     outputs = [f"rank {rank}: {_last_output(directory, rank)}" for rank in range(len(ranks))]
     summary = f"no result of ranks {waiting} after {timeout:g} seconds"
-    raise RuntimeError(
-        "\n".join([summary if waiting else f"ranks did not exit in {timeout:g} seconds", *outputs])
-    )
+    raise RuntimeError("\n".join([summary if waiting else f"ranks did not exit in {timeout:g} seconds", *outputs]))
 
 
 def _log(directory: Path, rank: int) -> str:

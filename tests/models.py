@@ -34,9 +34,7 @@ class MLPBlock(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(
-        self, depth: int = 2, width: int = WIDTH, block: Callable[[int], nn.Module] = MLPBlock
-    ) -> None:
+    def __init__(self, depth: int = 2, width: int = WIDTH, block: Callable[[int], nn.Module] = MLPBlock) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block(width) for _ in range(depth))
         self.head = nn.Linear(width, CLASSES)
@@ -82,9 +80,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, *, depth: int = 2, dropout: float = 0.0, tied: bool = False, checkpointed: bool = False
-    ) -> None:
+    def __init__(self, *, depth: int = 2, dropout: float = 0.0, tied: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
@@ -107,10 +103,7 @@ class CNN(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-                for _ in range(2)
-            )
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2))
         )
         self.head = nn.Linear(8, CLASSES)
 
@@ -294,9 +287,7 @@ def _scores(output: Any) -> Tensor:
 
 SMALL_CASES = {
     "mlp": Case(MLP, vectors),
-    "one_block": Case(
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)), vectors
-    ),
+    "one_block": Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)), vectors),
     "gpt": Case(GPT, tokens),
     "gpt_dropout": Case(lambda: GPT(dropout=0.2), tokens),
     "gpt_tied": Case(lambda: GPT(tied=True), tokens),

@@ -67,8 +67,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {
-        name: None if parameter.grad is None else whole(parameter.grad)
-        for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in model.named_parameters()
     }
 
 

@@ -33,7 +33,9 @@ def schedule(view: GraphView) -> str:
 def test_without_a_budget_two_buckets_are_gathered_ahead() -> None:
     report = report_of(None)
     assert report.peak_gathered_bytes == 3 * BLOCK
-    assert_expected_inline(schedule(report.forward), """\
+    assert_expected_inline(
+        schedule(report.forward),
+        """\
 gather_blocks_0 = frame.gather_start
 gather_blocks_1 = frame.gather_start
 gather_blocks_2 = frame.gather_start
@@ -41,13 +43,16 @@ frame.free(full_blocks_0)
 gather_root = frame.gather_start
 frame.free(full_blocks_1)
 frame.free(full_blocks_2)
-frame.free(full_root)""")
+frame.free(full_root)""",
+    )
 
 
 def test_a_budget_of_two_blocks_delays_the_third_gather() -> None:
     report = report_of(2 * BLOCK)
     assert report.peak_gathered_bytes == 2 * BLOCK
-    assert_expected_inline(schedule(report.forward), """\
+    assert_expected_inline(
+        schedule(report.forward),
+        """\
 gather_blocks_0 = frame.gather_start
 gather_blocks_1 = frame.gather_start
 frame.free(full_blocks_0)
@@ -55,7 +60,8 @@ gather_blocks_2 = frame.gather_start
 frame.free(full_blocks_1)
 gather_root = frame.gather_start
 frame.free(full_blocks_2)
-frame.free(full_root)""")
+frame.free(full_root)""",
+    )
 
 
 def test_a_budget_of_one_block_makes_the_schedule_serial() -> None:

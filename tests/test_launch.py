@@ -157,9 +157,7 @@ def test_a_timeout_kills_everything_and_shows_where_each_rank_was(scratch: Path,
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "message"), [(3, "exited with code 3"), (-signal.SIGKILL, "died of signal 9")]
-)
+@pytest.mark.parametrize(("code", "message"), [(3, "exited with code 3"), (-signal.SIGKILL, "died of signal 9")])
 def test_a_rank_that_dies_is_an_error(code: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)rank 0 {message} without a result.*so long"):
         run_ranks(exits_early, 1, code, backend=None)

@@ -65,9 +65,7 @@ def test_a_model_trains_sharded_as_it_does_alone(small_outcomes: Outcomes, name:
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE_CASES)
-def test_a_hugging_face_model_trains_sharded_as_it_does_alone(
-    hugging_face_outcomes: Outcomes, name: str
-) -> None:
+def test_a_hugging_face_model_trains_sharded_as_it_does_alone(hugging_face_outcomes: Outcomes, name: str) -> None:
     check_case(hugging_face_outcomes, name, BOUNDS.get(name, 0.0))
 
 
@@ -93,9 +91,7 @@ def layout(name: str) -> dict[str, Any]:
     for parameter_name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.is_leaf
         placements[parameter_name] = (parameter.placements, parameter.shape, parameter.to_local().shape)
-    state = {
-        key: (type(value), value.requires_grad) for key, value in model.state_dict(keep_vars=True).items()
-    }
+    state = {key: (type(value), value.requires_grad) for key, value in model.state_dict(keep_vars=True).items()}
     tied = [names for names in parameter_names(model).values() if len(names) > 1]
     values = {key: value.full_tensor() for key, value in model.named_parameters()}
     return {"placements": placements, "state": state, "tied": tied, "values": values, "rank": dist.get_rank()}

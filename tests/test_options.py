@@ -44,7 +44,9 @@ def lines_with(report: GraphReport, phase: str, text: str) -> str:
 
 
 def test_reshard_after_forward_true_gathers_every_unit_again() -> None:
-    assert_expected_inline(tables(report_of(reshard_after_forward=True)), """\
+    assert_expected_inline(
+        tables(report_of(reshard_after_forward=True)),
+        """\
   bucket    kind    params  bytes  start  wait  first use  free
   blocks.0  gather       4  5,120     11    12         14    26
   blocks.1  gather       4  5,120     13    27         29    41
@@ -56,11 +58,14 @@ def test_reshard_after_forward_true_gathers_every_unit_again() -> None:
   root      reduce       2     68     28    77         78     -
   blocks.0  gather       4  5,120     30    57         58    76
   blocks.1  reduce       4    536     56    82         83     -
-  blocks.0  reduce       4    536     81    89         90     -""")
+  blocks.0  reduce       4    536     81    89         90     -""",
+    )
 
 
 def test_reshard_after_forward_false_keeps_every_unit() -> None:
-    assert_expected_inline(tables(report_of(reshard_after_forward=False)), """\
+    assert_expected_inline(
+        tables(report_of(reshard_after_forward=False)),
+        """\
   bucket    kind    params  bytes  start  wait  first use  free
   blocks.0  gather       4  5,120     11    12         14  kept
   blocks.1  gather       4  5,120     13    26         28  kept
@@ -72,11 +77,14 @@ def test_reshard_after_forward_false_keeps_every_unit() -> None:
   root      kept         2  1,024      -     -         15    27
   root      reduce       2     68     28    74         75     -
   blocks.1  reduce       4    536     54    79         80     -
-  blocks.0  reduce       4    536     78    86         87     -""")
+  blocks.0  reduce       4    536     78    86         87     -""",
+    )
 
 
 def test_reshard_after_forward_none_keeps_the_unit_used_last() -> None:
-    assert_expected_inline(tables(report_of()), """\
+    assert_expected_inline(
+        tables(report_of()),
+        """\
   bucket    kind    params  bytes  start  wait  first use  free
   blocks.0  gather       4  5,120     11    12         14    26
   blocks.1  gather       4  5,120     13    27         29    41
@@ -88,29 +96,41 @@ def test_reshard_after_forward_none_keeps_the_unit_used_last() -> None:
   root      reduce       2     68     27    76         77     -
   blocks.0  gather       4  5,120     29    56         57    75
   blocks.1  reduce       4    536     55    81         82     -
-  blocks.0  reduce       4    536     80    88         89     -""")
+  blocks.0  reduce       4    536     80    88         89     -""",
+    )
 
 
 def test_param_dtype_is_what_gathers_move_and_reduce_dtype_what_reductions_run_in() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     report = report_of(mp_policy=policy)
-    assert_expected_inline(lines_with(report, "forward", "all_gather_start"), """\
+    assert_expected_inline(
+        lines_with(report, "forward", "all_gather_start"),
+        """\
 gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 64, 80, 144], 160, torch.bfloat16, 8, '0')
 gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.bfloat16, 8, '0')
-gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.bfloat16, 8, '0')""")
-    assert_expected_inline(lines_with(report, "backward", "reduce_scatter_start"), """\
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.bfloat16, 8, '0')""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "reduce_scatter_start"),
+        """\
 reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 8, '0')
 reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_16, view_2, t_12, view_1], torch.float32, 8, '0')
-reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_23, view_4, t_20, view_3], torch.float32, 8, '0')""")
+reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_23, view_4, t_20, view_3], torch.float32, 8, '0')""",
+    )
 
 
 def test_without_reduce_dtype_reductions_run_in_param_dtype_and_are_cast_after() -> None:
     report = report_of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert_expected_inline(lines_with(report, "backward", "reduce_scatter_start"), """\
+    assert_expected_inline(
+        lines_with(report, "backward", "reduce_scatter_start"),
+        """\
 reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.bfloat16, 8, '0')
 reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_16, view_2, t_12, view_1], torch.bfloat16, 8, '0')
-reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_23, view_4, t_20, view_3], torch.bfloat16, 8, '0')""")
-    assert_expected_inline(lines_with(report, "backward", "convert_element_type"), """\
+reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_23, view_4, t_20, view_3], torch.bfloat16, 8, '0')""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "convert_element_type"),
+        """\
 convert_element_type_default = torch.ops.prims.convert_element_type.default(reduced_root, torch.float32)
 head_weight_grad = torch.ops.aten.slice.Tensor(convert_element_type_default, 0, 0, 16)
 head_bias_grad = torch.ops.aten.slice.Tensor(convert_element_type_default, 0, 16, 17)
@@ -123,7 +143,8 @@ convert_element_type_default_2 = torch.ops.prims.convert_element_type.default(re
 blocks_0_up_weight_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_2, 0, 0, 64)
 blocks_0_up_bias_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_2, 0, 64, 68)
 blocks_0_down_weight_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_2, 0, 68, 132)
-blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_2, 0, 132, 134)""")
+blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_2, 0, 132, 134)""",
+    )
 
 
 def test_output_dtype_and_cast_forward_inputs_cast_what_goes_in_and_comes_out() -> None:
@@ -141,7 +162,9 @@ def test_output_dtype_and_cast_forward_inputs_cast_what_goes_in_and_comes_out() 
 
 def test_auto_wrap_policy_makes_the_buckets() -> None:
     by_class = report_of(auto_wrap_policy={torch.nn.Linear})
-    assert_expected_inline(tables(by_class), """\
+    assert_expected_inline(
+        tables(by_class),
+        """\
   bucket         kind    params  bytes  start  wait  first use  free
   blocks.0.up    gather       2  2,560     11    12         14    20
   blocks.0.down  gather       2  2,560     13    21         23    29
@@ -158,7 +181,8 @@ def test_auto_wrap_policy_makes_the_buckets() -> None:
   blocks.0.down  gather       2  2,560     44    64         65    76
   blocks.1.up    reduce       2    272     63    89         90     -
   blocks.0.down  reduce       2    264     81    94         95     -
-  blocks.0.up    reduce       2    272     93    98         99     -""")
+  blocks.0.up    reduce       2    272     93    98         99     -""",
+    )
     policy = ModuleWrapPolicy({MLPBlock})
     assert tables(report_of(auto_wrap_policy=policy)) == tables(report_of()), "what None finds by itself"
     one = functools.partial(size_based_auto_wrap_policy, min_num_params=10**9)
@@ -171,19 +195,27 @@ def test_ignored_params_are_neither_gathered_nor_reduced() -> None:
     ignored = model.blocks[0].up.weight
     report = report_of(model, ignored_params=[ignored])
     assert model.blocks[0].up.weight is ignored and ignored.grad is not None and ignored.shape == (32, 16)
-    assert_expected_inline(lines_with(report, "forward", "all_gather_start"), """\
+    assert_expected_inline(
+        lines_with(report, "forward", "all_gather_start"),
+        """\
 gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_2, primals_4, primals_5], [0, 16, 80], 96, torch.float32, 8, '0')
 gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0')
-gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0')""")
-    assert_expected_inline(lines_with(report, "backward", "reduce_scatter_start"), """\
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0')""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "reduce_scatter_start"),
+        """\
 reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 8, '0')
 reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_16, view_2, t_12, view_1], torch.float32, 8, '0')
-reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([view_4, t_20, view_3], torch.float32, 8, '0')""")
+reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([view_4, t_20, view_3], torch.float32, 8, '0')""",
+    )
 
 
 def test_passes_prefetch_distance_and_reductions_in_flight() -> None:
     serial = default_pipeline(prefetch=0, reductions_in_flight=1)
-    assert_expected_inline(collectives(report_of(MLP(depth=3), passes=serial)), """\
+    assert_expected_inline(
+        collectives(report_of(MLP(depth=3), passes=serial)),
+        """\
 forward:
   gather_blocks_0 = frame.gather_start(plan_0
   full_blocks_0 = frame.wait(gather_blocks_0)
@@ -213,9 +245,12 @@ backward:
   frame.free(full_blocks_0)
   reduced_blocks_1 = frame.wait(reduce_blocks_1)
   reduce_blocks_0 = frame.reduce_start(plan_23
-  reduced_blocks_0 = frame.wait(reduce_blocks_0)""")
+  reduced_blocks_0 = frame.wait(reduce_blocks_0)""",
+    )
     eager = default_pipeline(prefetch=2, reductions_in_flight=3)
-    assert_expected_inline(collectives(report_of(MLP(depth=3), passes=eager)), """\
+    assert_expected_inline(
+        collectives(report_of(MLP(depth=3), passes=eager)),
+        """\
 forward:
   gather_blocks_0 = frame.gather_start(plan_0
   gather_blocks_1 = frame.gather_start(plan_1
@@ -245,7 +280,8 @@ backward:
   reduce_blocks_0 = frame.reduce_start(plan_19
   reduced_blocks_2 = frame.wait(reduce_blocks_2)
   reduced_blocks_1 = frame.wait(reduce_blocks_1)
-  reduced_blocks_0 = frame.wait(reduce_blocks_0)""")
+  reduced_blocks_0 = frame.wait(reduce_blocks_0)""",
+    )
 
 
 def test_dynamic_captures_one_graph_for_all_batch_sizes() -> None:
@@ -269,7 +305,9 @@ def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
     model.register_parameter("scale", torch.nn.Parameter(torch.ones(3)))
     model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0] * model.scale.sum(),))
     report = report_of(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    assert_expected_inline(tables(report), """\
+    assert_expected_inline(
+        tables(report),
+        """\
   bucket    kind    params  bytes  start  wait  first use  free
   root      gather       1    512     12    13         15  kept
   blocks.0  gather       4  5,120     14    19         21    33
@@ -284,4 +322,5 @@ def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
   blocks.0  gather       4  5,120     34    61         62    86
   blocks.1  reduce       4    536     60    96         97     -
   blocks.0  reduce       4    536     92   104        105     -
-  root      reduce       1      4    103   111        112     -""")
+  root      reduce       1      4    103   111        112     -""",
+    )

@@ -19,7 +19,9 @@ def report(fake_group_of_module: None) -> GraphReport:
 
 
 def test_insert_gathers(report: GraphReport) -> None:
-    assert_expected_inline(report.capture.stages["insert_gathers"].body, """\
+    assert_expected_inline(
+        report.capture.stages["insert_gathers"].body,
+        """\
 def forward(L_self_modules_blocks_modules_0_modules_up_parameters_weight_, L_self_modules_blocks_modules_0_modules_up_parameters_bias_, L_args_0_, L_self_modules_blocks_modules_0_modules_down_parameters_weight_, L_self_modules_blocks_modules_0_modules_down_parameters_bias_, L_self_modules_blocks_modules_1_modules_up_parameters_weight_, L_self_modules_blocks_modules_1_modules_up_parameters_bias_, L_self_modules_blocks_modules_1_modules_down_parameters_weight_, L_self_modules_blocks_modules_1_modules_down_parameters_bias_, L_self_modules_head_parameters_weight_, L_self_modules_head_parameters_bias_):
     l_self_modules_blocks_modules_0_modules_up_parameters_weight_ = L_self_modules_blocks_modules_0_modules_up_parameters_weight_
     l_self_modules_blocks_modules_0_modules_up_parameters_bias_ = L_self_modules_blocks_modules_0_modules_up_parameters_bias_
@@ -52,11 +54,14 @@ def forward(L_self_modules_blocks_modules_0_modules_up_parameters_weight_, L_sel
     x_1 = x + linear_3
     linear_4 = torch._C._nn.linear(x_1, gather_param_default_8, gather_param_default_9)
     return (linear_4,)
-""")
+""",
+    )
 
 
 def test_annotate(report: GraphReport) -> None:
-    assert_expected_inline(report.joint.stages["annotate"].body, """\
+    assert_expected_inline(
+        report.joint.stages["annotate"].body,
+        """\
 def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_9, primals_10, primals_11, tangents_1):
     gather_param = torch.ops.graph_fsdp.gather_param.default(primals_1, [32, 16], torch.float32, torch.float32, 'blocks.0.up.weight', '0')
     gather_param_1 = torch.ops.graph_fsdp.gather_param.default(primals_2, [32], torch.float32, torch.float32, 'blocks.0.up.bias', '0')
@@ -134,18 +139,24 @@ def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, pr
     reduce_grad_8 = torch.ops.graph_fsdp.reduce_grad.default(view_4, [4], torch.float32, torch.float32, 'blocks.0.up.bias', '0')
     reduce_grad_9 = torch.ops.graph_fsdp.reduce_grad.default(t_23, [4, 16], torch.float32, torch.float32, 'blocks.0.up.weight', '0')
     return [addmm_4, reduce_grad_9, reduce_grad_8, None, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3, reduce_grad_2, reduce_grad_1, reduce_grad]
-""")
+""",
+    )
 
 
 def test_recompute_tags(report: GraphReport) -> None:
     # Tags are not part of the text: the pass must leave the text as it is, and tag gathers and views of them.
     assert_expected_inline(report.joint.diff("recompute"), """""")
     tagged = [n.name for n in report.joint.stages["recompute"].graph.nodes if "recompute" in n.meta]
-    assert_expected_inline(" ".join(tagged), """gather_param gather_param_1 gather_param_2 gather_param_3 gather_param_4 gather_param_5 gather_param_6 gather_param_7 gather_param_8 gather_param_9 t t_1 t_2 t_3 t_4 t_5 t_9 t_13 t_17""")
+    assert_expected_inline(
+        " ".join(tagged),
+        """gather_param gather_param_1 gather_param_2 gather_param_3 gather_param_4 gather_param_5 gather_param_6 gather_param_7 gather_param_8 gather_param_9 t t_1 t_2 t_3 t_4 t_5 t_9 t_13 t_17""",
+    )
 
 
 def test_partition_forward(report: GraphReport) -> None:
-    assert_expected_inline(report.forward.stages["partition"].body, """\
+    assert_expected_inline(
+        report.forward.stages["partition"].body,
+        """\
 def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_9, primals_10, primals_11):
     gather_param = torch.ops.graph_fsdp.gather_param.default(primals_1, [32, 16], torch.float32, torch.float32, 'blocks.0.up.weight', '0')
     gather_param_1 = torch.ops.graph_fsdp.gather_param.default(primals_2, [32], torch.float32, torch.float32, 'blocks.0.up.bias', '0')
@@ -172,11 +183,14 @@ def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, pr
     t_4 = torch.ops.aten.t.default(gather_param_8)
     addmm_4 = torch.ops.aten.addmm.default(gather_param_9, add_1, t_4)
     return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)
-""")
+""",
+    )
 
 
 def test_bucket_forward(report: GraphReport) -> None:
-    assert_expected_inline(report.forward.diff("bucket"), """\
+    assert_expected_inline(
+        report.forward.diff("bucket"),
+        """\
 --- partition
 +++ bucket
 @@ -1,26 +1,39 @@
@@ -238,21 +252,27 @@ def test_bucket_forward(report: GraphReport) -> None:
 +    head_bias = torch.ops.aten.slice.Tensor(full_root, 0, 128, 136)
 +    head_bias_1 = torch.ops.aten.slice.Tensor(head_bias, 0, 0, 5)
 +    addmm_4 = torch.ops.aten.addmm.default(head_bias_1, add_1, t_4)
-     return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""")
+     return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""",
+    )
 
 
 def test_reshard_forward(report: GraphReport) -> None:
-    assert_expected_inline(report.forward.diff("reshard"), """\
+    assert_expected_inline(
+        report.forward.diff("reshard"),
+        """\
 --- bucket
 +++ reshard
 @@ -38,2 +38,2 @@
      addmm_4 = torch.ops.aten.addmm.default(head_bias_1, add_1, t_4)
 -    return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)
-+    return (addmm_4, full_root, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""")
++    return (addmm_4, full_root, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""",
+    )
 
 
 def test_prefetch_forward(report: GraphReport) -> None:
-    assert_expected_inline(report.forward.diff("prefetch"), """\
+    assert_expected_inline(
+        report.forward.diff("prefetch"),
+        """\
 --- reshard
 +++ prefetch
 @@ -3,2 +3,3 @@
@@ -268,11 +288,14 @@ def test_prefetch_forward(report: GraphReport) -> None:
 @@ -29,3 +30,2 @@
      add_1 = torch.ops.aten.add.Tensor(add, addmm_3)
 -    gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0')
-     full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)""")
+     full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)""",
+    )
 
 
 def test_free_forward(report: GraphReport) -> None:
-    assert_expected_inline(report.forward.diff("free"), """\
+    assert_expected_inline(
+        report.forward.diff("free"),
+        """\
 --- prefetch
 +++ free
 @@ -16,2 +16,3 @@
@@ -282,11 +305,14 @@ def test_free_forward(report: GraphReport) -> None:
 @@ -30,2 +31,3 @@
      add_1 = torch.ops.aten.add.Tensor(add, addmm_3)
 +    free_blocks_1 = torch.ops.graph_fsdp.free.default(full_blocks_1)
-     full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)""")
+     full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)""",
+    )
 
 
 def test_program_forward(report: GraphReport) -> None:
-    assert_expected_inline(str(report.forward.program), """\
+    assert_expected_inline(
+        str(report.forward.program),
+        """\
 def run(frame, args):  # forward
     primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_9, primals_10, primals_11, = args
     args.clear()
@@ -313,4 +339,5 @@ def run(frame, args):  # forward
     inputs = [full_root, add_1]
     addmm_4, = region_10(inputs)
     return [addmm_4, full_root, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1]
-""")
+""",
+    )

@@ -19,7 +19,9 @@ def report(fake_group_of_module: None) -> GraphReport:
 
 
 def test_partition(report: GraphReport) -> None:
-    assert_expected_inline(report.backward.stages["partition"].body, """\
+    assert_expected_inline(
+        report.backward.stages["partition"].body,
+        """\
 def forward(primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1, tangents_1):
     gather_param_8 = torch.ops.graph_fsdp.gather_param.default(primals_10, [5, 16], torch.float32, torch.float32, 'head.weight', '0')
     t_4 = torch.ops.aten.t.default(gather_param_8)
@@ -81,7 +83,8 @@ def forward(primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu,
     reduce_grad_8 = torch.ops.graph_fsdp.reduce_grad.default(view_4, [4], torch.float32, torch.float32, 'blocks.0.up.bias', '0')
     reduce_grad_9 = torch.ops.graph_fsdp.reduce_grad.default(t_23, [4, 16], torch.float32, torch.float32, 'blocks.0.up.weight', '0')
     return (reduce_grad_9, reduce_grad_8, None, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3, reduce_grad_2, reduce_grad_1, reduce_grad)
-""")
+""",
+    )
 
 
 def test_just_in_time(report: GraphReport) -> None:
@@ -89,7 +92,9 @@ def test_just_in_time(report: GraphReport) -> None:
 
 
 def test_bucket(report: GraphReport) -> None:
-    assert_expected_inline(report.backward.diff("bucket"), """\
+    assert_expected_inline(
+        report.backward.diff("bucket"),
+        """\
 --- just_in_time
 +++ bucket
 @@ -1,4 +1,8 @@
@@ -165,11 +170,14 @@ def test_bucket(report: GraphReport) -> None:
 +    blocks_0_down_weight_grad = torch.ops.aten.slice.Tensor(reduced_blocks_0, 0, 68, 132)
 +    blocks_0_down_weight_grad_1 = torch.ops.aten.view.default(blocks_0_down_weight_grad, [2, 32])
 +    blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(reduced_blocks_0, 0, 132, 134)
-+    return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, blocks_1_up_weight_grad_1, blocks_1_up_bias_grad, blocks_1_down_weight_grad_1, blocks_1_down_bias_grad, head_weight_grad_1, head_bias_grad)""")
++    return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, blocks_1_up_weight_grad_1, blocks_1_up_bias_grad, blocks_1_down_weight_grad_1, blocks_1_down_bias_grad, head_weight_grad_1, head_bias_grad)""",
+    )
 
 
 def test_reshard(report: GraphReport) -> None:
-    assert_expected_inline(report.backward.diff("reshard"), """\
+    assert_expected_inline(
+        report.backward.diff("reshard"),
+        """\
 --- bucket
 +++ reshard
 @@ -1,5 +1,3 @@
@@ -179,11 +187,14 @@ def test_reshard(report: GraphReport) -> None:
 -    head_weight = torch.ops.aten.slice.Tensor(full_root, 0, 0, 128)
 +def forward(kept_0, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1, tangents_1):
 +    head_weight = torch.ops.aten.slice.Tensor(kept_0, 0, 0, 128)
-     head_weight_1 = torch.ops.aten.view.default(head_weight, [8, 16])""")
+     head_weight_1 = torch.ops.aten.view.default(head_weight, [8, 16])""",
+    )
 
 
 def test_prefetch(report: GraphReport) -> None:
-    assert_expected_inline(report.backward.diff("prefetch"), """\
+    assert_expected_inline(
+        report.backward.diff("prefetch"),
+        """\
 --- reshard
 +++ prefetch
 @@ -1,2 +1,3 @@
@@ -234,11 +245,14 @@ def test_prefetch(report: GraphReport) -> None:
 +    blocks_0_up_weight_grad_1 = torch.ops.aten.view.default(blocks_0_up_weight_grad, [4, 16])
      blocks_0_down_weight_grad_1 = torch.ops.aten.view.default(blocks_0_down_weight_grad, [2, 32])
 -    blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(reduced_blocks_0, 0, 132, 134)
-     return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, blocks_1_up_weight_grad_1, blocks_1_up_bias_grad, blocks_1_down_weight_grad_1, blocks_1_down_bias_grad, head_weight_grad_1, head_bias_grad)""")
+     return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, blocks_1_up_weight_grad_1, blocks_1_up_bias_grad, blocks_1_down_weight_grad_1, blocks_1_down_bias_grad, head_weight_grad_1, head_bias_grad)""",
+    )
 
 
 def test_free(report: GraphReport) -> None:
-    assert_expected_inline(report.backward.diff("free"), """\
+    assert_expected_inline(
+        report.backward.diff("free"),
+        """\
 --- prefetch
 +++ free
 @@ -14,2 +14,3 @@
@@ -252,11 +266,14 @@ def test_free(report: GraphReport) -> None:
 @@ -61,2 +63,3 @@
      t_23 = torch.ops.aten.t.default(t_22)
 +    free_blocks_0 = torch.ops.graph_fsdp.free.default(full_blocks_0)
-     reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)""")
+     reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)""",
+    )
 
 
 def test_program(report: GraphReport) -> None:
-    assert_expected_inline(str(report.backward.program), """\
+    assert_expected_inline(
+        str(report.backward.program),
+        """\
 def run(frame, args):  # backward
     kept_0, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1, tangents_1, = args
     args.clear()
@@ -305,4 +322,5 @@ def run(frame, args):  # backward
     del reduced_blocks_0
     blocks_0_up_bias_grad, blocks_0_down_bias_grad, blocks_0_up_weight_grad_1, blocks_0_down_weight_grad_1, = region_18(inputs)
     return [blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, blocks_1_up_weight_grad_1, blocks_1_up_bias_grad, blocks_1_down_weight_grad_1, blocks_1_down_bias_grad, head_weight_grad_1, head_bias_grad]
-""")
+""",
+    )

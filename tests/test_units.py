@@ -50,9 +50,7 @@ def listed(units: list[Unit]) -> dict[str, list[str]]:
     return {unit.name: list(unit.parameters) for unit in units}
 
 
-def check(
-    model: nn.Module, expected: dict[str, list[str]], policy: object = None, ignored: object = ()
-) -> None:
+def check(model: nn.Module, expected: dict[str, list[str]], policy: object = None, ignored: object = ()) -> None:
     units = find_units(model, policy, ignored)
     assert list(listed(units).items()) == list(expected.items())
     assert all(model.get_submodule(unit.name) is unit.module for unit in units)
@@ -93,9 +91,7 @@ def test_repeated_leaves_are_not_units() -> None:
     ],
     ids=["ModuleList", "Sequential", "ModuleDict"],
 )
-def test_each_container_and_a_root_that_keeps_nothing(
-    container: Callable[[], nn.Module], names: list[str]
-) -> None:
+def test_each_container_and_a_root_that_keeps_nothing(container: Callable[[], nn.Module], names: list[str]) -> None:
     check(container(), {**block(names[0]), **block(names[1])})
 
 
@@ -199,9 +195,7 @@ POLICIES = {
     "generator of classes": (cls for cls in [Block]),
     "ModuleWrapPolicy": ModuleWrapPolicy({Block}),
     "CustomPolicy": CustomPolicy(lambda module: isinstance(module, Block)),
-    "CustomPolicy with options": CustomPolicy(
-        lambda module: {"x": 1} if isinstance(module, Block) else False
-    ),
+    "CustomPolicy with options": CustomPolicy(lambda module: {"x": 1} if isinstance(module, Block) else False),
     "transformer": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
     "lambda": functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
     "function": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
@@ -298,13 +292,9 @@ def test_policy_functions_select_what_fsdp1_would_wrap(minimum: int) -> None:
     model = nn.Sequential(
         Stack(3), nn.Sequential(Block(), linear(7), nn.Sequential(Block(6))), nn.MultiheadAttention(4, 2)
     )
-    wrapped, _ = _recursive_wrap(
-        copy.deepcopy(model), by_size(minimum), Wrapped, set(), set(), only_wrap_children=True
-    )
+    wrapped, _ = _recursive_wrap(copy.deepcopy(model), by_size(minimum), Wrapped, set(), set(), only_wrap_children=True)
     names = [name for name, module in wrapped.named_modules() if isinstance(module, Wrapped)]
-    ours = [
-        name for name, module in model.named_modules() if module in selected_modules(model, by_size(minimum))
-    ]
+    ours = [name for name, module in model.named_modules() if module in selected_modules(model, by_size(minimum))]
     assert ours == [name.replace(".module", "") for name in names]
 
 

@@ -1,0 +1,70 @@
+"""Facts that hold on several ranks: functions with assertions that all ranks run, in one launch for a module's.
+
+FACTS = Facts(__name__)
+
+@FACTS
+def a_mean_is_a_mean() -> None:
+    ...
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+import torch
+from launch import run_ranks
+
+Fact: TypeAlias = Callable[[], None]
+Failures: TypeAlias = list[dict[str, str]]  # per rank: name → traceback
+
+
+class Facts:
+    """The facts of a module, in the order in which they are defined; it must be the module's ``FACTS``."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.functions: dict[str, Fact] = {}
+
+    def __call__(self, function: Fact) -> Fact:
+        self.functions[function.__name__] = function
+        return function
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.functions)
+
+    def check_on(self, world_size: int) -> Failures:
+        return run_ranks(_check_all, world_size, self.module)
+
+
+def check(ranks: Failures, name: str) -> None:
+    """Fail the test with the tracebacks of the ranks on which a fact does not hold."""
+    wrong = [f"rank {rank}:\n{failures[name]}" for rank, failures in enumerate(ranks) if name in failures]
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+
+
+def _check_all(module: str) -> dict[str, str]:
+    """On a rank. A fact that fails in the middle of a collective fails the launch, by its timeout."""
+    torch.set_num_threads(1)
+    failures = {}
+    for name, function in importlib.import_module(module).FACTS.functions.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            function()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    return failures

@@ -1,0 +1,206 @@
+"""Ranks agree on what they are about to run before they run it: a difference is an error on each of them, not a hang.
+
+Both ranks run each fact, in one launch for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from models import GPT, MLP, VOCABULARY
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import graph_fsdp
+from graph_fsdp import RankDisagreement
+from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
+from graph_fsdp.runtime.agreement import agree
+
+FACTS = Facts(__name__)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+# The comparison itself
+
+
+@FACTS
+def equal_entries_pass() -> None:
+    agree("equal", ["gather blocks.0", "gather blocks.1"], dist.group.WORLD)
+    agree("equal, again", [], dist.group.WORLD)
+
+
+@FACTS
+def different_entries_raise_on_every_rank() -> None:
+    entries = ["gather blocks.0", f"gather blocks.{1 + rank()}", f"reduce blocks.{rank()}"]
+    with pytest.raises(RankDisagreement) as raised:
+        agree("different", entries, dist.group.WORLD)
+    own, other = 1 + rank(), 2 - rank()
+    message = str(raised.value)
+    assert f"rank {rank()} and ranks [{1 - rank()}] are about to run different programs ('different')" in message
+    assert (
+        f"entry 1 is 'gather blocks.{own}' on rank {rank()} and 'gather blocks.{other}' on rank {1 - rank()}" in message
+    )
+    assert "use the same model, options and passes on all ranks" in message
+
+
+@FACTS
+def a_sequence_that_ends_early_is_different() -> None:
+    entries = ["gather blocks.0", "gather blocks.1"]
+    with pytest.raises(RankDisagreement, match=r"entry 1 is .*'nothing' on rank 0"):
+        agree("early end", entries[: 1 + rank()], dist.group.WORLD)
+
+
+@FACTS
+def a_rank_that_does_not_come_is_named() -> None:
+    if rank() == 0:
+        with pytest.raises(RankDisagreement, match=r"rank 0 waited 1 s for ranks \[1\] to compile 'alone'"):
+            agree("alone", ["gather blocks.0"], dist.group.WORLD, timeout=1)
+    dist.barrier()
+
+
+@FACTS
+def a_group_of_one_rank_has_nobody_to_ask() -> None:
+    groups = [dist.new_group([index]) for index in range(2)]
+    agree("one rank", [f"gather blocks.{rank()}"], groups[rank()], timeout=0.1)
+
+
+# Compiled models
+
+
+def batch() -> Tensor:
+    return torch.ones(4, 16)
+
+
+def disagree(model: nn.Module, *words: str, **options: Any) -> None:
+    """The first step raises on both ranks, and the model has its shards."""
+    graph_fsdp.compile(model, **{"backend": "eager", **options})
+    with pytest.raises(RankDisagreement, match="are about to run different programs") as raised:
+        model(batch())
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@FACTS
+def another_reshard_after_forward() -> None:
+    words = ("backward gather_start root", "backward reduce_start root")
+    disagree(MLP(), *words, reshard_after_forward=rank() == 0)
+
+
+@FACTS
+def another_depth() -> None:
+    disagree(MLP(depth=2 + rank()), f"of {', '.join(f'blocks.2.{p}' for p in ('up.weight', 'up.bias'))}")
+
+
+@FACTS
+def another_width() -> None:
+    model = MLP()
+    model.head = nn.Linear(16, 5 + 12 * rank())
+    disagree(model, "forward gather_start root 512 bytes", "forward gather_start root 1280 bytes", "head.weight")
+
+
+@FACTS
+def another_dtype() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if rank() else None)
+    disagree(MLP(), "backward reduce_start", "torch.bfloat16", mp_policy=policy)
+
+
+@FACTS
+def another_backend() -> None:
+    disagree(MLP(), "backend eager", "backend inductor", backend=("eager", "inductor")[rank()])
+
+
+@FACTS
+def another_grouping() -> None:
+    disagree(MLP(), "gather_start", auto_wrap_policy={nn.Linear} if rank() else None)
+
+
+class Extra(GraphPass):
+    name = "extra"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        return None
+
+
+@FACTS
+def another_pipeline() -> None:
+    pipeline = default_pipeline()
+    disagree(MLP(), "prefetch, free, extra", passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
+
+
+@FACTS
+def another_order_of_the_same_collectives() -> None:
+    disagree(MLP(depth=4), "entry", "backward", passes=default_pipeline(prefetch=rank() * 3))
+
+
+@FACTS
+def a_frozen_parameter_on_one_rank() -> None:
+    model = MLP()
+    model.head.requires_grad_(rank() == 0)
+    disagree(model, "backward reduce_start root", "head.weight")
+
+
+@FACTS
+def the_ranks_may_go_on_with_another_model() -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    model(batch()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# Recompiling alone
+
+
+def tokens(step: int, rank: int, length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def train(lengths: list[tuple[int, int]], **options: Any) -> None:
+    """Steps with sequences of these lengths on the two ranks: as many graphs as each needs, and the same training
+    as on one process that sees both ranks' sequences."""
+    model, reference = GPT(), GPT()
+    reference.load_state_dict(model.state_dict())
+    graph_fsdp.compile(model, backend="eager", **options)
+    optimizers = [AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (model, reference)]
+    captured = []
+    for step, of_rank in enumerate(lengths):
+        model(tokens(step, rank(), of_rank[rank()])).logsumexp(-1).mean().backward()
+        for other, length in enumerate(of_rank):
+            (reference(tokens(step, other, length)).logsumexp(-1).mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        captured.append(len(graph_fsdp.inspect(model).graphs))
+    of_ranks: list[list[int]] = [[], []]
+    dist.all_gather_object(of_ranks, captured)
+    assert of_ranks[0] != of_ranks[1], "one rank has compiled when the other has not"
+    for shard, parameter in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(shard.full_tensor(), parameter, rtol=1e-5, atol=1e-6)
+
+
+@FACTS
+def a_rank_with_other_lengths_recompiles_alone() -> None:
+    train([(8, 8), (8, 5), (8, 6), (8, 7), (8, 3), (8, 2), (8, 8), (8, 4)])
+
+
+@FACTS
+def ranks_take_turns_to_recompile() -> None:
+    lengths = [(8, 7), (6, 7), (6, 5), (4, 5), (4, 3), (8, 3), (8, 7), (2, 7)]
+    train(lengths, dynamic=False, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)

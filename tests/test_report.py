@@ -1,0 +1,225 @@
+"""The report: a table to read, diffs of passes, rows of buckets, and one entry per captured graph."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+import torch
+from conftest import fake_process_group
+from expecttest import assert_expected_inline
+from models import MLP
+from torch import nn
+
+import graph_fsdp
+from graph_fsdp.report import GraphReport
+
+
+@pytest.fixture(scope="module")
+def report() -> GraphReport:
+    with fake_process_group():
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        model(torch.ones(4, 16)).sum().backward()
+        return graph_fsdp.inspect(model)
+
+
+def without_times(text: object) -> str:
+    return re.sub(r"\d+\.\d ms", "T ms", str(text))
+
+
+# As text
+
+
+def test_the_report_prints_a_table_per_graph(report: GraphReport) -> None:
+    assert_expected_inline(
+        without_times(report),
+        """\
+graph_fsdp: 10 parameters in 3 buckets over 8 ranks
+captured graphs: 1; compute regions: 9, compiled 7; most bytes gathered at once: 10,240
+
+graph 0, forward: 51 nodes
+  bucket    kind    params  bytes  start  wait  first use  free
+  blocks.0  gather       4  5,120     11    12         14    26
+  blocks.1  gather       4  5,120     13    27         29    41
+  root      gather       2  1,024     28    42         43  kept
+  passes: partition, bucket, reshard, prefetch, free (T ms)
+
+graph 0, backward: 96 nodes
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      kept         2  1,024      -     -         14    26
+  blocks.1  gather       4  5,120     13    28         30    54
+  root      reduce       2     68     27    76         77     -
+  blocks.0  gather       4  5,120     29    56         57    75
+  blocks.1  reduce       4    536     55    81         82     -
+  blocks.0  reduce       4    536     80    88         89     -
+  passes: partition, just_in_time, bucket, reshard, prefetch, free (T ms)""",
+    )
+    assert repr(report) == str(report)
+
+
+def test_the_report_of_a_model_that_did_not_run(fake_group: None) -> None:
+    report = graph_fsdp.inspect(graph_fsdp.compile(MLP(), backend="eager"))
+    assert_expected_inline(
+        str(report),
+        """\
+graph_fsdp: 10 parameters in 3 buckets over 8 ranks
+captured graphs: 0; compute regions: 0, compiled 0; most bytes gathered at once: 0""",
+    )
+    assert report.graphs == []
+
+
+def test_on_one_process_nothing_is_communicated() -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    model(torch.ones(4, 16)).sum().backward()
+    assert_expected_inline(
+        without_times(graph_fsdp.inspect(model)),
+        """\
+graph_fsdp: 10 parameters in 3 buckets over 1 ranks
+captured graphs: 1; compute regions: 2, compiled 2; most bytes gathered at once: 0
+
+graph 0, forward: 26 nodes
+  nothing gathered or reduced
+  passes: partition, bucket, reshard, prefetch, free (T ms)
+
+graph 0, backward: 58 nodes
+  nothing gathered or reduced
+  passes: partition, just_in_time, bucket, reshard, prefetch, free (T ms)""",
+    )
+
+
+def test_reading_a_graph_does_not_change_what_is_printed(fake_group: None) -> None:
+    report = run(graph_fsdp.compile(MLP(), backend="eager"))
+    printed = str(report)
+    assert report.capture.stages and report.joint.stages
+    assert str(report) == printed
+
+
+# Rows of buckets
+
+
+def test_a_bucket_is_started_waited_for_used_and_freed_in_this_order(report: GraphReport) -> None:
+    gathered = [row for view in (report.forward, report.backward) for row in view.buckets if row.kind == "gather"]
+    assert [row.name for row in gathered] == ["blocks.0", "blocks.1", "root", "blocks.1", "blocks.0"]
+    for row in gathered:
+        assert row.start < row.wait <= row.first_use
+        assert row.free is None if row.escapes else row.first_use < row.free
+        assert row.nbytes == 8 * report.spec.bucket_of[row.parameters[0]].shard_numel * 4
+
+
+def test_a_bucket_that_forward_keeps_comes_back_in_backward(report: GraphReport) -> None:
+    (forward,) = (row for row in report.forward.buckets if row.escapes)
+    (backward,) = (row for row in report.backward.buckets if row.kind == "kept")
+    assert (forward.name, forward.parameters, forward.nbytes) == ("root", ("head.weight", "head.bias"), 1024)
+    assert (backward.name, backward.parameters, backward.nbytes) == ("root", ("head.weight", "head.bias"), 1024)
+    assert (backward.start, backward.wait) == (None, None)
+    assert backward.first_use < backward.free
+
+
+def test_a_bucket_is_reduced_after_its_gradients_and_waited_for_later(report: GraphReport) -> None:
+    reduced = [row for row in report.backward.buckets if row.kind == "reduce"]
+    assert [row.name for row in reduced] == ["root", "blocks.1", "blocks.0"]
+    assert [row.nbytes for row in reduced] == [68, 536, 536], "of the shards, without padding"
+    assert all(row.start < row.wait < row.first_use and row.free is None for row in reduced)
+    assert sorted(name for row in reduced for name in row.parameters) == sorted(report.spec.parameters)
+
+
+# Stages
+
+
+def test_each_stage_is_a_python_module_headed_by_its_pass(report: GraphReport) -> None:
+    for view in (report.capture, report.joint, report.forward, report.backward):
+        for name, stage in view.stages.items():
+            ast.parse(stage.code)
+            assert re.match(rf"# {view.phase} graph after pass '{name}' \(\d+\.\d ms\)\n", stage.code)
+            assert (stage.name, stage.phase, stage.seconds >= 0) == (name, view.phase, True)
+            assert stage.code.endswith(stage.body)
+    assert "\n# 3 buckets gathered, 0 reduced\n" in report.forward.stages["bucket"].code
+
+
+def test_stages_are_what_each_pass_left_behind(report: GraphReport) -> None:
+    assert list(report.capture.stages) == ["insert_gathers"]
+    assert list(report.joint.stages) == ["annotate", "recompute"]
+    assert list(report.forward.stages) == ["partition", "bucket", "reshard", "prefetch", "free"]
+    assert list(report.backward.stages) == ["partition", "just_in_time", *list(report.forward.stages)[1:]]
+    has_gathers = {name: "all_gather_start" in stage.body for name, stage in report.forward.stages.items()}
+    assert has_gathers == {"partition": False, "bucket": True, "reshard": True, "prefetch": True, "free": True}
+
+
+def test_a_diff_has_what_a_pass_changed_in_each_graph(report: GraphReport) -> None:
+    assert_expected_inline(
+        report.forward.diff("free"),
+        """\
+--- prefetch
++++ free
+@@ -16,2 +16,3 @@
+     add = torch.ops.aten.add.Tensor(primals_3, addmm_1)
++    free_blocks_0 = torch.ops.graph_fsdp.free.default(full_blocks_0)
+     full_blocks_1 = torch.ops.graph_fsdp.all_gather_wait.default(gather_blocks_1)
+@@ -30,2 +31,3 @@
+     add_1 = torch.ops.aten.add.Tensor(add, addmm_3)
++    free_blocks_1 = torch.ops.graph_fsdp.free.default(full_blocks_1)
+     full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)""",
+    )
+    assert report.diff("reshard").splitlines()[:3] == ["# forward graph", "--- bucket", "+++ reshard"]
+    assert "\n# backward graph\n--- bucket\n+++ reshard\n" in report.diff("reshard")
+    assert report.diff("annotate").startswith("# joint graph\n--- (nothing)\n+++ annotate\n")
+    assert "# " not in report.forward.diff("prefetch"), "times differ from run to run and are left out"
+
+
+def test_a_stage_that_does_not_exist(report: GraphReport) -> None:
+    with pytest.raises(KeyError, match="the forward graph has no stage 'schedule'; it has partition, bucket, "):
+        report.forward.diff("schedule")
+    with pytest.raises(KeyError, match="no graph has a stage 'schedule'"):
+        report.diff("schedule")
+
+
+# Several captures
+
+
+def run(model: nn.Module, rows: int = 4) -> GraphReport:
+    model(torch.ones(rows, 16)).sum().backward()
+    return graph_fsdp.inspect(model)
+
+
+def test_evaluation_adds_an_inference_graph(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    before = run(model)
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    report = graph_fsdp.inspect(model)
+    assert (len(before.graphs), len(report.graphs)) == (1, 2)
+    assert [list(captured.views) for captured in report.graphs] == [["forward", "backward"], ["inference"]]
+    assert list(report.inference.stages) == ["annotate", "bucket", "prefetch", "free"]
+    assert [(row.name, row.escapes) for row in report.inference.buckets] == [
+        ("blocks.0", False),
+        ("blocks.1", False),
+        ("root", False),
+    ], "nothing is kept for a backward that does not come"
+    with pytest.raises(LookupError, match="no inference graph"):
+        _ = before.inference
+    assert "graph 1, inference: " in str(report)
+
+
+def test_another_batch_size_is_another_capture(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    first, again, other = run(model), run(model), run(model, rows=6)
+    assert [len(report.graphs) for report in (first, again, other)] == [1, 1, 2]
+    assert other.forward is other.graphs[1].views["forward"]
+    assert again.forward is other.graphs[0].views["forward"]
+    assert [row.name for row in again.forward.buckets] == [row.name for row in other.forward.buckets]
+
+
+# What cannot be reported
+
+
+def test_inspecting_a_model_that_was_not_compiled() -> None:
+    with pytest.raises(TypeError, match=r"MLP was not compiled by graph_fsdp; call graph_fsdp\.compile first"):
+        graph_fsdp.inspect(MLP())
+
+
+@pytest.mark.parametrize("graph", ["capture", "joint", "forward", "backward", "inference"])
+def test_reporting_a_graph_before_any_step(fake_group: None, graph: str) -> None:
+    report = graph_fsdp.inspect(graph_fsdp.compile(MLP(), backend="eager"))
+    with pytest.raises(LookupError, match=f"no {graph} graph was captured yet; run the model once"):
+        getattr(report, graph)
