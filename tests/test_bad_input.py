@@ -196,8 +196,9 @@ def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
 # The options
 
 
-def test_an_unknown_backend(fake_group: None) -> None:
-    refuse(MLP(), ValueError, "backend 'tpu' does not exist", "'eager'", "'inductor'", backend="tpu")
+@pytest.mark.parametrize("backend", ["tpu", None, ["eager"]])
+def test_an_unknown_backend(fake_group: None, backend: Any) -> None:
+    refuse(MLP(), ValueError, f"backend {backend!r} does not exist", "'eager'", "'inductor'", backend=backend)
 
 
 def test_a_policy_that_selects_nothing(fake_group: None) -> None:
@@ -244,25 +245,24 @@ def test_an_option_that_is_not_available_yet(fake_group: None, option: str) -> N
     accept(model)
 
 
-WRONG_TYPES: dict[str, tuple[Any, str]] = {
-    "mp_policy": (torch.bfloat16, "MixedPrecisionPolicy"),
-    "passes": ([], "default_pipeline"),
-}
+WRONG_TYPES = [
+    ("mp_policy", torch.bfloat16, "must be a torch.distributed.fsdp.MixedPrecisionPolicy, got torch.bfloat16"),
+    ("passes", [], "must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got []"),
+    ("reshard_after_forward", 1.0, "1.0"),
+    ("reshard_after_forward", "yes", "'yes'"),
+    ("ignored_params", ["head.weight"], "holds 'head.weight'"),
+    ("ignored_params", nn.Parameter(torch.ones(5)), "Parameter"),
+]
 
 
-@pytest.mark.parametrize("option", WRONG_TYPES)
-def test_an_option_of_the_wrong_type(fake_group: None, option: str) -> None:
-    value, wanted = WRONG_TYPES[option]
-    refuse(MLP(), TypeError, f"{option} must be a", wanted, repr(value), **{option: value})
+@pytest.mark.parametrize(("option", "value", "words"), WRONG_TYPES)
+def test_an_option_of_the_wrong_type(fake_group: None, option: str, value: Any, words: str) -> None:
+    refuse(MLP(), TypeError, option, words, **{option: value})
 
 
-def test_an_ignored_parameter_of_another_model(fake_group: None) -> None:
-    other = nn.Parameter(torch.ones(3))
-    refuse(MLP(), ValueError, "ignored_params", "shape (3,)", "no parameter of model", ignored_params=[other])
-
-
-def test_every_parameter_ignored(fake_group: None) -> None:
-    model = MLP()
+def test_ignored_parameters_that_are_not_some_of_the_models(fake_group: None) -> None:
+    model, other = MLP(), nn.Parameter(torch.ones(3))
+    refuse(model, ValueError, "ignored_params", "shape (3,)", "no parameter of model", ignored_params=[other])
     refuse(model, ValueError, "ignored_params holds every parameter", ignored_params=model.parameters())
 
 
@@ -323,18 +323,24 @@ def test_a_graph_break_under_fullgraph(fake_group: None, fault: str) -> None:
     fail_forward(graph_fsdp.compile(Faulty(), backend="eager"), fault, graph_fsdp.GraphBreakError, *words)
 
 
-def test_a_graph_break_without_fullgraph_is_no_error(fake_group: None) -> None:
-    model = graph_fsdp.compile(Faulty(), backend="eager", fullgraph=False)
-    model.fault = "break"
-    model(batch()).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_code_that_is_not_compiled_touches_a_parameter(fake_group: None) -> None:
     model = graph_fsdp.compile(Faulty(), backend="eager", fullgraph=False)
     where = line_of("return self.blocks[0].up.weight.norm()")
     words = ("parameter 'blocks.0.up.weight'", "module 'blocks.0.up'", "'norm'", where, "in norm", "Remove the break")
     fail_forward(model, "touch", graph_fsdp.EmptyPlaceholderError, *words)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_reference_from_before_compile(fake_group: None, fullgraph: bool) -> None:
+    model = MLP()
+    weight = model.head.weight
+    graph_fsdp.compile(model, backend="eager", fullgraph=fullgraph)
+    for _ in range(2):
+        assert type(weight) is not nn.Parameter, "an operator on it would read address zero"
+        for read in (torch.sum, repr, torch.Tensor.tolist):
+            with pytest.raises(graph_fsdp.EmptyPlaceholderError, match=r"'head.weight' .* before graph_fsdp\.compile"):
+                read(weight)
+        model(batch()).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_pass_that_exceeds_the_budget_is_rejected() -> None:
 
     passes = default_pipeline(budget=2 * BLOCK).insert_after("prefetch", TooEarly())
     model = graph_fsdp.compile(MLP(depth=3), backend="eager", passes=passes)
-    with pytest.raises(graph_fsdp.VerificationError, match="'too_early' .*15,360 bytes are gathered at once"):
+    with pytest.raises(graph_fsdp.VerificationError, match=r"'too_early' .*15,360 bytes are gathered at once"):
         model(torch.randn(4, 16))
 
 
