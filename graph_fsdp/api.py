@@ -97,7 +97,7 @@ def compile(
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
-    storage.install(guarded=not fullgraph)
+    storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype))
     return model

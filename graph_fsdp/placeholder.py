@@ -1,8 +1,11 @@
-"""Guarded placeholders: code that was not compiled and touches one gets an error instead of missing memory.
+"""Guarded placeholders: whoever touches one outside of compiled code gets an error instead of missing memory.
 
-With ``fullgraph=False``, Dynamo may leave code to Python while the model's modules hold placeholders. A kernel that
-reads one would read address zero. So these placeholders are a Parameter subclass whose ``__torch_function__`` lets
-Dynamo trace it like a plain tensor, answers questions on shape and type, and refuses everything else.
+A kernel that reads a placeholder would read address zero. Two kinds of code may try: with ``fullgraph=False``, what
+Dynamo leaves to Python while the model's forward runs; and, at any time, code that kept a reference to a parameter
+from before ``graph_fsdp.compile``. So placeholders are a Parameter subclass whose ``__torch_function__`` lets Dynamo
+trace it like a plain tensor, answers questions on shape and type, and refuses everything else. With
+``fullgraph=True`` they are plain Parameters while the forward runs: nothing but compiled code runs then, and Dynamo
+need not trace through ``__torch_function__`` at every use.
 """
 
 from __future__ import annotations
@@ -47,21 +50,32 @@ class GuardedPlaceholder(nn.Parameter):
         raise _touched(func, args, kwargs or {})
 
 
-def guard(placeholder: nn.Parameter, name: str) -> None:
+def guard(placeholder: nn.Parameter, name: str, forward_runs: Callable[[], bool]) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
-    placeholder._graph_fsdp_name = name  # type: ignore[attr-defined]
+    placeholder._graph_fsdp = (name, forward_runs)  # type: ignore[attr-defined]
     placeholder.__class__ = GuardedPlaceholder
+
+
+def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
+    """Switch a placeholder's guard on or off."""
+    placeholder.__class__ = GuardedPlaceholder if guarded else nn.Parameter
 
 
 def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EmptyPlaceholderError:
     found = [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, GuardedPlaceholder)]
-    names = [getattr(v, "_graph_fsdp_name", "?") for v in found]
+    names = [v._graph_fsdp[0] for v in found]  # type: ignore[attr-defined]
     owner = names[0].rpartition(".")[0] if names else ""
     module = f"module {owner!r}" if owner else "the model itself"
     torch_files = os.path.dirname(torch.__file__)
     own_files = os.path.dirname(__file__)
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith((torch_files, own_files))]
     where = f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
+    if found and not found[0]._graph_fsdp[1]():  # type: ignore[attr-defined]
+        return EmptyPlaceholderError(
+            f"parameter {', '.join(map(repr, names))} of {module} is a reference from before graph_fsdp.compile and "
+            f"has no memory any more\n  at {where}\n  Take the parameter from the model again, and make optimizers after "
+            "graph_fsdp.compile."
+        )
     return EmptyPlaceholderError(
         f"parameter {', '.join(map(repr, names))} of {module} was used by "
         f"{getattr(func, '__name__', func)!r} in code that was not compiled, where the parameter is not gathered\n"

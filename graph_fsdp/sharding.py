@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.passes import compat
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
-from graph_fsdp.placeholder import guard
+from graph_fsdp.placeholder import guard, set_guarded
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Storage:
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self.active = False
+        self.unguarded_in_forward = False
 
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
@@ -83,16 +84,19 @@ class Storage:
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
         return shard
 
-    def install(self, guarded: bool) -> None:
-        """Register the shards and take the placeholders' memory away. ``guarded``: some code may run eagerly while
-        placeholders are registered, and must get an error instead of reading memory that is not there."""
+    def install(self, fullgraph: bool) -> None:
+        """Register the shards and take the placeholders' memory away. With ``fullgraph``, nothing of the model runs
+        outside of compiled code, and placeholders need no guard while its forward runs."""
+        self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
             _register(p, p.shard)
             empty = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
             empty.untyped_storage().resize_(0)
             p.placeholder.data = empty
-            if guarded:
-                guard(p.placeholder, p.spec.name)
+            guard(p.placeholder, p.spec.name, self._forward_runs)
+
+    def _forward_runs(self) -> bool:
+        return self.active
 
     @contextlib.contextmanager
     def placeholders_registered(self) -> Iterator[None]:
@@ -100,10 +104,14 @@ class Storage:
         self.active = True
         try:
             for p in self.parameters.values():
+                if self.unguarded_in_forward:
+                    set_guarded(p.placeholder, False)
                 _register(p, p.placeholder)
             yield
         finally:
             for p in self.parameters.values():
+                if self.unguarded_in_forward:
+                    set_guarded(p.placeholder, True)
                 _register(p, p.shard)
             self.active = False
 

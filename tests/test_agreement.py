@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
+from launch import run_ranks
 from models import GPT, MLP, VOCABULARY
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -199,6 +201,18 @@ def a_rank_with_other_lengths_recompiles_alone() -> None:
 def ranks_take_turns_to_recompile() -> None:
     lengths = [(8, 7), (6, 7), (6, 5), (4, 5), (4, 3), (8, 3), (8, 7), (2, 7)]
     train(lengths, dynamic=False, reshard_after_forward=True)
+
+
+def train_one_more_on_rank_0() -> None:
+    groups = [dist.new_group([index]) for index in range(2)]
+    if rank() == 0:
+        teacher = graph_fsdp.compile(MLP(), DeviceMesh.from_group(groups[0], "cpu"), backend="eager")
+        teacher(batch()).sum().backward()
+    the_ranks_may_go_on_with_another_model()
+
+
+def test_a_rank_may_have_a_model_of_its_own() -> None:
+    run_ranks(train_one_more_on_rank_0, 2, timeout=60)
 
 
 @pytest.mark.parametrize("name", FACTS.names)
