@@ -7,9 +7,9 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
-import itertools
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +33,8 @@ from graph_fsdp.runtime.agreement import agree
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
 
-_engines = itertools.count()
+# Models compiled so far per process group: ranks of a group count alike, whatever else each of them compiles.
+_models_of_group: Counter[str] = Counter()
 
 
 class Engine:
@@ -58,7 +59,8 @@ class Engine:
         self.graphs: list[CapturedGraph] = []
         self.plan: dict[Any, list[tuple[str, str]]] = {}
         self._agreed: set[tuple[str, ...]] = set()
-        self._index = next(_engines)
+        self._index = _models_of_group[spec.group]
+        _models_of_group[spec.group] += 1
         self._inputs: dict[str, Tensor] = {}
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic

@@ -73,7 +73,7 @@ def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if found and not found[0]._graph_fsdp[1]():  # type: ignore[attr-defined]
         return EmptyPlaceholderError(
             f"parameter {', '.join(map(repr, names))} of {module} is a reference from before graph_fsdp.compile and "
-            f"has no memory any more\n  at {where}\n  Take the parameter from the model again, and make optimizers after "
+            f"has no memory any more\n  at {where}\n  Take it from the model again, and make optimizers after "
             "graph_fsdp.compile."
         )
     return EmptyPlaceholderError(
