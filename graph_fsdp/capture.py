@@ -7,6 +7,7 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
+import itertools
 import time
 import types
 from collections import Counter
@@ -35,6 +36,9 @@ from graph_fsdp.sharding import Storage
 
 # Models compiled so far per process group: ranks of a group count alike, whatever else each of them compiles.
 _models_of_group: Counter[str] = Counter()
+
+_FORWARD = "graph_fsdp_forward"
+_forwards = itertools.count()
 
 
 class Engine:
@@ -206,9 +210,10 @@ def _fingerprint(graphs: list[Graph], engine: Engine) -> list[str]:
 
 
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward``, with a code object of its own.
+    """A function that calls ``forward``, with a code object and a name of its own.
 
-    Dynamo caches by code object and limits recompilations of one: two models of a class must not share either.
+    Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
+    which sizes have changed: two models must share none of that.
     """
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -221,13 +226,13 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     code = graph_fsdp_forward.__code__
-    return types.FunctionType(
-        code.replace(), graph_fsdp_forward.__globals__, code.co_name, None, graph_fsdp_forward.__closure__
-    )
+    name = f"{_FORWARD}_{next(_forwards)}"
+    own = code.replace(co_name=name)
+    return types.FunctionType(own, graph_fsdp_forward.__globals__, name, None, graph_fsdp_forward.__closure__)
 
 
 def _graph_break(error: compat.Unsupported) -> GraphBreakError:
-    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if frame.name != "graph_fsdp_forward"]
+    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
     where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
     reason = str(error).split("\n\n")[0].strip().splitlines()
     return GraphBreakError(

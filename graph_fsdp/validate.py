@@ -61,8 +61,12 @@ def model(model: Any) -> None:
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     parameters = set(model.parameters())
-    found = set(ignored or ())
+    if isinstance(ignored, torch.Tensor):
+        raise TypeError("ignored_params must be a list or set of parameters, got one Parameter; put it in a list")
+    found = set(ignored if ignored is not None else ())
     for p in found:
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(f"ignored_params holds {p!r}, which is not a parameter but a {type(p).__name__}")
         if p not in parameters:
             raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
     if found == parameters:
@@ -133,15 +137,15 @@ def options(
     passes: Any,
     backend: Any,
 ) -> None:
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} does not exist; there are {', '.join(map(repr, sorted(BACKENDS)))}")
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise TypeError(f"passes must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got {passes!r}")
-    if reshard_after_forward not in (None, True, False) or isinstance(reshard_after_forward, int) != isinstance(
-        reshard_after_forward, bool
-    ):
+    if not isinstance(reshard_after_forward, (bool, int, type(None))):
+        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    if not isinstance(reshard_after_forward, (bool, type(None))):
         raise UnsupportedError(
             f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not available yet; "
             "pass True, False or None"

@@ -140,6 +140,9 @@ class Graph:
                 if kind in previous:
                     edge(previous[kind], node, kind)
                 previous[kind] = node
+            if node.op == "output":  # what nothing reads (frees, in-place updates) still comes before it
+                for sink in [n for n, degree in dag.out_degree if degree == 0 and n is not node]:
+                    edge(sink, node, "memory")
         return dag
 
     def reorder(self, order: Sequence[fx.Node]) -> None:

@@ -144,6 +144,7 @@ def test_every_graph_is_in_a_topological_order_of_its_dependencies(fake_group: N
         assert nx.is_directed_acyclic_graph(dag)
         assert set(dag.nodes) == set(graph.nodes)
         assert all(positions[before] < positions[after] for before, after in dag.edges)
+        assert [node for node, degree in dag.out_degree if degree == 0] == [graph.output], "it comes last"
         assert {kind for *_, kind in dag.edges(data="kind")} <= {"data", "memory", "collective", "random"}
         phases.append(graph.phase)
 
