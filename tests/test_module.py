@@ -134,3 +134,27 @@ def test_sync_module_states_gives_every_rank_the_values_of_rank_zero() -> None:
     expected = dict(MLP().named_parameters())
     for values in run_ranks(rank_zero_values, 2):
         assert all(torch.equal(values[name], p) for name, p in expected.items())
+
+
+def readme_loop() -> list[float]:
+    """On a rank: the README's program, which starts the process group by itself."""
+    torch.manual_seed(0)
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    assert dist.get_world_size() == 2 and all(isinstance(p, DTensor) for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, targets = torch.randn(8, 16), torch.arange(8) % 5
+    losses = []
+    for _ in range(10):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert "all_gather_start" in graph_fsdp.inspect(model).forward.stages["bucket"].code
+    dist.destroy_process_group()
+    return losses
+
+
+def test_without_a_mesh_the_ranks_of_torchrun_are_found_and_joined() -> None:
+    first, second = run_ranks(readme_loop, 2, backend=None)
+    assert first == second and first[-1] < first[0] / 2
