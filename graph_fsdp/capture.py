@@ -7,6 +7,7 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
+import inspect as python_inspect
 import itertools
 import time
 import types
@@ -58,6 +59,7 @@ class Engine:
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward = reshard_after_forward
+        self._forward = forward
         self.counter = GatheredBytes()
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
@@ -87,6 +89,7 @@ class Engine:
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
+                python_inspect.signature(self._forward).bind(module, *args, **kwargs)  # a wrong call: its TypeError
                 raise _graph_break(error) from error
             finally:
                 self._inputs = {}
@@ -219,9 +222,9 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise EmptyPlaceholderError(
-                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager'), or a call "
-                "from compiled code), so the model would run on placeholders without memory; turn it on, or use "
-                "backend='eager' to run the transformed graphs without a compiler"
+                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')) or has given "
+                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), so the model would run on "
+                "placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
             )
         return forward(self, *args, **kwargs)
 
@@ -235,6 +238,8 @@ def _graph_break(error: compat.Unsupported) -> GraphBreakError:
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
     where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
     reason = str(error).split("\n\n")[0].strip().splitlines()
+    if reason and reason[0].startswith("Observed exception"):
+        reason = ["this line raises an exception for these inputs"]
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
         "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."

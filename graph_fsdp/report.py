@@ -146,7 +146,7 @@ class GraphReport:
         parameters = list(self.spec.parameters.values())
         lines = [
             f"graph_fsdp: {len(parameters)} parameters in {len(self.spec.buckets)} buckets over "
-            f"{self.spec.world_size} ranks",
+            f"{self.spec.world_size} rank{'s' if self.spec.world_size > 1 else ''}",
             f"captured graphs: {len(self.graphs)}; compute regions: {self.regions}, compiled {self.compiled_regions}; "
             f"most bytes gathered at once: {self.peak_gathered_bytes:,}",
         ]

@@ -100,8 +100,12 @@ def mesh(mesh: Any, device: torch.device) -> None:
         )
     if mesh.ndim != 1:
         raise MeshError(
-            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and sharding takes one; pass one of its "
-            f"dimensions, e.g. mesh[{(mesh.mesh_dim_names or ('name',))[0]!r}]"
+            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and sharding takes one; pass "
+            + (
+                f"one of them, e.g. mesh[{mesh.mesh_dim_names[0]!r}]"
+                if mesh.mesh_dim_names
+                else "a mesh of one dimension"
+            )
         )
     if mesh.device_type != device.type:
         raise MeshError(
@@ -115,7 +119,10 @@ def world_size_of_environment() -> int:
 
     A launcher that set no rendezvous (SLURM) is an error: each process would train a model of its own.
     """
-    launched = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+    found = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
+    if not found.isdigit():
+        raise MeshError(f"the environment variable WORLD_SIZE (or SLURM_NTASKS) is {found!r}, not a number of ranks")
+    launched = int(found)
     if launched > 1:
         missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
         if missing:

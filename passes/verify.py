@@ -134,6 +134,7 @@ class Verifier:
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
+            self._layout(node)
             if node in buffers:
                 if record(node) is None:
                     self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
@@ -151,6 +152,28 @@ class Verifier:
             is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
             if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _layout(self, node: fx.Node) -> None:
+        """Chunks go into a gather, and parameters come out of it, at the places that the bucket's layout says."""
+        invariant = "a gathered bucket has its own layout"
+        if node.target is dialect.all_gather_start:
+            bucket = self.context.bucket_of(node.meta["fsdp"].params[0])
+            shards, offsets = node.args[0], node.args[1]
+            found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
+            if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
+                self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
+        elif has_role(node, Role.UNPACK):
+            name = node.meta["fsdp"].params[0]
+            bucket, parameter = self.context.bucket_of(name), self.context.model.parameters[name]
+            piece = node
+            while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
+                piece = piece.args[0]
+            begin = bucket.offsets[name] * bucket.world_size
+            expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
+            if piece.args[1:] != expected:
+                self._fail(
+                    invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
+                )
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params

@@ -21,6 +21,7 @@ from graph_fsdp.passes.dialect import free
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+LAYOUT = "a gathered bucket has its own layout"
 BLOCK0, BLOCK1 = (
     tuple(f"blocks.{i}.{leaf}" for leaf in ("up.weight", "up.bias", "down.weight", "down.bias")) for i in (0, 1)
 )
@@ -127,6 +128,26 @@ class UsesBeforeWait(Mistake):
         start = node_of(graph, Role.GATHER_START)
         with graph.fx_graph.inserting_after(start):
             graph.call(aten.sum.default, (start,), name="early")
+
+
+class ReadsAnotherParameter(Mistake):
+    """A parameter is read where another of the same shape lies."""
+
+    after, invariant, node, parameters = "bucket", LAYOUT, "blocks_0_up_bias", ("blocks.0.up.bias",)
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        bias = next(n for n in graph.with_role(Role.UNPACK) if n.meta["fsdp"].params == ("blocks.0.up.bias",))
+        bias.args = (bias.args[0], 0, 0, 32)
+
+
+class ReversesShards(Mistake):
+    """The chunks of a bucket in another order than they lie in the storage."""
+
+    after, invariant, node = "bucket", LAYOUT, "gather_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        start = node_of(graph, Role.GATHER_START)
+        start.args = (list(reversed(start.args[0])), *start.args[1:])
 
 
 class DropsWait(Mistake):
