@@ -223,8 +223,8 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.compiler.is_compiling():
             raise EmptyPlaceholderError(
                 "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')) or has given "
-                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), so the model would run on "
-                "placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
+                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), and the model would "
+                "run on placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
             )
         return forward(self, *args, **kwargs)
 

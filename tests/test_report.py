@@ -75,7 +75,7 @@ def test_on_one_process_nothing_is_communicated() -> None:
     assert_expected_inline(
         without_times(graph_fsdp.inspect(model)),
         """\
-graph_fsdp: 10 parameters in 3 buckets over 1 ranks
+graph_fsdp: 10 parameters in 3 buckets over 1 rank
 captured graphs: 1; compute regions: 2, compiled 2; most bytes gathered at once: 0
 
 graph 0, forward: 26 nodes
