@@ -47,6 +47,12 @@ class TestOneProcess:
             assert isinstance(p, DTensor) and p.placements == (Shard(0),)
             assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements and p.grad.shape == p.shape
 
+    def test_gradients_are_views_of_their_buckets_reduced_buffer(self) -> None:
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        model(torch.randn(4, 16)).sum().backward()
+        grads = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 3, "a copy would have its own memory"
+
     def test_module_hooks_of_root_and_submodules_run(self) -> None:
         model, seen = MLP(), []
         model.register_forward_hook(lambda *_: seen.append("root"))
