@@ -17,6 +17,7 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.reductions import defer_reductions, wait_of
 
 
 class BudgetError(ValueError):
@@ -52,13 +53,13 @@ class Prefetch(GraphPass):
         gathers = _in_plan_order(graph, "gather_start", graph.with_role(Role.GATHER_START), context)
         reductions = _in_plan_order(graph, "reduce_start", graph.with_role(Role.REDUCE_START), context)
         self._move_gathers(graph, gathers)
-        self._move_reductions(graph, reductions)
+        defer_reductions(graph, reductions, self.reductions_in_flight)
         _hoist_waits(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         return f"gathers {self.distance} ahead, at most {self.reductions_in_flight} reductions in flight{limit}"
 
     def _move_gathers(self, graph: Graph, starts: list[fx.Node]) -> None:
-        waits = [_wait_of(start) for start in starts]
+        waits = [wait_of(start) for start in starts]
         after = [max(-1, index - self.distance) for index in range(len(starts))]
         if self.budget is not None:
             after = _fit(graph, starts, waits, after, self.budget)
@@ -68,36 +69,6 @@ class Prefetch(GraphPass):
                 waits[index].prepend(start)
             else:
                 anchors[after[index] + 1].append(start)
-
-    def _move_reductions(self, graph: Graph, starts: list[fx.Node]) -> None:
-        # A later reduction of the plan starts no earlier than the one before it: where this graph's gradients come
-        # in another order, a start moves down to its predecessor.
-        positions = graph.positions()
-        latest = None
-        for start in starts:
-            if latest is not None and positions[start] < positions[latest]:
-                _move_group(_wait_of(start), before=latest.next)
-                latest.append(start)
-                positions[start] = positions[latest]
-            latest = start
-        for index, start in enumerate(starts):
-            due = index + self.reductions_in_flight
-            _move_group(_wait_of(start), before=starts[due] if due < len(starts) else graph.output)
-
-
-def _wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if user.meta["fsdp"].role in (Role.GATHER_WAIT, Role.REDUCE_WAIT))
-
-
-def _move_group(wait: fx.Node, before: fx.Node) -> None:
-    """Move a wait and the views and casts of its result, which only the output reads."""
-    group, frontier = [wait], [wait]
-    while frontier:
-        users = [user for node in frontier for user in node.users if user.op != "output"]
-        frontier = list(dict.fromkeys(users))
-        group += frontier
-    for node in dict.fromkeys(group):
-        before.prepend(node)
 
 
 def _fit(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: list[int], budget: int) -> list[int]:
