@@ -3,9 +3,11 @@
 import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.bucket import Bucket
+from graph_fsdp.passes.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.dialect import NodeRecord, Role
 from graph_fsdp.passes.free import Free
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
@@ -16,14 +18,20 @@ from graph_fsdp.passes.stage import Stage
 from graph_fsdp.passes.verify import VerificationError
 
 __all__ = [
+    "HARDWARE",
     "Annotate",
     "Bucket",
     "BudgetError",
+    "CostModel",
     "Free",
     "Graph",
     "GraphPass",
+    "GroupShape",
+    "Hardware",
     "InsertGathers",
     "JustInTime",
+    "Link",
+    "Measurements",
     "NodeRecord",
     "PassContext",
     "PassPipeline",
@@ -35,6 +43,8 @@ __all__ = [
     "TagRecompute",
     "VerificationError",
     "default_pipeline",
+    "detect_hardware",
+    "find_hardware",
 ]
 
 

@@ -19,6 +19,8 @@ whole test-suite was run.
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
@@ -69,9 +71,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BackendCompilerFailed",
@@ -92,6 +96,7 @@ __all__ = [
     "current_fake_mode",
     "default_store",
     "dynamo_config",
+    "flop_registry",
     "free_symbols",
     "inductor_compile",
     "inductor_decompositions",
@@ -103,6 +108,7 @@ __all__ = [
     "reduce_scatter_single",
     "resolve_group",
     "set_local_tensor",
+    "size_hint",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -114,6 +120,18 @@ chunk_cat: Callable[..., Any] = torch._chunk_cat
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# 2.9 has it under another name.
+_hint: Callable[..., int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int
+
+# A size that only the data decides (what ``nonzero`` returns) counts as this many elements.
+UNBACKED_HINT = 1024
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
+    return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
