@@ -10,7 +10,7 @@ from graph_fsdp.passes.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.dialect import NodeRecord, Role
 from graph_fsdp.passes.free import Free
 from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, find_hardware
+from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
@@ -24,34 +24,35 @@ from graph_fsdp.passes.verify import VerificationError
 
 __all__ = [
     "HARDWARE",
-    "CostModel",
-    "GroupShape",
-    "Hardware",
-    "Link",
-    "Measurements",
-    "Plan",
-    "Timeline",
-    "find_hardware",
-    "simulate",
     "Annotate",
     "Bucket",
     "BudgetError",
+    "CostModel",
     "Free",
     "Graph",
     "GraphPass",
+    "GroupShape",
+    "Hardware",
     "InsertGathers",
     "JustInTime",
+    "Link",
+    "Measurements",
     "NodeRecord",
     "PassContext",
     "PassPipeline",
     "PipelineError",
+    "Plan",
     "Prefetch",
     "Reshard",
     "Role",
     "Stage",
     "TagRecompute",
+    "Timeline",
     "VerificationError",
     "default_pipeline",
+    "detect_hardware",
+    "find_hardware",
+    "simulate",
 ]
 
 

@@ -20,6 +20,8 @@ whole test-suite was run.
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
@@ -70,9 +72,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BackendCompilerFailed",
@@ -93,6 +97,7 @@ __all__ = [
     "current_fake_mode",
     "default_store",
     "dynamo_config",
+    "flop_registry",
     "free_symbols",
     "grouped_all_gather",
     "inductor_compile",
@@ -105,6 +110,7 @@ __all__ = [
     "reduce_scatter_single",
     "resolve_group",
     "set_local_tensor",
+    "size_hint",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -129,6 +135,18 @@ def grouped_all_gather(
                 all_gather_single(target, source, group=group)
         return [manager]
     return [all_gather_single(target, source, group=group, async_op=True) for target, source in pairs]
+
+
+# 2.9 has it under another name.
+_hint: Callable[..., int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int
+
+# A size that only the data decides (what ``nonzero`` returns) counts as this many elements.
+UNBACKED_HINT = 1024
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
+    return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -33,12 +33,12 @@ def test_a_gather_starts_as_late_as_still_hides_it() -> None:
     assert latest_starts(arrivals, [9.0] * 5) == [-1, 0, 1, 2, 3]
     # … one of 15 s needs to start two buckets ahead, and holds the lane for the one before it …
     assert latest_starts(arrivals, [9.0, 9.0, 9.0, 9.0, 15.0]) == [-1, -1, 0, 1, 2]
-    # … and where nothing can hide them all start at the top.
-    assert latest_starts(arrivals, [30.0] * 5) == [-1, -1, -1, -1, 0]
+    # … and where nothing can hide them they start at the top, in a row.
+    assert latest_starts(arrivals, [30.0] * 5) == [-1, -1, -1, -1, 1]
 
 
 def test_the_clock_counts_what_is_exposed() -> None:
-    # Compute 4 × 10 s; gathers of 5 s. Serial: each is exposed. One ahead: only the first.
+    # Compute four times 10 s; gathers of 5 s. Serial: each is exposed. One ahead: only the first.
     clock = segments([10.0] * 4, [5.0] * 4)
     assert clock.seconds([0, 1, 2, 3]) == 60
     assert clock.seconds(at_distance(4, 1)) == 45
@@ -61,11 +61,13 @@ def test_of_equally_fast_schedules_the_one_that_holds_least_is_chosen() -> None:
 
 
 def test_without_a_budget_the_peak_of_one_bucket_ahead_is_the_limit() -> None:
-    # All communication: starting everything at the top would be fastest.
-    clock = segments([1.0] * 4, [10.0] * 4)
+    # Long computations first, then long gathers: those could run three ahead, beside the computations.
+    clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
     buckets = gathers(4, 4, 4, 4)
-    assert max(buckets.live(choose(buckets, clock, None))) == max(buckets.live(at_distance(4, 1))) == 8
-    assert choose(buckets, clock, budget=16) == [-1, -1, -1, -1]
+    assert clock.seconds(choose(buckets, clock, budget=16)) == 23
+    within = choose(buckets, clock, None)
+    assert clock.seconds(within) == clock.seconds(at_distance(4, 1)) == 32
+    assert max(buckets.live(within)) == max(buckets.live(at_distance(4, 1))) == 8
 
 
 def test_live_bytes_count_from_the_start_of_the_gather_to_the_last_use() -> None:
@@ -85,8 +87,10 @@ def test_a_gather_that_does_not_fit_starts_later() -> None:
 
 
 def test_a_budget_that_a_bucket_does_not_fit_into_names_unit_and_bytes() -> None:
-    with pytest.raises(BudgetError, match="budget of 7 bytes is too small for unit 'u1' in the forward graph.* 8 bytes"):
+    with pytest.raises(
+        BudgetError, match=r"budget of 7 bytes is too small for unit 'u1' in the forward graph.* 8 bytes"
+    ):
         fit(gathers(4, 8, 4), [-1, 0, 1], budget=7)
     # The first is used until the end: both are needed at the same time.
-    with pytest.raises(BudgetError, match="unit 'u1'.* 12 bytes"):
+    with pytest.raises(BudgetError, match=r"unit 'u1'.* 12 bytes"):
         fit(gathers(4, 8, last=[2, 2]), [-1, 0], budget=11)
