@@ -138,7 +138,9 @@ def grouped_all_gather(
 
 
 # 2.9 has it under another name.
-_hint: Callable[..., int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int
+_hint: Callable[..., int] = next(
+    getattr(symbolic_shapes, name) for name in ("optimization_hint", "hint_int") if hasattr(symbolic_shapes, name)
+)
 
 # A size that only the data decides (what ``nonzero`` returns) counts as this many elements.
 UNBACKED_HINT = 1024

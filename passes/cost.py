@@ -97,9 +97,10 @@ def op_key(node: fx.Node) -> str:
 
 def collective_key(node: fx.Node) -> str:
     """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
-    size = _argument(node, "world_size")
-    value = node.meta["val"]
-    return f"{node.target} {_full_nbytes(node, size)} bytes {_dtype_name(value.dtype)} of {size} ranks"
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    ranks = _argument(node, "world_size" if "world_size" in names else "ranks")
+    dtype = _dtype_name(node.meta["val"].dtype)
+    return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
@@ -215,7 +216,10 @@ class CostModel:
 
     def collective_seconds(self, node: fx.Node) -> float:
         """Seconds of the collective that a node of ``dialect.STARTS`` starts, without packing its inputs (see
-        ``copy_seconds``). Raises ValueError on another node or on a group that the model was not given."""
+        ``copy_seconds``). What neither gathers nor scatters is an all-reduce of its value. Raises ValueError on another
+        node or on a group that the model was not given."""
+        if node.target not in dialect.STARTS:
+            raise ValueError(f"{node.name}: {node.target} starts no collective; see dialect.STARTS")
         measured = self.measured.collectives.get(collective_key(node)) if self.measured.collectives else None
         if measured is not None:
             return measured
@@ -225,9 +229,7 @@ class CostModel:
             return self.all_gather_seconds(nbytes, group)
         if node.target is dialect.reduce_scatter_start:
             return self.reduce_scatter_seconds(nbytes, group)
-        if node.target is dialect.all_reduce_start:
-            return self.all_reduce_seconds(nbytes, group)
-        raise ValueError(f"{node.name}: {node.target} starts no collective that the cost model knows")
+        return self.all_reduce_seconds(nbytes, group)
 
     def saturating_bytes(self, group: str, efficiency: float = 0.9) -> int:
         """The smallest gathered buffer, in bytes, whose all-gather moves at ``efficiency`` (in (0, 1)) of the
