@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect as python_inspect
 import itertools
+import json
 import time
 import types
 from collections import Counter
@@ -67,7 +68,8 @@ class Engine:
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
         self.plans: dict[str, Plan] = {}  # by kind of graph
-        self._agreed: dict[tuple[str, ...], str] = {}  # collectives that all ranks run → the kind of their graphs
+        self._plans_made = 0
+        self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._facts_agreed = False
         self.ranks = storage.ranks
         self._index = _models_of_ranks[tuple(self.ranks)]
@@ -188,37 +190,38 @@ class Engine:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
         Then agree with the other ranks on the collectives, where they are new."""
         shared = is_shared(self.ranks)
-        key = f"model{self._index}/{'+'.join(graph.phase for graph in graphs)}-{kind}"
         decides = not shared or dist.get_rank() == self.ranks[0]
-        plan = self.plans.get(kind)
         if shared and not self._facts_agreed:
             agree(f"model{self._index}", self._facts(), self.ranks)
             self._facts_agreed = True
-        received = receive(key, self.ranks) if plan is None and not decides else None
-        if received:
-            plan = Plan.from_json(received)
+        plan, key = self.plans.get(kind), f"model{self._index}/plan{self._plans_made}"
+        is_new, failed = plan is None, False
+        if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
+            self._plans_made += 1
+            if not decides:
+                found = json.loads(receive(key, self.ranks))
+                failed = found["kind"] is None
+                plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan() if plan is None else plan.copy()
         try:
             self.pipeline.run(graphs, context)
         except Exception:
-            if decides and shared and plan is None:
-                publish(key, "", self.ranks)  # the others meet the same error, or say that they differ
+            if is_new and decides and shared:
+                publish(
+                    key, json.dumps({"kind": None}), self.ranks
+                )  # the others meet the same error, or say that they did not
             raise
-        if received == "":
-            raise RankDisagreement(
-                f"rank {self.ranks[0]} could not schedule {key!r}, and this rank could: see its error"
-            )
+        if failed:
+            raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
-            if decides and shared:
-                publish(key, plan.to_json(), self.ranks)
-        self.plans[kind] = plan
-        if not shared:
-            return
+        if is_new and decides and shared:
+            publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs))
-        if fingerprint not in self._agreed:
-            agree(f"{key}/{sum(kind == k for k in self._agreed.values())}", fingerprint, self.ranks)
-            self._agreed[fingerprint] = kind
+        if shared and fingerprint not in self._agreed:
+            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks)
+        self._agreed.add(fingerprint)
+        self.plans[kind] = plan
 
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
@@ -229,7 +232,8 @@ class Engine:
             lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
         for p in self.spec.parameters.values():
             dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
-            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}")
+            frozen = "" if p.trainable else " frozen"
+            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
         return lines
 
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
