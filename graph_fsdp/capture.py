@@ -27,6 +27,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
+from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.report import CapturedGraph
@@ -35,8 +36,8 @@ from graph_fsdp.runtime.agreement import agree
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
 
-# Models compiled so far per process group: ranks of a group count alike, whatever else each of them compiles.
-_models_of_group: Counter[str] = Counter()
+# Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
+_models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -65,8 +66,9 @@ class Engine:
         self.graphs: list[CapturedGraph] = []
         self.plan: dict[Any, list[tuple[str, str]]] = {}
         self._agreed: set[tuple[str, ...]] = set()
-        self._index = _models_of_group[spec.group]
-        _models_of_group[spec.group] += 1
+        self._ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
+        self._index = _models_of_ranks[self._ranks]
+        _models_of_ranks[self._ranks] += 1
         self._inputs: dict[str, Tensor] = {}
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
@@ -185,10 +187,10 @@ class Engine:
         for phase, sequence in sequences.items():
             self.plan.setdefault(phase, sequence)
         fingerprint = _fingerprint(graphs, self)
-        if tuple(fingerprint) in self._agreed or self.spec.world_size == 1:
+        if tuple(fingerprint) in self._agreed or self.spec.ranks == 1:
             return
         key = f"model{self._index}/{len(self._agreed)}-{'+'.join(sequences)}"
-        agree(key, fingerprint, compat.resolve_group(self.spec.group))
+        agree(key, fingerprint, self._ranks)
         self._agreed.add(tuple(fingerprint))
 
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
@@ -203,7 +205,7 @@ def _fingerprint(graphs: list[Graph], engine: Engine) -> list[str]:
     for graph in graphs:
         for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
-            if record is not None and record.role.value in ("gather_start", "reduce_start"):
+            if record is not None and record.role in STARTING:
                 dtype = node.meta["val"].dtype
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "

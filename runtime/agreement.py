@@ -31,15 +31,15 @@ def digest(entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()
 
 
-def agree(key: str, entries: Sequence[str], group: dist.ProcessGroup, timeout: float = TIMEOUT_SECONDS) -> None:
-    """Compare ``entries`` with the other ranks' of ``group`` under ``key``, which each rank must choose alike.
+def agree(key: str, entries: Sequence[str], ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS) -> None:
+    """Compare ``entries`` with the other ``ranks``' (global, this one's among them) under ``key``. Each rank must
+    choose the key and give the ranks alike.
 
     Raises:
         RankDisagreement: on every rank, when entries differ, or when a rank did not publish any within ``timeout``
             seconds.
     """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1 or dist.get_backend(group) == "fake":
+    if len(ranks) == 1 or dist.get_backend() == "fake":
         return
     me = dist.get_rank()
     prefix = f"graph_fsdp/{'-'.join(map(str, ranks)) if len(ranks) < 64 else digest(list(map(str, ranks)))}/{key}"
@@ -67,7 +67,7 @@ def agree(key: str, entries: Sequence[str], group: dist.ProcessGroup, timeout: f
         )
 
 
-def _wait(store: dist.Store, prefix: str, ranks: list[int], timeout: float) -> list[int]:
+def _wait(store: dist.Store, prefix: str, ranks: Sequence[int], timeout: float) -> list[int]:
     """Wait until every rank has published; the ranks that have not when time is up."""
     deadline = time.monotonic() + timeout
     missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
