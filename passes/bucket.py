@@ -68,9 +68,8 @@ class Bucket(GraphPass):
         if alone:
             return "one rank: each shard is the parameter, each gradient is its own mean"
         if unsharded:
-            return (
-                f"each shard is the parameter, {len(reductions)} buckets reduced over {context.model.replicas} replicas"
-            )
+            replicas = context.model.replicas
+            return f"each shard is the parameter, {len(reductions)} buckets reduced over {replicas} replicas"
         return f"{len(gathers)} buckets gathered, {len(reductions)} reduced"
 
 
@@ -176,8 +175,8 @@ def _reduce(
 
     roles = (Role.REDUCE_START, Role.REDUCE_WAIT)
     if model.world_size == 1:
-        over_replicas = (grads, reduce_dtype, model.replicas, model.replicate_group)
-        return collective(dialect.all_reduce_start, over_replicas, *roles, "reduce")
+        whole = (grads, reduce_dtype, model.replicas, model.replicate_group)
+        return collective(dialect.all_reduce_start, whole, *roles, "reduce")
     target = dialect.all_reduce_start if parameters[0].replicated else dialect.reduce_scatter_start
     over_shards = (grads, reduce_dtype, model.world_size, model.group)
     if model.replicas == 1:

@@ -2,8 +2,8 @@
 
 | operator | value | meaning |
 |---|---|---|
-| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | full parameter | in ``dtype`` |
-| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | shard of the gradient | mean |
+| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
+| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
 | ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | contents unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |

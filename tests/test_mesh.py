@@ -131,10 +131,9 @@ def test_one_reduction_in_flight() -> None:
 
 def test_reshard_after_forward_on_two_dimensions() -> None:
     again, kept = (report_of(mesh_of(2, 4), reshard_after_forward=value) for value in (True, False))
-    gathers = [
-        [row.kind for row in report.backward.buckets if row.kind in ("gather", "kept")] for report in (again, kept)
-    ]
-    assert gathers == [["gather"] * 3, ["kept"] * 3]
+    kinds = [[row.kind for row in report.backward.buckets] for report in (again, kept)]
+    assert [found.count("gather") for found in kinds] == [3, 0]
+    assert [found.count("kept") for found in kinds] == [0, 3]
     assert all(row.nbytes in (4608, 768) for row in again.forward.buckets), "gathered over 4 ranks, not 8"
 
 
@@ -171,9 +170,8 @@ def test_a_replicate_dimension_of_one_rank_is_like_one_dimension() -> None:
 
 
 def test_the_report_names_both_dimensions() -> None:
-    assert str(report_of(mesh_of(2, 4))).startswith(
-        "graph_fsdp: 10 parameters in 3 buckets over 2 replicas of 4 ranks\n"
-    )
+    text = str(report_of(mesh_of(2, 4)))
+    assert text.splitlines()[0] == "graph_fsdp: 10 parameters in 3 buckets over 2 replicas of 4 ranks"
 
 
 # The verifier

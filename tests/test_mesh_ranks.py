@@ -1,4 +1,4 @@
-"""Numbers on meshes that replicate, on gloo ranks: equal to FSDP2's on the same mesh bit for bit, and to one process."""
+"""Numbers on meshes that replicate, on gloo ranks: FSDP2's on the same mesh bit for bit, and those of one process."""
 
 from __future__ import annotations
 
