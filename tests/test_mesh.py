@@ -342,3 +342,13 @@ convert_element_type_default_3 = torch.ops.prims.convert_element_type.default(pr
 t_1 = torch.ops.aten.t.default(convert_element_type_default_3)
 reduce_blocks_0 = torch.ops.graph_fsdp.all_reduce_start.default([t_23, view_4, t_20, view_3], torch.float32, 8, '0')""",
     )
+
+
+def test_replicated_evaluation_communicates_nothing() -> None:
+    model = graph_fsdp.compile(MLP(), mesh_of(8, names=("replicate",)), backend="eager")
+    expected = MLP()
+    expected.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected(x))
+    assert collectives(graph_fsdp.inspect(model), "inference") == ""

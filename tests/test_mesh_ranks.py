@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
 from launch import run_ranks
-from models import CASES, MLP
+from models import MLP
 from reference import Outcome, Step, check_close, parameters_of, train_reference, train_sharded
 from test_train import equal, fsdp2, ours, steps_with
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
@@ -67,6 +68,10 @@ def both() -> list[dict[str, list[dict[str, Any]]]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_step_equals_fsdp2_bit_for_bit(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
+    check_equal(both, setting)
+
+
+def check_equal(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
     for rank, results in enumerate(both):
         theirs, own = results[setting]
         assert [loss.item() for loss in own["losses"]] == [loss.item() for loss in theirs["losses"]]
@@ -75,6 +80,64 @@ def test_a_step_equals_fsdp2_bit_for_bit(both: list[dict[str, list[dict[str, Any
             different = [name for name in theirs[kind] if not equal(own[kind][name], theirs[kind][name])]
             assert not different, f"rank {rank}: {kind} of {different}"
     assert any(gradient is not None and gradient.any() for gradient in own["gradients"].values())
+
+
+# Replicated, against DDP and FSDP2 with nothing sharded; with two summands no order can differ
+
+
+def replicated(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_replicate",))
+    return graph_fsdp.compile(model, mesh, **{"backend": "eager", **options})
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def unsharded_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
+    return fsdp2(model, mesh=mesh_of((dist.get_world_size(), 1)), **options)
+
+
+REPLICATED: dict[str, tuple[Callable[..., nn.Module], str, dict[str, Any]]] = {
+    "mlp as DDP": (ddp, "mlp", {}),
+    "gpt as DDP": (ddp, "gpt", {}),
+    "scalars as DDP": (ddp, "uneven", {}),
+    "tied weights as DDP": (ddp, "gpt_tied", {}),
+    "gpt as FSDP2": (unsharded_fsdp2, "gpt", {}),
+    "gpt as FSDP2, bfloat16": (unsharded_fsdp2, "gpt", {"mp_policy": BF16}),
+    "gpt as FSDP2, reduced in float16": (unsharded_fsdp2, "gpt", {"mp_policy": FP16_REDUCED}),
+}
+
+
+def compare_replicated(settings: list[str]) -> dict[str, list[dict[str, Any]]]:
+    results = {}
+    for key in settings:
+        torch._dynamo.reset()
+        other, name, options = REPLICATED[key]
+        both = [steps_with(shard, name, "adamw", 1, 2, options) for shard in (other, replicated)]
+        for kind in ("gradients", "parameters"):
+            both[0][kind] = {n.removeprefix("module."): value for n, value in both[0][kind].items()}
+        results[key] = both
+    return results
+
+
+@pytest.fixture(scope="module")
+def both_replicated() -> list[dict[str, list[dict[str, Any]]]]:
+    return run_ranks(compare_replicated, 2, list(REPLICATED), timeout=280)
+
+
+@pytest.mark.parametrize("setting", REPLICATED)
+def test_replicated_steps_equal_others_bit_for_bit(
+    both_replicated: list[dict[str, list[dict[str, Any]]]], setting: str
+) -> None:
+    check_equal(both_replicated, setting)
+
+
+def test_replicated_steps_on_four_ranks_equal_ddp() -> None:
+    for rank in run_ranks(compare_replicated, 4, ["gpt as DDP"]):
+        theirs, own = rank["gpt as DDP"]
+        for kind in ("gradients", "parameters"):
+            check_close(own[kind], theirs[kind], 1e-6, kind)
 
 
 # Facts that all four ranks check
@@ -174,34 +237,31 @@ def test_on_four_ranks(ranks: Failures, name: str) -> None:
 # Against one process, which sees the rows of all ranks as one batch
 
 STEPS = [Step(rows=4)] * 5
-TRAINED = {
-    "mlp": {},
-    "gpt": {},
-    "uneven": {},  # uneven rows, scalars, empty parameters
-    "one_block": {"backend": "inductor"},
+TRAINED: dict[str, tuple[str, tuple[int, ...], str]] = {
+    "mlp, hybrid": ("mlp", (2, 2), "eager"),
+    "gpt, hybrid": ("gpt", (2, 2), "eager"),
+    "uneven rows and scalars, hybrid": ("uneven", (2, 2), "eager"),
+    "hybrid with Inductor": ("one_block", (2, 2), "inductor"),
+    "replicated with Inductor": ("one_block", (4, 1), "inductor"),
 }
 
 
-def train(shape: tuple[int, ...]) -> dict[str, Outcome]:
+def train() -> dict[str, Outcome]:
     outcomes = {}
-    for name, options in TRAINED.items():
+    for key, (name, shape, backend) in TRAINED.items():
         torch._dynamo.reset()
-        outcomes[name] = train_sharded(name, STEPS, "adamw", mesh=mesh_of(shape), **{"backend": "eager", **options})
+        outcomes[key] = train_sharded(name, STEPS, "adamw", mesh=mesh_of(shape), backend=backend)
     return outcomes
 
 
 @pytest.fixture(scope="module")
-def hybrid() -> list[dict[str, Outcome]]:
-    return run_ranks(train, 4, (2, 2), timeout=280)
+def trained() -> list[dict[str, Outcome]]:
+    return run_ranks(train, 4, timeout=280)
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_five_steps_on_two_by_two_ranks_equal_one_process(hybrid: list[dict[str, Outcome]], name: str) -> None:
-    check_training([outcomes[name] for outcomes in hybrid], name)
-
-
-def check_training(outcomes: list[Outcome], name: str) -> None:
-    assert name in CASES
+@pytest.mark.parametrize("key", TRAINED)
+def test_five_steps_on_four_ranks_equal_one_process(trained: list[dict[str, Outcome]], key: str) -> None:
+    outcomes, name = [of_rank[key] for of_rank in trained], TRAINED[key][0]
     (expected,) = train_reference(name, STEPS, "adamw", world_size=len(outcomes), global_batch=True)
     for outcome in outcomes[1:]:
         for key, value in outcomes[0].parameters.items():
