@@ -28,7 +28,8 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, dialect
+from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat
+from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.spec import ModelSpec
@@ -71,9 +72,9 @@ class Engine:
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._facts_agreed = False
-        self.ranks = storage.ranks
-        self._index = _models_of_ranks[tuple(self.ranks)]
-        _models_of_ranks[tuple(self.ranks)] += 1
+        self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
+        self._index = _models_of_ranks[self.ranks]
+        _models_of_ranks[self.ranks] += 1
         self._inputs: dict[str, Tensor] = {}
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
@@ -247,8 +248,9 @@ def _fingerprint(graphs: list[Graph]) -> list[str]:
     lines = []
     for graph in graphs:
         for node in graph.fx_graph.nodes:
-            if node.target in dialect.STARTS:
-                record, dtype = node.meta["fsdp"], node.meta["val"].dtype
+            record = node.meta.get("fsdp")
+            if record is not None and record.role in STARTING:
+                dtype = node.meta["val"].dtype
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}"

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import compat
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.placeholder import guard, set_guarded
@@ -48,11 +48,10 @@ class Storage:
         spec: ModelSpec,
         originals: dict[str, nn.Parameter],
         names: dict[nn.Parameter, list[str]],
-        mesh: DeviceMesh | None,
+        mesh: DataParallelMesh | None,
     ) -> None:
         self.spec, self.mesh = spec, mesh
-        self.rank = mesh.get_local_rank() if mesh is not None else 0
-        self.ranks: list[int] = mesh.mesh.flatten().tolist() if mesh is not None else [0]  # global
+        self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
         device = next(iter(originals.values())).device
         self.buffers = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
@@ -77,9 +76,13 @@ class Storage:
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
         if self.mesh is not None:
-            placement: list[Placement] = [Replicate() if p.replicated else Shard(0)]
             value = DTensor.from_local(
-                local, self.mesh, placement, run_check=False, shape=original.shape, stride=_contiguous(original.shape)
+                local,
+                self.mesh.mesh,
+                self.mesh.placements(scalar=p.replicated),
+                run_check=False,
+                shape=original.shape,
+                stride=_contiguous(original.shape),
             )
         shard = nn.Parameter(value, requires_grad=original.requires_grad)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})

@@ -92,7 +92,7 @@ class Graph:
     @property
     def collectives(self) -> list[tuple[str, str]]:
         """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
-        starts = self.with_role(Role.GATHER_START, Role.REDUCE_START)
+        starts = self.with_role(*dialect.STARTING)
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
 
     def positions(self) -> dict[fx.Node, int]:
