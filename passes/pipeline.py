@@ -165,15 +165,27 @@ class PassPipeline:
                     raise PassError(f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}") from error
                 seconds = time.perf_counter() - begin
                 context.facts[graph.phase] |= frozenset(p.provides)
+                begin = time.perf_counter()
                 verifiers[graph.phase].check(p.name)
+                verify_seconds = time.perf_counter() - begin
                 graph.module.recompile()
-                add_stage(graph, context, p.name, seconds, summary)
+                add_stage(graph, context, p.name, seconds, summary, verify_seconds)
 
 
-def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:
+def add_stage(
+    graph: Graph,
+    context: PassContext,
+    name: str,
+    seconds: float,
+    summary: str | None = None,
+    verify_seconds: float = 0.0,
+) -> None:
+    begin = time.perf_counter()
     snapshot = fx.Graph()
     copied, _ = snapshot.graph_copy(graph.fx_graph, {}, return_output_node=True)  # type: ignore[misc]
     snapshot.output(copied)
     for node in snapshot.nodes:
         node.type = None  # Dynamo's annotations of inputs
-    context.stages[graph.phase][name] = Stage(name, graph.phase, snapshot, graph.module, seconds, summary)
+    context.stages[graph.phase][name] = Stage(
+        name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
+    )

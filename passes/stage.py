@@ -27,8 +27,10 @@ class Stage:
     phase: str
     graph: fx.Graph
     owner: fx.GraphModule  # holds the constants and subgraphs that the graph refers to
-    seconds: float
+    seconds: float  # of the pass alone
     summary: str | None
+    verify_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
 
     @property
     def header(self) -> str:
