@@ -16,7 +16,7 @@ from torch import fx
 
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.stage import Stage
+from graph_fsdp.passes.stage import Snapshot, Stage
 
 PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
 # What a graph of each phase is before any pass of that phase has run.
@@ -148,7 +148,11 @@ class PassPipeline:
                     raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
-        """Run each pass over the graphs of its phases, in the order given (forward before backward)."""
+        """Run each pass over the graphs of its phases, in the order given (forward before backward).
+
+        The code of the graph modules is that of their graphs again when all passes have run, not in between: writing
+        it costs more than a pass. A pass that wants to run a graph calls ``graph.module.recompile()`` first.
+        """
         from graph_fsdp.passes.verify import Verifier
 
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
@@ -168,8 +172,9 @@ class PassPipeline:
                 begin = time.perf_counter()
                 verifiers[graph.phase].check(p.name)
                 verify_seconds = time.perf_counter() - begin
-                graph.module.recompile()
                 add_stage(graph, context, p.name, seconds, summary, verify_seconds)
+        for graph in graphs:
+            graph.module.recompile()
 
 
 def add_stage(
@@ -181,11 +186,7 @@ def add_stage(
     verify_seconds: float = 0.0,
 ) -> None:
     begin = time.perf_counter()
-    snapshot = fx.Graph()
-    copied, _ = snapshot.graph_copy(graph.fx_graph, {}, return_output_node=True)  # type: ignore[misc]
-    snapshot.output(copied)
-    for node in snapshot.nodes:
-        node.type = None  # Dynamo's annotations of inputs
+    snapshot = Snapshot(graph.fx_graph)
     context.stages[graph.phase][name] = Stage(
         name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
     )

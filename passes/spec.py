@@ -111,6 +111,11 @@ class ModelSpec:
         table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
         object.__setattr__(self, "bucket_of", table)
 
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Parameter name → its place among the model's parameters."""
+        return {name: index for index, name in enumerate(self.parameters)}
+
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
     """One bucket per unit, split where dtypes differ. Scalars and empty parameters need no gather: no bucket."""
