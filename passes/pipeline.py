@@ -7,6 +7,8 @@ is traced.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -153,6 +155,12 @@ class PassPipeline:
         The code of the graph modules is that of their graphs again when all passes have run, not in between: writing
         it costs more than a pass. A pass that wants to run a graph calls ``graph.module.recompile()`` first.
         """
+        with _collector_paused():
+            self._run(graphs, context)
+            for graph in graphs:
+                graph.module.recompile()
+
+    def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         from graph_fsdp.passes.verify import Verifier
 
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
@@ -173,8 +181,19 @@ class PassPipeline:
                 verifiers[graph.phase].check(p.name)
                 verify_seconds = time.perf_counter() - begin
                 add_stage(graph, context, p.name, seconds, summary, verify_seconds)
-        for graph in graphs:
-            graph.module.recompile()
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection for this time. Almost everything that passes allocate stays, and each full collection
+    would walk all graphs of the model: several times over, and longer the deeper the model is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def add_stage(
