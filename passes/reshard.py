@@ -34,9 +34,9 @@ class Reshard(GraphPass):
         waits = graph.with_role(Role.GATHER_WAIT)
         kept = self._choose(graph, waits, context)
         outputs = list(graph.output.args[0])  # type: ignore[arg-type]
-        for wait in reversed(kept):
-            # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
-            outputs.insert(context.forward_outputs, wait)
+        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
+        outputs[context.forward_outputs : context.forward_outputs] = kept
+        for wait in kept:
             start = wait.args[0]
             assert isinstance(start, fx.Node)
             for node in (start, wait):

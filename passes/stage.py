@@ -37,8 +37,8 @@ class Snapshot:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node, op, target, args, kwargs, name, meta in self._nodes:
-            arguments: Any = fx.map_arg((args, kwargs), copies.__getitem__)
-            copies[node] = graph.create_node(op, target, *arguments, name=name)
+            copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
             copies[node].meta = meta.copy()
         return graph
 
