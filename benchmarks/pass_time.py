@@ -141,7 +141,7 @@ def measure(depth: int) -> Measurement:
     (captured,) = graph_fsdp.inspect(model).graphs
     stages = [stage for phase in PHASES for stage in captured.stages[phase].values()]
     rows = [
-        Row(s.phase, s.name, len(s.graph.nodes), s.seconds, s.verify_seconds, s.snapshot_seconds)
+        Row(s.phase, s.name, len(s.snapshot), s.seconds, s.verify_seconds, s.snapshot_seconds)
         for s in stages
         if s.name != "partition"
     ]
@@ -159,16 +159,20 @@ def measure(depth: int) -> Measurement:
 
 
 def table(measurements: list[Measurement]) -> str:
-    """One line per pass and graph; the last column is the time at the last depth over that at the one before."""
-    lines = [f"{'seconds at depth':34s}" + "".join(f"{m.depth:>9d}" for m in measurements) + f"{'ratio':>8s}"]
+    """One line per pass and graph: seconds at each depth, the last over the one before, and at the last depth the
+    nodes of the graph after the pass."""
+    depths = "".join(f"{m.depth:>9d}" for m in measurements)
+    lines = [f"{'seconds at depth':34s}{depths}{'ratio':>8s}{'nodes':>9s}"]
 
-    def add(label: str, values: list[float], digits: int = 3) -> None:
-        ratio = f"{values[-1] / values[-2]:8.2f}" if len(values) > 1 and values[-2] > 0 else ""
-        lines.append(f"{label:34s}" + "".join(f"{value:9.{digits}f}" for value in values) + ratio)
+    def add(label: str, values: list[float], digits: int = 3, nodes: int | str = "") -> None:
+        ratio = f"{values[-1] / values[-2]:.2f}" if len(values) > 1 and values[-2] > 0 else ""
+        seconds = "".join(f"{value:9.{digits}f}" for value in values)
+        lines.append(f"{label:34s}{seconds}{ratio:>8s}{nodes:>9}".rstrip())
 
     add("nodes, forward + backward", [m.graph_nodes for m in measurements], 0)
     for index, row in enumerate(measurements[0].rows):
-        add(f"{row.phase}: {row.name}", [m.rows[index].seconds for m in measurements])
+        seconds = [m.rows[index].seconds for m in measurements]
+        add(f"{row.phase}: {row.name}", seconds, nodes=measurements[-1].rows[index].nodes)
     add("all passes", [sum(row.seconds for row in m.rows) for m in measurements])
     add("verifier", [sum(row.verify_seconds for row in m.rows) for m in measurements])
     add("snapshots", [sum(row.snapshot_seconds for row in m.rows) for m in measurements])
