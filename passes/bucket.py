@@ -145,7 +145,7 @@ def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
 def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> None:
-    order = {parameter: index for index, parameter in enumerate(context.model.parameters)}
+    order = context.model.index_of
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
     unit, dtype = parameters[0].unit, parameters[0].dtype

@@ -44,9 +44,9 @@ class Reshard(GraphPass):
             context.plan.kept = [wait.meta["fsdp"].bucket for wait in self._choose(graph, waits, context)]
         kept = [wait for wait in waits if wait.meta["fsdp"].bucket in context.plan.kept]
         outputs = list(graph.output.args[0])  # type: ignore[arg-type]
-        for wait in reversed(kept):
-            # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
-            outputs.insert(context.forward_outputs, wait)
+        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
+        outputs[context.forward_outputs : context.forward_outputs] = kept
+        for wait in kept:
             start = wait.args[0]
             assert isinstance(start, fx.Node)
             for node in (start, wait):

@@ -131,6 +131,11 @@ class ModelSpec:
         groups = ((self.group, self.world_size), (self.replicate_group, self.replicas))
         return tuple(name for name, size in groups if size > 1)
 
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Parameter name → its place among the model's parameters."""
+        return {name: index for index, name in enumerate(self.parameters)}
+
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
     """A model with one bucket per unit, split where dtypes differ."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
-from graph_fsdp.passes.graph import Graph, evaluate
+from graph_fsdp.passes.fake_values import Kinds, kind
+from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import PassContext
 
 
@@ -43,7 +43,7 @@ class Verifier:
     """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
-        self.graph, self.context = graph, context
+        self.graph, self.context, self.kinds = graph, context, Kinds()
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
         self.gradients = {
@@ -82,36 +82,38 @@ class Verifier:
             seen.add(node)
 
     def _values(self) -> None:
-        """Shapes, dtypes and devices agree with the fake tensors wherever a node is new or has new inputs."""
+        """Shapes, dtypes and devices agree with the fake tensors wherever a node or one of its inputs was
+        made or edited."""
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
             signature = _signature(node)
-            if self.proven.get(node) != signature or not changed.isdisjoint(node.all_input_nodes):
-                if node.op == "call_function":
-                    if "val" not in node.meta:
-                        self._fail("every node has a fake value", node, f"{node} has no meta['val']")
-                    if all("val" in i.meta for i in node.all_input_nodes):
-                        self._value(node)
-                changed.add(node) if node not in self.proven else None
+            edited = not _same(self.proven.get(node), signature)
+            if node.op == "call_function" and (edited or not changed.isdisjoint(node.all_input_nodes)):
+                if "val" not in node.meta:
+                    self._fail("every node has a fake value", node, f"{node} has no meta['val']")
+                if all("val" in i.meta for i in node.all_input_nodes):
+                    self._value(node)
+            if edited:
+                changed.add(node)
             proven[node] = signature
         self.proven = proven
 
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
         try:
-            computed = _kind(evaluate(node))
+            computed = self.kinds.computed(node)
         except Exception as error:
             raise VerificationError(
                 self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
             ) from error
-        if computed != _kind(node.meta["val"]):
-            self._fail(invariant, node, f"{node} is annotated as {_kind(node.meta['val'])} and computes {computed}")
+        if computed != kind(node.meta["val"]):
+            self._fail(invariant, node, f"{node} is annotated as {kind(node.meta['val'])} and computes {computed}")
 
     def _returned(self) -> None:
         """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
         the one of its own parameter."""
-        kept = [_kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
+        kept = [kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
         found = _output_values(self.graph)
@@ -304,23 +306,17 @@ class Verifier:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return (node.target, node.args, tuple(sorted(node.kwargs.items(), key=lambda kv: kv[0])), id(value))
+    return (node.target, node.args, node.kwargs, node.meta.get("val"))
 
 
-def _kind(value: Any) -> Any:
-    """What must not change of a value: shape, dtype and device of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(str(s) for s in value.shape), value.dtype, value.device.type)
-    if isinstance(value, (list, tuple)):
-        return tuple(_kind(v) for v in value)
-    return type(value).__name__
+def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
+    return before is not None and before[-1] is now[-1] and before[:-1] == now[:-1]
 
 
 def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
-    return [_kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
+    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
 
 
 def _outputs(graph: Graph) -> list[Any]:
