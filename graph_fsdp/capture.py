@@ -7,12 +7,13 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
+import contextlib
 import inspect as python_inspect
 import itertools
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,24 @@ _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
 
 
+class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
+    """The end of a capture that is planned and not run: its graphs after all passes."""
+
+    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
+        self.graphs, self.context = graphs, context
+
+
+@contextlib.contextmanager
+def models_not_counted() -> Iterator[None]:
+    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
+    before = _models_of_group.copy()
+    try:
+        yield
+    finally:
+        _models_of_group.clear()
+        _models_of_group.update(before)
+
+
 class Engine:
     """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
 
@@ -68,6 +87,7 @@ class Engine:
         self._index = _models_of_group[spec.group]
         _models_of_group[spec.group] += 1
         self._inputs: dict[str, Tensor] = {}
+        self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
         )
@@ -154,8 +174,7 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self.pipeline.run(graphs, context)
-            self._settle(graphs, context)
+            self._run_passes(graphs, context, captured)
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -166,8 +185,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
-            self.pipeline.run([graph], context)
-            self._settle([graph], context)
+            self._run_passes([graph], context, captured)
             return self._program(graph, captured)
 
         return compat.aot_autograd(
@@ -178,6 +196,14 @@ class Engine:
             decompositions=self.backend.decompositions(),
             keep_inference_input_mutations=True,
         )(module, inputs)
+
+    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph) -> None:
+        self.pipeline.run(graphs, context)
+        if self.run_passes_only:
+            for graph in graphs:
+                captured.add_graph(graph)
+            raise PassesHaveRun(graphs, context)
+        self._settle(graphs, context)
 
     def _settle(self, graphs: list[Graph], context: PassContext) -> None:
         """Make the order of collectives the plan's, and agree on it with the other ranks where it is new."""
