@@ -52,6 +52,7 @@ class Storage:
     ) -> None:
         self.spec, self.mesh = spec, mesh
         self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.ranks: list[int] = mesh.mesh.flatten().tolist() if mesh is not None else [0]  # global
         offsets, sizes = _layout(spec)
         device = next(iter(originals.values())).device
         # A model that is planned and not run has no memory, and its shards get none.

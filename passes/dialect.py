@@ -4,7 +4,7 @@
 |---|---|---|
 | ``gather_param(shard, shape, dtype, reduce_dtype, param, group)`` | full parameter | in ``dtype`` |
 | ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group)`` | shard of the gradient | mean over ranks |
-| ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | contents unknown until |
+| ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages)`` | bucket buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
 | ``reduce_scatter_start(grads, dtype, world_size, group)`` | flat shard of gradients | mean over ranks, in ``dtype`` |
@@ -13,6 +13,10 @@
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
+
+A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
+each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
+lands in place; parameters that share one are unpacked by the wait.
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
 records and the predicates over them. The operators' implementations on process groups are in the runtime.
@@ -35,8 +39,8 @@ _SCHEMAS = (
     " -> Tensor",
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
     " -> Tensor",
-    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group)"
-    " -> Tensor",
+    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
+    " int[] messages=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
     "free(Tensor(a!) buffer) -> ()",
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group) -> Tensor",
@@ -98,6 +102,14 @@ def has_role(node: fx.Node, *roles: Role) -> bool:
     return found is not None and found.role in roles
 
 
+_GROUP_ARGUMENT = {gather_param: 5, reduce_grad: 5, all_gather_start: 5, reduce_scatter_start: 3, all_reduce_start: 3}
+
+
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective."""
+    return str(node.args[_GROUP_ARGUMENT[node.target]])  # type: ignore[index]
+
+
 def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
     node.meta["fsdp"] = value
     return node
@@ -133,6 +145,7 @@ def _(
     dtype: torch.dtype,
     world_size: int,
     group: str,
+    messages: Sequence[int] = (),
 ) -> Tensor:
     return shards[0].new_empty([world_size * length], dtype=dtype)
 

@@ -167,9 +167,9 @@ def _generate_call(
 
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
-    shards, offsets, length, dtype, world_size, group = node.args
+    shards, offsets, length, dtype, world_size, group, *rest = node.args
     numels = tuple(shard.meta["val"].numel() for shard in shards)  # type: ignore[union-attr]
-    layout = GatherLayout(tuple(offsets), numels, length, world_size)  # type: ignore[arg-type]
+    layout = GatherLayout.make(offsets, numels, length, world_size, *rest)  # type: ignore[arg-type]
     record = node.meta["fsdp"]
     return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(str(group)), record.escapes)  # type: ignore[arg-type]
 
