@@ -7,13 +7,14 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
+import contextlib
 import inspect as python_inspect
 import itertools
 import json
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,24 @@ _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
 
 
+class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
+    """The end of a capture that is planned and not run: its graphs after all passes."""
+
+    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
+        self.graphs, self.context = graphs, context
+
+
+@contextlib.contextmanager
+def models_not_counted() -> Iterator[None]:
+    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
+    before = _models_of_ranks.copy()
+    try:
+        yield
+    finally:
+        _models_of_ranks.clear()
+        _models_of_ranks.update(before)
+
+
 class Engine:
     """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
 
@@ -76,6 +95,7 @@ class Engine:
         self._index = _models_of_ranks[self.ranks]
         _models_of_ranks[self.ranks] += 1
         self._inputs: dict[str, Tensor] = {}
+        self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
         )
@@ -164,7 +184,7 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self._schedule(graphs, context, kind)
+            self._run_passes(graphs, context, captured, kind)
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -175,7 +195,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
-            self._schedule([graph], context, kind_of(graph, self.spec))
+            self._run_passes([graph], context, captured, kind_of(graph, self.spec))
             return self._program(graph, captured)
 
         return compat.aot_autograd(
@@ -186,6 +206,15 @@ class Engine:
             decompositions=self.backend.decompositions(),
             keep_inference_input_mutations=True,
         )(module, inputs)
+
+    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+        if not self.run_passes_only:
+            return self._schedule(graphs, context, kind)
+        context.plan = Plan()
+        self.pipeline.run(graphs, context)
+        for graph in graphs:
+            captured.add_graph(graph)
+        raise PassesHaveRun(graphs, context)
 
     def _schedule(self, graphs: list[Graph], context: PassContext, kind: str) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.

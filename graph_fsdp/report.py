@@ -81,8 +81,11 @@ class CapturedGraph:
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
     def add_program(self, graph: Graph, program: Program) -> None:
+        self.add_graph(graph)
+        self.view(graph.phase).program = program.source
+
+    def add_graph(self, graph: Graph) -> None:
         view = self.view(graph.phase)
-        view.program = program.source
         view.buckets = _bucket_rows(graph)
         view.nodes = len(graph.fx_graph.nodes)
 
@@ -153,7 +156,7 @@ class GraphReport:
         ]
         for captured in self.graphs:
             for phase, view in captured.views.items():
-                if view.program is None:  # a graph that other graphs are made of
+                if not view.nodes:  # a graph that other graphs are made of
                     continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]

@@ -54,7 +54,10 @@ class Storage:
         self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
         device = next(iter(originals.values())).device
-        self.buffers = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
+        # A model that is planned and not run has no memory, and its shards get none.
+        self.has_memory = all(map(compat.has_memory, originals.values()))
+        allocate = torch.zeros if self.has_memory else compat.without_memory
+        self.buffers = {dtype: allocate((n,), dtype=dtype, device=device) for dtype, n in sizes.items()}
         self.parameters: dict[str, ShardedParameter] = {}
         for name, p in spec.parameters.items():
             original = originals[name]
@@ -62,9 +65,10 @@ class Storage:
             padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
             local = padded if p.replicated else padded[: p.local_rows(self.rank)]
             first = self.rank * p.chunk_rows if not p.replicated else 0
-            with torch.no_grad():
-                source = original.detach()
-                local.copy_(source if p.replicated else source[first : first + local.shape[0]])
+            if self.has_memory:
+                with torch.no_grad():
+                    source = original.detach()
+                    local.copy_(source if p.replicated else source[first : first + local.shape[0]])
             owners = tuple(_owner(model, full_name) for full_name in names[original])
             self.parameters[name] = ShardedParameter(
                 p, owners, original, self._make_shard(p, original, local), padded, local
@@ -94,8 +98,10 @@ class Storage:
         self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
             _register(p, p.shard)
-            empty = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
-            empty.untyped_storage().resize_(0)
+            allocate = torch.empty if self.has_memory else compat.without_memory
+            empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
+            if self.has_memory:
+                empty.untyped_storage().resize_(0)
             p.placeholder.data = empty
             guard(p.placeholder, p.spec.name, self._forward_runs)
 
