@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from graph_fsdp import validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
-from graph_fsdp.passes import PassPipeline, default_pipeline
+from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes.hardware import detect_hardware
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.sharding import Storage
@@ -30,7 +31,7 @@ def compile(
     mesh: DeviceMesh | None = None,
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -57,7 +58,8 @@ def compile(
             of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
-            (ZeRO-2), None keeps the unit used last.
+            (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
+            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``.
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
         ignored_params: left as they are: not sharded, gradients not reduced.
@@ -87,7 +89,10 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    pipeline = passes if passes is not None else default_pipeline()
     spec = _model_spec(units, names, parallel, mp_policy)
+    cost = _cost_model(pipeline, parallel, device, backend)
+    spec = pipeline.arrange(spec, cost)
 
     if sync_module_states and parallel is not None:
         parallel.broadcast(model)
@@ -97,9 +102,10 @@ def compile(
         original_forward(model),
         spec,
         storage,
-        passes if passes is not None else default_pipeline(),
+        pipeline,
         BACKENDS[backend](),
-        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
+        cost,
+        reshard_after_forward=reshard_after_forward,  # type: ignore[arg-type]  # validated
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
@@ -126,19 +132,26 @@ def _model_spec(
     policy: MixedPrecisionPolicy,
 ) -> ModelSpec:
     world_size = parallel.world_size if parallel is not None else 1
-    by_name = {p_names[0]: p for p, p_names in names.items()}
+    unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
-    for unit in units:
-        for name in unit.parameters:
-            p = by_name[name]
+    for p, (name, *_) in names.items():  # in order of registration, which is about the order of use
+        if name in unit_of:
             param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
             reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
             specs.append(
                 ParameterSpec(
-                    name, unit.name, tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
+                    name, unit_of[name], tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
                 )
             )
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)
     if parallel is None:
         return spec
     return dataclasses.replace(spec, replicate_group=parallel.replicate_group, replicas=parallel.replicas)
+
+
+def _cost_model(
+    pipeline: PassPipeline, parallel: DataParallelMesh | None, device: torch.device, backend: str
+) -> CostModel:
+    hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
+    groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
+    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager")

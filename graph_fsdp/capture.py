@@ -13,9 +13,10 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graph_fsdp.errors import (
@@ -26,13 +27,13 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
-from graph_fsdp.passes.dialect import STARTING
+from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, dialect
 from graph_fsdp.passes.pipeline import add_stage
+from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache
-from graph_fsdp.runtime.agreement import agree
+from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
 
@@ -53,22 +54,24 @@ class Engine:
         storage: Storage,
         pipeline: PassPipeline,
         backend: Backend,
+        cost: CostModel | None = None,
         *,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | Literal["auto"] | None,
         fullgraph: bool,
         dynamic: bool | None,
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.cost = reshard_after_forward, cost
         self._forward = forward
         self.counter = GatheredBytes()
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
-        self.plan: dict[Any, list[tuple[str, str]]] = {}
-        self._agreed: set[tuple[str, ...]] = set()
-        self._ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
-        self._index = _models_of_ranks[self._ranks]
-        _models_of_ranks[self._ranks] += 1
+        self.plans: dict[str, Plan] = {}  # by kind of graph
+        self._agreed: dict[tuple[str, ...], str] = {}  # collectives that all ranks run → the kind of their graphs
+        self._facts_agreed = False
+        self.ranks = storage.ranks
+        self._index = _models_of_ranks[tuple(self.ranks)]
+        _models_of_ranks[tuple(self.ranks)] += 1
         self._inputs: dict[str, Tensor] = {}
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
@@ -99,7 +102,7 @@ class Engine:
     def _compile_graph(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph."""
         captured = CapturedGraph(len(self.graphs), self.spec)
-        context = PassContext(self.spec, self.reshard_after_forward, self.plan, stages=captured.stages)
+        context = PassContext(self.spec, self.reshard_after_forward, cost=self.cost, stages=captured.stages)
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
@@ -148,7 +151,9 @@ class Engine:
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
-            self.pipeline.run([Graph(joint, "joint")], context)
+            joint_graph = Graph(joint, "joint")
+            self.pipeline.run([joint_graph], context)
+            kind = kind_of(joint_graph, self.spec)
             begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -156,8 +161,7 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self.pipeline.run(graphs, context)
-            self._settle(graphs, context)
+            self._schedule(graphs, context, kind)
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -168,8 +172,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
-            self.pipeline.run([graph], context)
-            self._settle([graph], context)
+            self._schedule([graph], context, kind_of(graph, self.spec))
             return self._program(graph, captured)
 
         return compat.aot_autograd(
@@ -181,17 +184,54 @@ class Engine:
             keep_inference_input_mutations=True,
         )(module, inputs)
 
-    def _settle(self, graphs: list[Graph], context: PassContext) -> None:
-        """Make the order of collectives the plan's, and agree on it with the other ranks where it is new."""
-        sequences = {graph.phase: graph.collectives for graph in graphs}
-        for phase, sequence in sequences.items():
-            self.plan.setdefault(phase, sequence)
-        fingerprint = _fingerprint(graphs, self)
-        if tuple(fingerprint) in self._agreed or self.spec.ranks == 1:
+    def _schedule(self, graphs: list[Graph], context: PassContext, kind: str) -> None:
+        """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
+        Then agree with the other ranks on the collectives, where they are new."""
+        shared = is_shared(self.ranks)
+        key = f"model{self._index}/{'+'.join(graph.phase for graph in graphs)}-{kind}"
+        decides = not shared or dist.get_rank() == self.ranks[0]
+        plan = self.plans.get(kind)
+        if shared and not self._facts_agreed:
+            agree(f"model{self._index}", self._facts(), self.ranks)
+            self._facts_agreed = True
+        received = receive(key, self.ranks) if plan is None and not decides else None
+        if received:
+            plan = Plan.from_json(received)
+        context.plan = Plan() if plan is None else plan.copy()
+        try:
+            self.pipeline.run(graphs, context)
+        except Exception:
+            if decides and shared and plan is None:
+                publish(key, "", self.ranks)  # the others meet the same error, or say that they differ
+            raise
+        if received == "":
+            raise RankDisagreement(
+                f"rank {self.ranks[0]} could not schedule {key!r}, and this rank could: see its error"
+            )
+        if plan is None:
+            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
+            if decides and shared:
+                publish(key, plan.to_json(), self.ranks)
+        self.plans[kind] = plan
+        if not shared:
             return
-        key = f"model{self._index}/{len(self._agreed)}-{'+'.join(sequences)}"
-        agree(key, fingerprint, self._ranks)
-        self._agreed.add(tuple(fingerprint))
+        fingerprint = tuple(_fingerprint(graphs))
+        if fingerprint not in self._agreed:
+            agree(f"{key}/{sum(kind == k for k in self._agreed.values())}", fingerprint, self.ranks)
+            self._agreed[fingerprint] = kind
+
+    def _facts(self) -> list[str]:
+        """What ranks must have in common before anything is planned."""
+        lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
+        lines.append(f"reshard_after_forward {self.reshard_after_forward}")
+        lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
+        lines += [f"pass {p.settings()}" for p in self.pipeline]
+        for bucket in self.spec.buckets:
+            lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
+        for p in self.spec.parameters.values():
+            dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
+            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}")
+        return lines
 
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
@@ -199,14 +239,13 @@ class Engine:
         return program
 
 
-def _fingerprint(graphs: list[Graph], engine: Engine) -> list[str]:
-    """What ranks must have in common before they run: torch, options, and every collective with its size."""
-    lines = [f"torch {torch.__version__}", f"passes {engine.pipeline!r}", f"backend {engine.backend.name}"]
+def _fingerprint(graphs: list[Graph]) -> list[str]:
+    """Every collective with its size, in order."""
+    lines = []
     for graph in graphs:
         for node in graph.fx_graph.nodes:
-            record = node.meta.get("fsdp")
-            if record is not None and record.role in STARTING:
-                dtype = node.meta["val"].dtype
+            if node.target in dialect.STARTS:
+                record, dtype = node.meta["fsdp"], node.meta["val"].dtype
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}"

@@ -52,6 +52,7 @@ class Storage:
     ) -> None:
         self.spec, self.mesh = spec, mesh
         self.rank = mesh.shard_rank if mesh is not None else 0
+        self.ranks = list(mesh.ranks) if mesh is not None else [0]  # global
         offsets, sizes = _layout(spec)
         device = next(iter(originals.values())).device
         self.buffers = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}

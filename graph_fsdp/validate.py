@@ -154,9 +154,14 @@ def options(
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise TypeError(f"passes must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got {passes!r}")
-    if not isinstance(reshard_after_forward, (bool, int, type(None))):
-        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
-    if not isinstance(reshard_after_forward, (bool, type(None))):
+    if not isinstance(reshard_after_forward, (bool, int, type(None))) and reshard_after_forward != "auto":
+        raise TypeError(f"reshard_after_forward must be True, False, None or 'auto', got {reshard_after_forward!r}")
+    if reshard_after_forward == "auto" and not any(getattr(p, "budget", None) for p in passes or ()):
+        raise ValueError(
+            "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for, and there is none; pass "
+            "passes=graph_fsdp.passes.default_pipeline(budget=…) with a number of bytes"
+        )
+    if not isinstance(reshard_after_forward, (bool, str, type(None))):
         raise UnsupportedError(
             f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not available yet; "
             "pass True, False or None"

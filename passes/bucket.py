@@ -14,6 +14,8 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
+from graph_fsdp.passes.arrange import BucketSize, arrange_buckets
+from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
@@ -31,6 +33,8 @@ class Bucket(GraphPass):
     A bucket is gathered whole even where a graph uses part of it (backward needs no biases): which part that is can
     depend on the partitioner, and so on a rank's shapes, and the collective's size must not. It also keeps the
     bucket one slice of the shard storage, with nothing to pack.
+    ``size`` is what a bucket holds, and ``budget`` bounds it, as in :func:`graph_fsdp.passes.arrange.arrange_buckets`.
+
     Scalars are replicated: they are used as they are, and their gradients are all-reduced.
     Where nothing is sharded a gather is its shard, and the gradients of a bucket are all-reduced over the replicas. On
     one rank a reduction is its gradient too, and nothing is communicated or copied.
@@ -40,6 +44,16 @@ class Bucket(GraphPass):
     phases = ("forward", "backward", "inference")
     requires = ("annotated",)
     provides = ("bucketed",)
+
+    def __init__(self, size: BucketSize = "unit", budget: int | None = None) -> None:
+        named = size in ("unit", "none", "auto") if isinstance(size, str) else False
+        if not named and (isinstance(size, (bool, str)) or not isinstance(size, int) or size <= 0):
+            raise ValueError(f"bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got {size!r}")
+        self.size = size
+        self.budget = budget
+
+    def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+        return arrange_buckets(model, self.size, cost, self.budget)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         positions = graph.positions()
@@ -91,10 +105,10 @@ def _gather_bucket(
 
     with graph.fx_graph.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
+        arguments = (shards, offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, context.model.group)
+        messages = [value for message in bucket.messages for value in message]
         start = graph.call(
-            dialect.all_gather_start,
-            (shards, offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, context.model.group),
-            name=f"gather_{bucket.name}",
+            dialect.all_gather_start, (*arguments, messages) if messages else arguments, name=f"gather_{bucket.name}"
         )
         set_record(start, put(Role.GATHER_START))
         wait = set_record(

@@ -16,9 +16,12 @@ whole test-suite was run.
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager`` | grouped all-gathers on CUDA and XPU; never run there | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
@@ -66,12 +69,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BackendCompilerFailed",
@@ -92,7 +97,9 @@ __all__ = [
     "current_fake_mode",
     "default_store",
     "dynamo_config",
+    "flop_registry",
     "free_symbols",
+    "grouped_all_gather",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
@@ -103,6 +110,7 @@ __all__ = [
     "reduce_scatter_single",
     "resolve_group",
     "set_local_tensor",
+    "size_hint",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -114,6 +122,33 @@ chunk_cat: Callable[..., Any] = torch._chunk_cat
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def grouped_all_gather(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work | Any]:
+    """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
+    after the other; what to wait for."""
+    if len(pairs) > 1 and pairs[0][1].device.type in ("cuda", "xpu"):
+        with _coalescing_manager(group=group, async_ops=True) as manager:
+            for target, source in pairs:
+                all_gather_single(target, source, group=group)
+        return [manager]
+    return [all_gather_single(target, source, group=group, async_op=True) for target, source in pairs]
+
+
+# 2.9 has it under another name.
+_hint: Callable[..., int] = next(
+    getattr(symbolic_shapes, name) for name in ("optimization_hint", "hint_int") if hasattr(symbolic_shapes, name)
+)
+
+# A size that only the data decides (what ``nonzero`` returns) counts as this many elements.
+UNBACKED_HINT = 1024
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
+    return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@
 |---|---|---|
 | ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
 | ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
-| ``all_gather_start(shards, offsets, length, dtype, world_size, group)`` | bucket buffer | contents unknown until |
+| ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages)`` | bucket buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
 | ``reduce_scatter_start(grads, dtype, world_size, group, replicas)`` | flat shard of gradients | mean, in ``dtype`` |
@@ -14,6 +14,10 @@
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
+
+A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
+each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
+lands in place; parameters that share one are unpacked by the wait.
 
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
@@ -40,8 +44,8 @@ _SCHEMAS = (
     " str replicate_group='') -> Tensor",
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='') -> Tensor",
-    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group)"
-    " -> Tensor",
+    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
+    " int[] messages=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
     "free(Tensor(a!) buffer) -> ()",
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
@@ -126,6 +130,11 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective."""
+    return str(argument(node, "group"))
+
+
 # --- fakes: shapes and dtypes, for tracing and for the verifier
 
 
@@ -163,6 +172,7 @@ def _(
     dtype: torch.dtype,
     world_size: int,
     group: str,
+    messages: Sequence[int] = (),
 ) -> Tensor:
     return shards[0].new_empty([world_size * length], dtype=dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 import torch
@@ -12,6 +12,9 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.cost import CostModel
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 
@@ -58,11 +61,13 @@ class Graph:
     """One FX graph on its way through the passes.
 
     ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
+    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
     """
 
     def __init__(self, module: fx.GraphModule, phase: Phase) -> None:
         self.module = module
         self.phase: Phase = phase
+        self.cost: CostModel | None = None
 
     @property
     def fx_graph(self) -> fx.Graph:
@@ -104,25 +109,33 @@ class Graph:
                 roots[node] = frozenset().union(*(roots[i] for i in inputs)) if inputs else frozenset({node})
         return roots
 
-    def dependencies(self) -> nx.DiGraph:
+    def dependencies(self, cost: CostModel | None = None) -> nx.DiGraph:
         """The dependency DAG: an edge from a node to each node that must come after it.
 
         Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
         memory through any alias and before every later one, collectives keep their order among themselves, and so
-        do operators that draw random numbers. Edges carry ``kind``: "data", "memory", "collective" or "random".
+        do operators that draw random numbers. Edges carry ``kind``: "data", "memory", "collective" or "random", and
+        ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
+
+        Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
+        by ``cost``, which is the graph's own where it is not given; 0.0 without one.
         """
+        cost = cost or self.cost
+        seconds = cost.node_seconds(self) if cost is not None else {}
         dag = nx.DiGraph()
         roots = self.alias_roots()
         last_write: dict[fx.Node, fx.Node] = {}
         uses_since: dict[fx.Node, list[fx.Node]] = {}
         previous: dict[str, fx.Node] = {}
+        sizes: dict[fx.Node, int] = {}
 
         def edge(before: fx.Node, after: fx.Node, kind: str) -> None:
             if before is not after and not dag.has_edge(before, after):
-                dag.add_edge(before, after, kind=kind)
+                dag.add_edge(before, after, kind=kind, nbytes=sizes[before] if kind == "data" else 0)
 
         for node in self.fx_graph.nodes:
-            dag.add_node(node)
+            sizes[node] = nbytes(node.meta.get("val"))
+            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=sizes[node])
             for source in node.all_input_nodes:
                 edge(source, node, "data")
             written = {root for n in mutated_inputs(node) for root in roots[n]}

@@ -7,16 +7,21 @@ is traced.
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx
 
 from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Stage
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.cost import CostModel, Hardware, Measurements
 
 PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
 # What a graph of each phase is before any pass of that phase has run.
@@ -39,8 +44,10 @@ class PassError(RuntimeError):
 
 @dataclass
 class PassContext:
-    """What passes may know beyond the graph. One per capture; ``plan`` is the model's and outlives it.
+    """What passes may know beyond the graph. One per capture.
 
+    ``plan``: what the ranks have decided for graphs of this kind; passes keep to it, or decide and write it down.
+    ``cost``: seconds of nodes and collectives; None where there is no description of the hardware.
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
@@ -50,8 +57,9 @@ class PassContext:
     """
 
     model: ModelSpec
-    reshard_after_forward: bool | None = None
-    plan: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
+    reshard_after_forward: bool | Literal["auto"] | None = None
+    plan: Plan = field(default_factory=Plan)
+    cost: CostModel | None = None
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))
@@ -81,6 +89,16 @@ class GraphPass:
     def run(self, graph: Graph, context: PassContext) -> str | None:
         raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context)")
 
+    def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+        """Before anything is traced: the model with other buckets, in which the shards then lie in storage."""
+        return model
+
+    def settings(self) -> str:
+        """The pass with its options, as ranks compare them: attributes that are plain values."""
+        options = {key: value for key, value in sorted(vars(self).items()) if _is_plain(value)}
+        arguments = "".join(f", {key}={value!r}" for key, value in options.items())
+        return f"{type(self).__qualname__}({self.name!r}{arguments})"
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
@@ -88,8 +106,17 @@ class GraphPass:
 class PassPipeline:
     """An ordered list of passes. Edits return a new pipeline and are checked at once."""
 
-    def __init__(self, passes: Sequence[GraphPass]) -> None:
+    def __init__(
+        self,
+        passes: Sequence[GraphPass],
+        *,
+        hardware: str | Hardware | None = None,
+        measured: Measurements | None = None,
+    ) -> None:
+        """``hardware``: what the cost model computes with: a name or a description; None finds the device's.
+        ``measured``: times of a running program (:func:`graph_fsdp.profile`), which the cost model prefers."""
         self.passes = tuple(passes)
+        self.hardware, self.measured = hardware, measured
         self._check()
 
     def __iter__(self) -> Iterator[GraphPass]:
@@ -100,19 +127,28 @@ class PassPipeline:
 
     def replace(self, name: str, new: GraphPass) -> PassPipeline:
         index = self._index(name)
-        return PassPipeline([*self.passes[:index], new, *self.passes[index + 1 :]])
+        return self._with([*self.passes[:index], new, *self.passes[index + 1 :]])
 
     def insert_before(self, name: str, new: GraphPass) -> PassPipeline:
         index = self._index(name)
-        return PassPipeline([*self.passes[:index], new, *self.passes[index:]])
+        return self._with([*self.passes[:index], new, *self.passes[index:]])
 
     def insert_after(self, name: str, new: GraphPass) -> PassPipeline:
         index = self._index(name) + 1
-        return PassPipeline([*self.passes[:index], new, *self.passes[index:]])
+        return self._with([*self.passes[:index], new, *self.passes[index:]])
 
     def remove(self, name: str) -> PassPipeline:
         index = self._index(name)
-        return PassPipeline([*self.passes[:index], *self.passes[index + 1 :]])
+        return self._with([*self.passes[:index], *self.passes[index + 1 :]])
+
+    def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+        """The model with the buckets that the passes want."""
+        for p in self.passes:
+            model = p.arrange(model, cost)
+        return model
+
+    def _with(self, passes: Sequence[GraphPass]) -> PassPipeline:
+        return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
 
     def _index(self, name: str) -> int:
         names = [p.name for p in self.passes]
@@ -151,6 +187,8 @@ class PassPipeline:
         """Run each pass over the graphs of its phases, in the order given (forward before backward)."""
         from graph_fsdp.passes.verify import Verifier
 
+        for graph in graphs:
+            graph.cost = context.cost
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
@@ -168,6 +206,12 @@ class PassPipeline:
                 verifiers[graph.phase].check(p.name)
                 graph.module.recompile()
                 add_stage(graph, context, p.name, seconds, summary)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str, enum.Enum))
 
 
 def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:

@@ -1,9 +1,9 @@
-"""The schedule: gathers start early, reductions are waited for late.
+"""The schedule: gathers start early enough to be hidden, reductions are waited for late.
 
-One rule for each, in one walk of the graph. Let the buckets be ``b0, b1, …`` in the plan's order. The gather of
-``b_k`` starts as soon as ``b_(k - distance)`` has arrived, so that it runs while that bucket's unit computes; the
-first ones start at the top. Under a budget, a gather starts later where it would otherwise not fit. A reduction is
-waited for when ``reductions_in_flight`` later ones would otherwise be under way, and at the end.
+Gathers start next to a wait, so that no compute region is cut for them: which one is the arithmetic of
+``schedule.py``. A reduction is waited for when ``reductions_in_flight`` later ones would otherwise be under way, and
+at the end. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
+recompiles alone must not reorder them.
 
 A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
 residual addition alone costs more than the overlap that it gives.
@@ -11,108 +11,135 @@ residual addition alone costs more than the overlap that it gives.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import fx
+from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.plan import follow
 from graph_fsdp.passes.reductions import defer_reductions, wait_of
+from graph_fsdp.passes.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
 
+__all__ = ["BudgetError", "Prefetch"]
 
-class BudgetError(ValueError):
-    """The budget of gathered bytes is smaller than what has to be gathered at once."""
+Distance = int | Literal["auto"] | BackwardPrefetch | None
 
 
 class Prefetch(GraphPass):
-    """``distance``: how many buckets ahead a gather starts; 0 gathers just before the use, with nothing to hide it.
+    """``distance``: how gathers are started ahead of their use.
+
+    - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the
+      memory that one bucket ahead takes.
+    - an int: when the bucket so many before has arrived. 0 gathers right before the use, with nothing to hide it.
+    - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket
+      before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
+
+    ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
     ``reductions_in_flight``: reductions that may be under way at once, at least 1.
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
-
-    The collectives keep the order of ``context.plan`` where the graph uses the same buckets as when the plan was
-    made, whatever the order of this graph's nodes: a rank that recompiles alone must not reorder them.
     """
 
     name = "prefetch"
     requires = ("bucketed",)
     provides = ("scheduled",)
 
-    def __init__(self, distance: int = 1, reductions_in_flight: int = 2, budget: int | None = None) -> None:
-        if distance < 0:
-            raise ValueError(f"distance must be 0 or more buckets, got {distance}")
+    def __init__(
+        self,
+        distance: Distance = "auto",
+        reductions_in_flight: int = 2,
+        budget: int | None = None,
+        forward: int | Literal["auto"] | None = None,
+    ) -> None:
+        _check_distance("prefetch", distance)
+        _check_distance("forward_prefetch", forward)
+        if isinstance(forward, BackwardPrefetch):
+            raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {forward}")
         if reductions_in_flight < 1:
             raise ValueError(f"reductions_in_flight must be 1 or more, got {reductions_in_flight}")
         if budget is not None and budget <= 0:
             raise ValueError(f"budget must be a positive number of bytes or None, got {budget}")
-        self.distance = distance
+        self.distance = 0 if distance is None else distance
+        if forward is None:
+            forward = 1 if distance is None or isinstance(distance, BackwardPrefetch) else distance
+        self.forward = forward
         self.budget = budget
         self.reductions_in_flight = reductions_in_flight
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget
-        gathers = _in_plan_order(graph, "gather_start", graph.with_role(Role.GATHER_START), context)
-        reductions = _in_plan_order(graph, "reduce_start", graph.with_role(Role.REDUCE_START), context)
-        self._move_gathers(graph, gathers)
+        planned = context.plan.collectives.get(graph.phase)
+        gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
+        reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
+        distance = self.distance if graph.phase == "backward" else self.forward
+        self._place(graph, gathers, distance, context)
         defer_reductions(graph, reductions, self.reductions_in_flight)
         _hoist_waits(graph)
+        if planned is not None:
+            follow(graph, planned)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
-        return f"gathers {self.distance} ahead, at most {self.reductions_in_flight} reductions in flight{limit}"
+        ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
+        return f"{ahead}, at most {self.reductions_in_flight} reductions in flight{limit}"
 
-    def _move_gathers(self, graph: Graph, starts: list[fx.Node]) -> None:
+    def _place(self, graph: Graph, starts: list[fx.Node], distance: Distance, context: PassContext) -> None:
         waits = [wait_of(start) for start in starts]
-        after = [max(-1, index - self.distance) for index in range(len(starts))]
+        gathers = find_gathers(graph, starts, waits)
+        if distance is BackwardPrefetch.BACKWARD_POST:
+            after = list(range(len(starts)))
+        elif distance is BackwardPrefetch.BACKWARD_PRE or (distance == "auto" and context.cost is None):
+            after = at_distance(len(starts), 1)
+        elif distance == "auto":
+            assert context.cost is not None
+            segments = Segments.of(graph, starts, waits, context.cost)
+            after = choose(gathers, segments, self.budget)
+        else:
+            assert isinstance(distance, int)
+            after = at_distance(len(starts), distance)
         if self.budget is not None:
-            after = _fit(graph, starts, waits, after, self.budget)
-        anchors = [graph.placeholders[-1], *waits]
-        for index, start in reversed(list(enumerate(starts))):
-            if after[index] == index:
-                waits[index].prepend(start)
-            else:
-                anchors[after[index] + 1].append(start)
+            after = fit(gathers, after, self.budget)
+        _move(graph, starts, waits, after)
+        if distance is BackwardPrefetch.BACKWARD_POST:
+            _start_after_last_uses(graph, starts, waits)
 
 
-def _fit(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: list[int], budget: int) -> list[int]:
-    """Delay gathers until they fit the budget: ``after[k]`` is the wait after which gather ``k`` starts, -1 for the
-    top and ``k`` for just before its own wait.
-
-    Time is counted in intervals: interval ``t`` ends with wait ``t``. A buffer is live from the interval in which its
-    gather starts through that of its last use; one that starts just before its own wait, from the interval after it.
-    """
-    received = graph.with_role(Role.KEPT)
-    last = _interval_of_last_use(graph, [*starts, *received], waits)
-    live = [0] * (len(waits) + 1)
-    for node in received:
-        for t in range(last[node] + 1):
-            live[t] += node.meta["fsdp"].nbytes
-    placed: list[int] = []
-    for k, start in enumerate(starts):
-        nbytes = start.meta["fsdp"].nbytes
-        earliest = max([after[k], *placed[-1:]])  # gathers keep their order
-        exceeding = [t for t in range(earliest + 1, last[start] + 1) if live[t] + nbytes > budget]
-        first = max(exceeding, default=earliest) + 1
-        if first > k + 1:
-            needed = max(live[k + 1 : last[start] + 1]) + nbytes
-            unit = start.meta["fsdp"].unit or "root"
-            raise BudgetError(
-                f"budget of {budget:,} bytes is too small for unit {unit!r} in the {graph.phase} graph: it and "
-                f"what must be gathered at the same time are {needed:,} bytes"
-            )
-        placed.append(first - 1)
-        for t in range(first, last[start] + 1):
-            live[t] += nbytes
-    return placed
+def _check_distance(name: str, distance: Distance) -> None:
+    if distance is None or distance == "auto" or isinstance(distance, BackwardPrefetch):
+        return
+    if isinstance(distance, bool) or not isinstance(distance, int) or distance < 0:
+        raise ValueError(f"{name} must be 0 or more buckets or 'auto', got {distance!r}")
 
 
-def _interval_of_last_use(graph: Graph, buffers: list[fx.Node], waits: list[fx.Node]) -> dict[fx.Node, int]:
+def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: After) -> None:
+    anchors = [graph.placeholders[-1], *waits]
+    for index, start in reversed(list(enumerate(starts))):
+        if after[index] == index:
+            waits[index].prepend(start)
+        else:
+            anchors[after[index] + 1].append(start)
+
+
+def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> None:
+    """Each gather starts when the bucket before it was used last, just before that bucket's reduction: nothing of
+    the wait is hidden but what the reduction and what follows take, and no two buckets are held."""
+    positions = graph.positions()
     roots = graph.alias_roots()
-    last = dict.fromkeys(buffers, 0)
-    interval, ends = 0, set(waits)
+    last: dict[fx.Node, fx.Node] = {}
+    known = set(starts)
     for node in graph.fx_graph.nodes:
-        interval += node in ends
-        for root in {root for source in node.all_input_nodes for root in roots[source]}:
-            if root in last:
-                last[root] = interval
-    return last
+        for source in node.all_input_nodes:
+            for root in roots[source]:
+                if root in known:
+                    last[root] = node
+    reductions = {node.meta["fsdp"].bucket: node for node in graph.with_role(Role.REDUCE_START)}
+    for before, start, wait in zip(starts, starts[1:], waits[1:], strict=False):
+        reduction = reductions.get(before.meta["fsdp"].bucket)
+        if reduction is not None and positions[last[before]] < positions[reduction] < positions[wait]:
+            reduction.prepend(start)
+        elif positions[last[before]] < positions[wait]:
+            last[before].append(start)
 
 
 def _hoist_waits(graph: Graph) -> None:
@@ -129,9 +156,10 @@ def _hoist_waits(graph: Graph) -> None:
                 wait.append(started_with_it)
 
 
-def _in_plan_order(graph: Graph, kind: str, starts: list[fx.Node], context: PassContext) -> list[fx.Node]:
-    planned = [bucket for k, bucket in context.plan.get(graph.phase, ()) if k == kind]
-    if {start.meta["fsdp"].bucket for start in starts} != set(planned):
+def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:
+    rank = {entry: index for index, entry in enumerate(planned or ())}
+    entries = [(start.meta["fsdp"].role.value, start.meta["fsdp"].bucket) for start in starts]
+    if not all(entry in rank for entry in entries):
         return starts
-    rank = {bucket: index for index, bucket in enumerate(planned)}
-    return sorted(starts, key=lambda start: rank[start.meta["fsdp"].bucket])
+    order = sorted(range(len(starts)), key=lambda index: rank[entries[index]])
+    return [starts[index] for index in order]

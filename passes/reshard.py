@@ -7,23 +7,31 @@ backward disappears.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import fx
 
+from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
 
 
 class Reshard(GraphPass):
     """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
-    only the unit that forward uses last, whose backward comes first and would gather it again at once."""
+    only the unit that forward uses last, whose backward comes first and would gather it again at once. ``"auto"``
+    keeps, within ``budget`` bytes of gathered parameters, the buckets whose second gather costs most time per byte.
+    """
 
     name = "reshard"
     phases = ("forward", "backward")
     requires = ("bucketed",)
     provides = ("resharded",)
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         if graph.phase == "forward":
@@ -32,7 +40,9 @@ class Reshard(GraphPass):
 
     def _keep(self, graph: Graph, context: PassContext) -> str:
         waits = graph.with_role(Role.GATHER_WAIT)
-        kept = self._choose(graph, waits, context)
+        if context.plan.kept is None:
+            context.plan.kept = [wait.meta["fsdp"].bucket for wait in self._choose(graph, waits, context)]
+        kept = [wait for wait in waits if wait.meta["fsdp"].bucket in context.plan.kept]
         outputs = list(graph.output.args[0])  # type: ignore[arg-type]
         for wait in reversed(kept):
             # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
@@ -46,24 +56,16 @@ class Reshard(GraphPass):
         names = ", ".join(context.kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
-    @staticmethod
-    def _choose(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
+    def _choose(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
         if context.reshard_after_forward is True or not waits:
             return []
         if context.reshard_after_forward is False:
             return waits
-        roots = graph.alias_roots()
-        last_use: dict[str, int] = {}
-        owner = {wait.args[0]: wait for wait in waits}
-        for index, node in enumerate(graph.fx_graph.nodes):
-            if node.op == "output":
-                continue
-            for source in node.all_input_nodes:
-                for root in roots[source]:
-                    if root in owner:
-                        last_use[owner[root].meta["fsdp"].unit] = index
-        last_unit = max(last_use, key=last_use.__getitem__)
-        return [wait for wait in waits if wait.meta["fsdp"].unit == last_unit]
+        starts: list[fx.Node] = [wait.args[0] for wait in waits]  # type: ignore[misc]
+        gathers = find_gathers(graph, starts, waits)
+        if context.reshard_after_forward == "auto":
+            return [waits[k] for k in _worth_keeping(gathers, starts, self.budget, context.cost)]
+        return _used_last(gathers, waits)
 
     @staticmethod
     def _receive(graph: Graph, context: PassContext) -> str:
@@ -81,6 +83,35 @@ class Reshard(GraphPass):
             if bucket in gathered:
                 _use_kept(graph, gathered[bucket], kept)
         return f"received from forward: {', '.join(removed) or 'none'}"
+
+
+def _used_last(gathers: Gathers, waits: list[fx.Node]) -> list[fx.Node]:
+    """The buckets of the unit that is used last, as far as no other unit is used after them."""
+    by_use = sorted(range(len(waits)), key=lambda k: (gathers.last[k], k), reverse=True)
+    last_unit = waits[by_use[0]].meta["fsdp"].unit
+    kept = set(itertools.takewhile(lambda k: waits[k].meta["fsdp"].unit == last_unit, by_use))
+    return [wait for k, wait in enumerate(waits) if k in kept]
+
+
+def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, cost: CostModel | None) -> list[int]:
+    """Greedily by seconds per byte; of equals the one used later, whose memory is held for less time.
+
+    What is kept is live to the end of forward, beside what is gathered one bucket ahead.
+    """
+    if budget is None or cost is None:
+        raise ValueError(
+            "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for; pass "
+            "passes=default_pipeline(budget=…)"
+        )
+    live = torch.tensor(gathers.live(at_distance(len(gathers), 1)))
+    worth = [cost.collective_seconds(start) / max(1, start.meta["fsdp"].nbytes) for start in starts]
+    kept = []
+    for k in sorted(range(len(starts)), key=lambda k: (-worth[k], -gathers.last[k], -k)):
+        rest = live[gathers.last[k] + 1 :]
+        if not len(rest) or int(rest.max()) + gathers.nbytes[k] <= budget:
+            rest += gathers.nbytes[k]
+            kept.append(k)
+    return sorted(kept)
 
 
 def _use_kept(graph: Graph, wait: fx.Node, kept: fx.Node) -> None:

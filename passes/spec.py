@@ -68,11 +68,15 @@ def aligned(numel: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Consecutive parameters of one unit and one dtype: gathered, freed and reduced together."""
+    """Parameters of one dtype that are gathered, freed and reduced together. ``unit`` is the name of the unit, or of
+    the first and last one where a bucket holds several."""
 
     name: str
     unit: str
     parameters: tuple[ParameterSpec, ...]
+    # (begin, numel) in the bucket's shard of each message that it is gathered in; () for one of all. A parameter
+    # that is a message by itself lands where it is used; what shares a message is unpacked after it.
+    messages: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -129,17 +133,28 @@ class ModelSpec:
 
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
-    """One bucket per unit, split where dtypes differ. Scalars and empty parameters need no gather: no bucket."""
+    """A model with one bucket per unit, split where dtypes differ."""
     specs = {p.name: p for p in parameters}
+    return ModelSpec(specs, unit_buckets(specs.values()), group, world_size)
+
+
+def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
+    """One bucket per unit and dtype. Scalars and empty parameters need no gather: they are in none."""
     members: dict[tuple[str, torch.dtype, torch.dtype], list[ParameterSpec]] = {}
-    for p in specs.values():
+    for p in parameters:
         if not p.replicated and not p.empty:
             members.setdefault((p.unit, p.dtype, p.param_dtype), []).append(p)
-    units_seen: dict[str, int] = {}
-    buckets = []
-    for (unit, _, _), group_members in members.items():
-        index = units_seen.setdefault(unit, 0)
-        units_seen[unit] += 1
-        label = (unit or "root") + (f"#{index}" if index else "")
-        buckets.append(BucketSpec(label, unit, tuple(group_members)))
-    return ModelSpec(specs, tuple(buckets), group, world_size)
+    return named_buckets((unit or "root", unit, tuple(group)) for (unit, _, _), group in members.items())
+
+
+def named_buckets(
+    buckets: Iterable[tuple[str, str, tuple[ParameterSpec, ...]]],
+) -> tuple[BucketSpec, ...]:
+    """(label, unit, parameters) → buckets; labels that come again are numbered: ``root``, ``root#1``."""
+    seen: dict[str, int] = {}
+    found = []
+    for label, unit, members in buckets:
+        index = seen.get(label, 0)
+        seen[label] = index + 1
+        found.append(BucketSpec(label + (f"#{index}" if index else ""), unit, members))
+    return tuple(found)

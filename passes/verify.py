@@ -167,6 +167,10 @@ class Verifier:
             found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
             if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
                 self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
+            messages = [value for message in bucket.messages for value in message]
+            if list(node.args[6] if len(node.args) > 6 else []) != messages:  # type: ignore[arg-type]
+                invariant = "a bucket is gathered in the same messages on all ranks"
+                self._fail(invariant, node, f"{node} has messages {node.args[6:]}, its bucket {messages}")
         elif has_role(node, Role.UNPACK):
             name = node.meta["fsdp"].params[0]
             bucket, parameter = self.context.bucket_of(name), self.context.model.parameters[name]
@@ -266,7 +270,7 @@ class Verifier:
         for node in self.graph.fx_graph.nodes:
             groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
             if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
-                groups = (*groups, dialect.argument(node, "group"))
+                groups = (*groups, dialect.group_of(node))
                 if groups != model.reduce_groups[: len(groups)]:
                     wrong = f"{node} reduces over the groups {groups}, in order; the model's are {model.reduce_groups}"
                     self._fail(invariant, node, wrong)

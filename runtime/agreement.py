@@ -1,9 +1,10 @@
 """Ranks compare what they are about to run before they run it.
 
 A collective that one rank starts and another does not is a hang. So the first time that a model's ranks are about
-to run a sequence of collectives, each publishes it in the process group's store, reads the others' and compares:
-with a timeout, and not by a collective, which could hang itself. A sequence that was agreed on before needs
-nothing: a rank may recompile alone as long as its collectives stay the same.
+to run a sequence of collectives, each publishes it in the process group's store. The first rank reads them all,
+compares, and publishes one verdict for all: reads grow with the number of ranks, not with its square. With a timeout,
+and not by a collective, which could hang itself. A sequence that was agreed on before needs nothing: a rank may
+recompile alone as long as its collectives stay the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from graph_fsdp.passes import compat
 
 TIMEOUT_SECONDS = 300.0
 _POLL_SECONDS = 0.02
+_GRACE_SECONDS = 10.0  # more than the first rank takes to read what the others published
+_RANKS_IN_MESSAGE = 16
 
 
 class RankDisagreement(RuntimeError):
@@ -31,49 +34,96 @@ def digest(entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()
 
 
+def is_shared(ranks: Sequence[int]) -> bool:
+    """Whether there is anyone to agree with: several ranks, and not the fake process group of planning and tests."""
+    return len(ranks) > 1 and dist.get_backend() != "fake"
+
+
 def agree(key: str, entries: Sequence[str], ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS) -> None:
-    """Compare ``entries`` with the other ``ranks``' (global, this one's among them) under ``key``. Each rank must
-    choose the key and give the ranks alike.
+    """Compare ``entries`` with those of the other ``ranks`` (global) under ``key``, which each must choose alike.
 
     Raises:
         RankDisagreement: on every rank, when entries differ, or when a rank did not publish any within ``timeout``
             seconds.
     """
-    if len(ranks) == 1 or dist.get_backend() == "fake":
+    if not is_shared(ranks):
         return
-    me = dist.get_rank()
-    prefix = f"graph_fsdp/{'-'.join(map(str, ranks)) if len(ranks) < 64 else digest(list(map(str, ranks)))}/{key}"
-    store = compat.default_store()
+    me, first = dist.get_rank(), ranks[0]
+    store, prefix = compat.default_store(), _prefix(ranks, key)
     store.set(f"{prefix}/{me}", json.dumps([digest(entries), *entries]))
-    missing = _wait(store, prefix, ranks, timeout)
+    if me == first:
+        verdict = _verdict(store, prefix, key, list(entries), ranks, timeout)
+        store.set(f"{prefix}/verdict", verdict)
+    elif _wait(store, [f"{prefix}/verdict"], timeout + _GRACE_SECONDS):
+        raise RankDisagreement(_did_not_come([first], me, key, timeout + _GRACE_SECONDS))
+    else:
+        verdict = store.get(f"{prefix}/verdict").decode()
+    if verdict:
+        raise RankDisagreement(verdict)
+
+
+def publish(key: str, value: str, ranks: Sequence[int]) -> None:
+    """For the other ``ranks`` to :func:`receive`."""
+    compat.default_store().set(f"{_prefix(ranks, key)}/value", value)
+
+
+def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS) -> str:
+    """What the first of ``ranks`` published under ``key``.
+
+    Raises:
+        RankDisagreement: it did not publish anything within ``timeout`` seconds.
+    """
+    store, name = compat.default_store(), f"{_prefix(ranks, key)}/value"
+    if _wait(store, [name], timeout):
+        raise RankDisagreement(_did_not_come(ranks[:1], dist.get_rank(), key, timeout))
+    return store.get(name).decode()
+
+
+def _prefix(ranks: Sequence[int], key: str) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"graph_fsdp/{'-'.join(names) if len(names) < 64 else digest(names)}/{key}"
+
+
+def _verdict(store: dist.Store, prefix: str, key: str, mine: list[str], ranks: Sequence[int], timeout: float) -> str:
+    """What is wrong, or nothing."""
+    keys = {f"{prefix}/{rank}": rank for rank in ranks}
+    missing = [keys[name] for name in _wait(store, list(keys), timeout)]
     if missing:
-        raise RankDisagreement(
-            f"rank {me} waited {timeout:.0f} s for ranks {missing} to compile {key!r} and they did not; they run "
-            "another branch, have failed, or hang: look at their output"
-        )
-    mine = list(entries)
-    others = {rank: json.loads(store.get(f"{prefix}/{rank}")) for rank in ranks}
+        return _did_not_come(missing, ranks[0], key, timeout)
+    others = {rank: json.loads(store.get(name)) for name, rank in keys.items()}
     different = {rank: value[1:] for rank, value in others.items() if value[0] != digest(mine)}
-    if different:
-        rank, theirs = next(iter(different.items()))
-        at = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
-        )
-        entry = lambda sequence: sequence[at] if at < len(sequence) else "nothing"  # noqa: E731
-        raise RankDisagreement(
-            f"rank {me} and ranks {sorted(different)} are about to run different programs ({key!r}): entry {at} is "
-            f"{entry(mine)!r} on rank {me} and {entry(theirs)!r} on rank {rank}; use the same model, options and "
-            "passes on all ranks"
-        )
+    if not different:
+        return ""
+    rank, theirs = next(iter(different.items()))
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    entry = lambda sequence: sequence[at] if at < len(sequence) else "nothing"  # noqa: E731
+    return (
+        f"ranks {_listed(sorted(different))} are about to run another program than rank {ranks[0]} ({key!r}): entry "
+        f"{at} is {entry(theirs)!r} on rank {rank} and {entry(mine)!r} on rank {ranks[0]}; use the same model, options "
+        "and passes on all ranks"
+    )
 
 
-def _wait(store: dist.Store, prefix: str, ranks: Sequence[int], timeout: float) -> list[int]:
-    """Wait until every rank has published; the ranks that have not when time is up."""
+def _did_not_come(missing: Sequence[int], waiting: int, key: str, timeout: float) -> str:
+    return (
+        f"rank {waiting} waited {timeout:.0f} s for ranks {_listed(missing)} to compile {key!r} and they did not; they "
+        "run another branch, have failed, or hang: look at their output"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_IN_MESSAGE]))
+    more = len(ranks) - _RANKS_IN_MESSAGE
+    return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"
+
+
+def _wait(store: dist.Store, names: list[str], timeout: float) -> list[str]:
+    """Wait until every name is set; those that are not when time is up."""
     deadline = time.monotonic() + timeout
-    missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+    missing = [name for name in names if not store.check([name])]
     while missing and time.monotonic() < deadline:
         left = max(_POLL_SECONDS, deadline - time.monotonic())
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
-            store.wait([f"{prefix}/{rank}" for rank in missing], datetime.timedelta(seconds=left))
-        missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
+            store.wait(missing, datetime.timedelta(seconds=left))
+        missing = [name for name in missing if not store.check([name])]
     return missing

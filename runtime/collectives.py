@@ -39,6 +39,30 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class Message:
+    """A part of a bucket's shard that is gathered by one collective: ``numel`` elements from ``begin`` on, which hold
+    the chunks at ``offsets`` (from the shard's start) of ``numels`` elements."""
+
+    begin: int
+    numel: int
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    @property
+    def lands_in_place(self) -> bool:
+        """One chunk that fills the message, or none that is used: rank-major and parameter-major are the same."""
+        return not self.offsets or (self.offsets == (self.begin,) and self.numels == (self.numel,))
+
+    def splits(self) -> list[int]:
+        """Sizes of the message's pieces: chunks and the gaps between them, in order."""
+        sizes, end = [], self.begin
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            sizes += [offset - end, numel]
+            end = offset + numel
+        return [size for size in [*sizes, self.begin + self.numel - end] if size]
+
+
+@dataclass(frozen=True)
 class GatherLayout:
     """Where the chunks lie: in elements, from the start of the bucket's slice of the shard storage."""
 
@@ -46,19 +70,25 @@ class GatherLayout:
     numels: tuple[int, ...]
     length: int
     world_size: int
+    messages: tuple[Message, ...]
+
+    @classmethod
+    def make(
+        cls, offsets: Sequence[int], numels: Sequence[int], length: int, world_size: int, messages: Sequence[int] = ()
+    ) -> GatherLayout:
+        """``messages`` as in the dialect: begin and number of elements of each, one pair behind the other."""
+        pairs = list(zip(messages[::2], messages[1::2], strict=True)) or [(0, length)]
+        chunks = list(zip(offsets, numels, strict=True))
+        made = []
+        for begin, numel in pairs:
+            inside = [(o, n) for o, n in chunks if begin <= o < begin + numel]
+            made.append(Message(begin, numel, tuple(o for o, _ in inside), tuple(n for _, n in inside)))
+        return cls(tuple(offsets), tuple(numels), length, world_size, tuple(made))
 
     @property
-    def is_whole(self) -> bool:
-        """One chunk that fills the slice: rank-major and parameter-major layouts are the same."""
-        return self.offsets == (0,) and self.numels == (self.length,)
-
-    def splits(self) -> list[int]:
-        """Sizes of the slice's pieces: chunks and the gaps between them, in order."""
-        sizes, end = [], 0
-        for offset, numel in zip(self.offsets, self.numels, strict=True):
-            sizes += [offset - end, numel]
-            end = offset + numel
-        return [size for size in [*sizes, self.length - end] if size]
+    def landing_numel(self) -> int:
+        """Elements of the buffer for what is gathered first and unpacked then."""
+        return self.world_size * sum(m.numel for m in self.messages if not m.lands_in_place)
 
 
 def start_all_gather(
@@ -72,15 +102,29 @@ def start_all_gather(
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
     source = _shard_slice(shards, layout)
     source = source if source.dtype is dtype else source.to(dtype)
-    numel = layout.world_size * layout.length
-    buffer = allocate(numel, dtype, source.device)
-    landing = buffer if layout.is_whole else allocate(numel, dtype, source.device)
-    work = compat.all_gather_single(landing, source, group=group, async_op=True)
+    world = layout.world_size
+    buffer = allocate(world * layout.length, dtype, source.device)
+    landing = allocate(layout.landing_numel, dtype, source.device) if layout.landing_numel else None
+    unpacked: list[tuple[Tensor, Message]] = []
+    targets: list[tuple[Tensor, Tensor]] = []
+    used = 0
+    for message in layout.messages:
+        if message.lands_in_place:
+            target = buffer[world * message.begin : world * (message.begin + message.numel)]
+        else:
+            assert landing is not None
+            target = landing[used : used + world * message.numel]
+            used += world * message.numel
+            unpacked.append((target, message))
+        targets.append((target, source[message.begin : message.begin + message.numel]))
+    works = compat.grouped_all_gather(targets, group)
 
-    def finish(keep_alive: Any = source) -> None:
-        work.wait()
-        if landing is not buffer:
-            _unpack(landing, buffer, layout)
+    def finish(keep_alive: Any = (source, targets)) -> None:
+        for work in works:
+            work.wait()
+        for target, message in unpacked:
+            _unpack(target, buffer, message, world)
+        if landing is not None:
             release(landing)
 
     return Pending(buffer, finish)
@@ -104,13 +148,14 @@ def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     return packed
 
 
-def _unpack(landing: Tensor, buffer: Tensor, layout: GatherLayout) -> None:
+def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
-    world, sizes = layout.world_size, layout.splits()
+    sizes = message.splits()
+    part = buffer[world * message.begin : world * (message.begin + message.numel)]
     pieces = [
-        piece.view(world, size) for piece, size in zip(buffer.split([world * s for s in sizes]), sizes, strict=True)
+        piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
     ]
-    torch.split_with_sizes_copy(landing.view(world, layout.length), sizes, dim=1, out=pieces)
+    torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
 
 
 def start_reduce_scatter(
@@ -201,9 +246,15 @@ def _finished(buffer: Tensor) -> Tensor:
 
 @_implement("all_gather_start")
 def _all_gather_start(
-    shards: list[Tensor], offsets: list[int], length: int, dtype: torch.dtype, world_size: int, group: str
+    shards: list[Tensor],
+    offsets: list[int],
+    length: int,
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    messages: Sequence[int] = (),
 ) -> Tensor:
-    layout = GatherLayout(tuple(offsets), tuple(s.numel() for s in shards), length, world_size)
+    layout = GatherLayout.make(offsets, [s.numel() for s in shards], length, world_size, messages)
     return _started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
 
 
@@ -254,7 +305,7 @@ def _gather_param(
     if math.prod(shape) == 0 or not shape or not group:
         return shard.to(dtype, copy=True).reshape(shape)
     process_group = compat.resolve_group(group)
-    layout = GatherLayout((0,), (shard.numel(),), shard.numel(), process_group.size())
+    layout = GatherLayout.make([0], [shard.numel()], shard.numel(), process_group.size())
     pending = start_all_gather([shard], layout, dtype, process_group)
     pending.finish()
     return pending.buffer.view(-1, *shape[1:])[: shape[0]].contiguous()

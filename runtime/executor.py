@@ -167,15 +167,15 @@ def _generate_call(
 
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
-    shards, offsets, length, dtype, world_size, group = node.args
+    shards, offsets, length, dtype, world_size, group, *rest = node.args
     numels = tuple(shard.meta["val"].numel() for shard in shards)  # type: ignore[union-attr]
-    layout = GatherLayout(tuple(offsets), numels, length, world_size)  # type: ignore[arg-type]
+    layout = GatherLayout.make(offsets, numels, length, world_size, *rest)  # type: ignore[arg-type]
     record = node.meta["fsdp"]
     return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(str(group)), record.escapes)  # type: ignore[arg-type]
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
-    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.argument(node, "group"))
+    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.group_of(node))
     if node.target is dialect.all_reduce_shard_start:
         again = functools.partial(
             collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group

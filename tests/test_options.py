@@ -309,18 +309,17 @@ def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
         tables(report),
         """\
   bucket    kind    params  bytes  start  wait  first use  free
-  root      gather       1    512     12    13         15  kept
-  blocks.0  gather       4  5,120     14    19         21    33
-  blocks.1  gather       4  5,120     20    34         36    49
-  root#1    gather       2  1,024     35    50         51  kept
+  root      gather       1    512     12    13         15    19
+  blocks.0  gather       4  5,120     14    20         22    34
+  blocks.1  gather       4  5,120     21    35         37    50
+  root#1    gather       2  1,024     36    51         52  kept
 
   bucket    kind    params  bytes  start  wait  first use  free
-  root      kept         1    512      -     -          -    16
-  root#1    kept         2  1,024      -     -         18    30
-  blocks.1  gather       4  5,120     17    33         35    59
-  root#1    reduce       2     68     31    87         88     -
-  blocks.0  gather       4  5,120     34    61         62    86
-  blocks.1  reduce       4    536     60    96         97     -
-  blocks.0  reduce       4    536     92   104        105     -
-  root      reduce       1      4    103   111        112     -""",
+  root#1    kept         2  1,024      -     -         16    28
+  blocks.1  gather       4  5,120     15    31         33    57
+  root#1    reduce       2     68     29    85         86     -
+  blocks.0  gather       4  5,120     32    59         60    84
+  blocks.1  reduce       4    536     58    94         95     -
+  blocks.0  reduce       4    536     90   102        103     -
+  root      reduce       1      4    101   109        110     -""",
     )

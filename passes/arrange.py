@@ -1,0 +1,114 @@
+"""Which parameters share a bucket, and in which messages a bucket is gathered. Decided once, before anything is traced.
+
+All of it follows from the parameters' shapes, the mesh and the hardware's description, which ranks share: the shards
+lie in storage as the buckets do, so that a bucket is one slice of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec, aligned, named_buckets, unit_buckets
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.cost import CostModel
+
+BucketSize = Literal["unit", "none", "auto"] | int
+
+_Members = list[ParameterSpec]
+
+
+def arrange_buckets(
+    model: ModelSpec, size: BucketSize, cost: CostModel | None = None, budget: int | None = None
+) -> ModelSpec:
+    """``model`` with buckets of ``size``: ``"unit"``, one per unit; ``"none"``, one per parameter; a number of
+    gathered bytes that a bucket of several parameters does not exceed; or ``"auto"``, the smallest such number at
+    which an all-gather reaches nine tenths of the link's bandwidth by the cost model, and at most half of
+    ``budget`` (one bucket in use, one under way).
+    """
+    if size == "unit":
+        buckets = unit_buckets(model.parameters.values())
+    elif size == "none":
+        sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
+        buckets = named_buckets((p.name, p.unit, (p,)) for p in sharded)
+    else:
+        buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
+    if cost is not None and model.world_size > 1:
+        buckets = tuple(dataclasses.replace(b, messages=choose_messages(b, cost, model.group)) for b in buckets)
+    return dataclasses.replace(model, buckets=buckets)
+
+
+def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | None) -> int:
+    if cost is None:
+        raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
+    size = cost.saturating_bytes(model.group) if model.world_size > 1 else 0
+    return max(1, min(size, budget // 2) if budget is not None else size)
+
+
+def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
+    """Parameters in order of registration, each dtype by itself. A unit that exceeds the cap is divided, always in
+    the same way, so that equal units stay equal; units that do not are put together."""
+    kinds: dict[object, _Members] = {}
+    for p in model.parameters.values():
+        if not p.replicated and not p.empty:
+            kinds.setdefault((p.dtype, p.param_dtype), []).append(p)
+    chosen: list[_Members] = []
+    for members in kinds.values():
+        small: list[_Members] = []  # whole units in a row
+        for _, run in groupby(members, key=lambda p: p.unit):
+            pieces = _fill([[p] for p in run], cap)
+            if len(pieces) == 1:
+                small += pieces
+                continue
+            chosen += _fill(small, cap) + pieces
+            small = []
+        chosen += _fill(small, cap)
+    return named_buckets((*_label(members), tuple(members)) for members in chosen)
+
+
+def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
+    """Consecutive parts put together while they stay within ``cap`` bytes."""
+    filled: list[_Members] = []
+    room = 0
+    for part in parts:
+        nbytes = sum(gathered_nbytes(p) for p in part)
+        if filled and nbytes <= room:
+            filled[-1] += part
+            room -= nbytes
+        else:
+            filled.append(list(part))
+            room = cap - nbytes
+    return filled
+
+
+def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:
+    units = list(dict.fromkeys(p.unit for p in members))
+    if len(units) == 1:
+        return units[0] or "root", units[0]
+    label = f"{units[0] or 'root'}..{units[-1] or 'root'}"
+    return label, label
+
+
+def gathered_nbytes(p: ParameterSpec) -> int:
+    """Bytes that a parameter takes of its gathered bucket, padding included."""
+    return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
+
+
+def choose_messages(bucket: BucketSpec, cost: CostModel, group: str) -> tuple[tuple[int, int], ...]:
+    """A parameter gets a message of its own where that costs less than unpacking it from a common one; those in a
+    row that do not share one. () where one message does it all."""
+    messages: list[tuple[int, int]] = []
+    shared = False
+    for p in bucket.parameters:
+        begin = bucket.offsets[p.name]
+        alone = cost.copy_seconds(gathered_nbytes(p)) > cost.message_seconds(group)
+        if alone or not shared:
+            messages.append((begin, p.shard_numel))
+        else:
+            first = messages[-1][0]
+            messages[-1] = (first, begin + p.shard_numel - first)
+        shared = not alone
+    return tuple(messages) if len(messages) > 1 else ()

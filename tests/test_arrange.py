@@ -1,0 +1,109 @@
+"""Which parameters share a bucket, and in which messages it is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from graph_fsdp.passes import CostModel, GroupShape, default_pipeline, find_hardware
+from graph_fsdp.passes.arrange import arrange_buckets, gathered_nbytes
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+
+WORLD = 4
+KIB = 1024
+
+
+def parameter(name: str, unit: str, kib: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
+    """A parameter of ``kib`` gathered kibibytes."""
+    rows = kib * KIB // dtype.itemsize // 16
+    return ParameterSpec(name, unit, (rows, 16), dtype, dtype, dtype, True, WORLD)
+
+
+def model(*parameters: ParameterSpec) -> ModelSpec:
+    return make_model_spec(parameters, "0", WORLD)
+
+
+def layers(count: int, *kib: int) -> Iterator[ParameterSpec]:
+    for layer in range(count):
+        for index, size in enumerate(kib):
+            yield parameter(f"layers.{layer}.{index}", f"layers.{layer}", size)
+
+
+def buckets(spec: ModelSpec) -> dict[str, list[str]]:
+    return {bucket.name: [p.name for p in bucket.parameters] for bucket in spec.buckets}
+
+
+CPU = CostModel(find_hardware("cpu"), {"0": GroupShape(WORLD)})
+
+
+def test_none_is_a_bucket_per_parameter_and_unit_one_per_unit() -> None:
+    spec = model(*layers(2, 4, 8))
+    assert list(buckets(arrange_buckets(spec, "none"))) == [f"layers.{i}.{j}" for i in range(2) for j in range(2)]
+    assert buckets(arrange_buckets(spec, "unit")) == {
+        "layers.0": ["layers.0.0", "layers.0.1"],
+        "layers.1": ["layers.1.0", "layers.1.1"],
+    }
+
+
+def test_a_size_divides_units_that_exceed_it_all_in_the_same_way() -> None:
+    spec = arrange_buckets(model(*layers(2, 4, 8, 4, 20)), 12 * KIB)
+    assert buckets(spec) == {
+        "layers.0": ["layers.0.0", "layers.0.1"],
+        "layers.0#1": ["layers.0.2"],
+        "layers.0#2": ["layers.0.3"],  # exceeds the size by itself
+        "layers.1": ["layers.1.0", "layers.1.1"],
+        "layers.1#1": ["layers.1.2"],
+        "layers.1#2": ["layers.1.3"],
+    }
+
+
+def test_a_size_puts_small_units_together() -> None:
+    spec = arrange_buckets(model(*layers(5, 2, 4)), 12 * KIB)
+    assert {name: len(found) for name, found in buckets(spec).items()} == {
+        "layers.0..layers.1": 4,
+        "layers.2..layers.3": 4,
+        "layers.4": 2,
+    }
+
+
+def test_the_parts_of_a_unit_before_and_after_others_are_apart() -> None:
+    spec = model(parameter("embed", "", 8), *layers(2, 8), parameter("head", "", 8))
+    assert list(buckets(arrange_buckets(spec, 8 * KIB))) == ["root", "layers.0", "layers.1", "root#1"]
+
+
+def test_dtypes_do_not_share_a_bucket() -> None:
+    spec = model(parameter("a", "", 4), parameter("b", "", 4, torch.bfloat16), parameter("c", "", 4))
+    assert buckets(arrange_buckets(spec, 100 * KIB)) == {"root": ["a", "c"], "root#1": ["b"]}
+
+
+def test_auto_is_the_smallest_size_that_saturates_the_link_within_half_the_budget() -> None:
+    size = CPU.saturating_bytes("0")
+    spec = model(*layers(40, 64))
+    automatic = arrange_buckets(spec, "auto", CPU)
+    assert buckets(automatic) == buckets(arrange_buckets(spec, size))
+    assert len(automatic.buckets) < 40
+    budget = 256 * KIB
+    bounded = arrange_buckets(spec, "auto", CPU, budget)
+    assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == budget // 2
+
+
+def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() -> None:
+    spec = arrange_buckets(model(*layers(1, 1, 1, 64 * KIB, 1, 1, 32 * KIB)), "unit", CPU)
+    (bucket,) = spec.buckets
+    small, large, larger = 64, 32 * KIB * KIB // 4 // WORLD, 64 * KIB * KIB // 4 // WORLD
+    begin = 2 * small
+    assert bucket.messages == (
+        (0, 2 * small),
+        (begin, larger),
+        (begin + larger, 2 * small),
+        (begin + larger + 2 * small, large),
+    )
+    assert arrange_buckets(model(*layers(2, 1, 1)), "unit", CPU).buckets[0].messages == (), "one message does it"
+
+
+@pytest.mark.parametrize("size", ["units", 0, -1, True, 2.5, None])
+def test_a_size_that_is_none_is_refused(size: object) -> None:
+    with pytest.raises(ValueError, match="bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got"):
+        default_pipeline(bucket=size)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""The arithmetic of when gathers start, on numbers written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_fsdp.passes import BudgetError
+from graph_fsdp.passes.schedule import Gathers, Segments, at_distance, choose, fit, latest_starts
+
+
+def gathers(*nbytes: int, last: list[int] | None = None) -> Gathers:
+    """Bucket ``k`` is used from its own wait to the next one unless ``last`` says otherwise."""
+    count = len(nbytes)
+    return Gathers("forward", [f"u{k}" for k in range(count)], list(nbytes), last or list(range(1, count + 1)), [])
+
+
+def segments(compute: list[float], durations: list[float], reductions: dict[int, float] | None = None) -> Segments:
+    """``compute[k]`` seconds after wait ``k``; ``reductions``: seconds of one that starts after that."""
+    events: list[float | int | tuple[str, float]] = []
+    arrivals, now = [], 0.0
+    for k, seconds in enumerate(compute):
+        arrivals.append(now)
+        events += [k, seconds]
+        if reductions and k in reductions:
+            events.append(("lane", reductions[k]))
+        now += seconds
+    return Segments(events, ["lane"] * len(compute), durations, arrivals)
+
+
+def test_a_gather_starts_as_late_as_still_hides_it() -> None:
+    # Waits at 0, 10, 20, 30, 40 s of compute. A gather of 9 s fits into the 10 s before it is needed …
+    arrivals = [0.0, 10.0, 20.0, 30.0, 40.0]
+    assert latest_starts(arrivals, [9.0] * 5) == [-1, 0, 1, 2, 3]
+    # … one of 15 s needs to start two buckets ahead, and holds the lane for the one before it …
+    assert latest_starts(arrivals, [9.0, 9.0, 9.0, 9.0, 15.0]) == [-1, -1, 0, 1, 2]
+    # … and where nothing can hide them they start at the top, in a row.
+    assert latest_starts(arrivals, [30.0] * 5) == [-1, -1, -1, -1, 1]
+
+
+def test_the_clock_counts_what_is_exposed() -> None:
+    # Compute four times 10 s; gathers of 5 s. Serial: each is exposed. One ahead: only the first.
+    clock = segments([10.0] * 4, [5.0] * 4)
+    assert clock.seconds([0, 1, 2, 3]) == 60
+    assert clock.seconds(at_distance(4, 1)) == 45
+
+
+def test_a_reduction_that_holds_the_lane_makes_gathers_start_earlier() -> None:
+    # A reduction of 8 s comes at the end of bucket 0's compute, when the gather of bucket 2 would start.
+    reductions = {0: 8.0}
+    clock = segments([10.0, 10.0, 10.0], [1.0, 1.0, 9.0], reductions)
+    late, early = [-1, 0, 1], [-1, 0, 0]
+    assert clock.seconds(late) > clock.seconds(early)
+    assert choose(gathers(4, 4, 4), clock, budget=100) == early
+    assert choose(gathers(4, 4, 4), clock, budget=8) == late, "what is faster does not fit"
+
+
+def test_of_equally_fast_schedules_the_one_that_holds_least_is_chosen() -> None:
+    clock = segments([10.0] * 4, [1.0] * 4)
+    assert clock.seconds(at_distance(4, 3)) == clock.seconds(at_distance(4, 1))
+    assert choose(gathers(4, 4, 4, 4), clock, budget=100) == at_distance(4, 1)
+
+
+def test_without_a_budget_the_peak_of_one_bucket_ahead_is_the_limit() -> None:
+    # Long computations first, then long gathers: those could run three ahead, beside the computations.
+    clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
+    buckets = gathers(4, 4, 4, 4)
+    assert clock.seconds(choose(buckets, clock, budget=16)) == 23
+    within = choose(buckets, clock, None)
+    assert clock.seconds(within) == clock.seconds(at_distance(4, 1)) == 32
+    assert max(buckets.live(within)) == max(buckets.live(at_distance(4, 1))) == 8
+
+
+def test_live_bytes_count_from_the_start_of_the_gather_to_the_last_use() -> None:
+    buckets = gathers(1, 10, 100)
+    # Interval t ends with wait t. Serial: a buffer is there from the interval after its own wait.
+    assert buckets.live([0, 1, 2]) == [0, 1, 10, 100]
+    assert buckets.live([-1, 0, 1]) == [1, 11, 110, 100]
+    kept = Gathers("backward", ["u"], [5], [1], [(100, 1), (1000, 0)])
+    assert kept.live([0]) == [1100, 105]
+
+
+def test_a_gather_that_does_not_fit_starts_later() -> None:
+    buckets = gathers(4, 4, 4, 4)
+    assert fit(buckets, [-1, -1, -1, -1], budget=100) == [-1, -1, -1, -1]
+    assert fit(buckets, [-1, -1, -1, -1], budget=8) == [-1, -1, 1, 2]
+    assert fit(buckets, [-1, -1, -1, -1], budget=4) == [-1, 1, 2, 3]
+
+
+def test_a_budget_that_a_bucket_does_not_fit_into_names_unit_and_bytes() -> None:
+    with pytest.raises(
+        BudgetError, match=r"budget of 7 bytes is too small for unit 'u1' in the forward graph.* 8 bytes"
+    ):
+        fit(gathers(4, 8, 4), [-1, 0, 1], budget=7)
+    # The first is used until the end: both are needed at the same time.
+    with pytest.raises(BudgetError, match=r"unit 'u1'.* 12 bytes"):
+        fit(gathers(4, 8, last=[2, 2]), [-1, 0], budget=11)
