@@ -26,7 +26,7 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat, memory_profile
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.report import CapturedGraph
@@ -159,16 +159,16 @@ class Engine:
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
-            return self._program(Graph(forward, "forward"), captured)
+            return self._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program:
-            return self._program(Graph(backward, "backward"), captured)
+            return self._program(Graph(backward, "backward"), context, captured)
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
             self.pipeline.run([graph], context)
             self._settle([graph], context)
-            return self._program(graph, captured)
+            return self._program(graph, context, captured)
 
         return compat.aot_autograd(
             fw_compiler=compile_forward,
@@ -191,9 +191,9 @@ class Engine:
         agree(key, fingerprint, compat.resolve_group(self.spec.group))
         self._agreed.add(tuple(fingerprint))
 
-    def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
-        captured.add_program(graph, program)
+        captured.add_program(graph, program, memory_profile(graph, context))
         return program
 
 

@@ -8,6 +8,7 @@ from graph_fsdp.passes.free import Free
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
+from graph_fsdp.passes.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
 from graph_fsdp.passes.prefetch import BudgetError, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
@@ -24,6 +25,7 @@ __all__ = [
     "GraphPass",
     "InsertGathers",
     "JustInTime",
+    "MemoryProfile",
     "NodeRecord",
     "PassContext",
     "PassPipeline",
@@ -35,6 +37,7 @@ __all__ = [
     "TagRecompute",
     "VerificationError",
     "default_pipeline",
+    "memory_profile",
 ]
 
 

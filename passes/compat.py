@@ -19,6 +19,8 @@ whole test-suite was run.
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.optimization_hint`` | symbolic size → number; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``UntypedStorage._cdata`` | which fake tensors share memory | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
@@ -69,6 +71,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -103,6 +106,8 @@ __all__ = [
     "reduce_scatter_single",
     "resolve_group",
     "set_local_tensor",
+    "size_hint",
+    "storage_id",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -114,6 +119,21 @@ chunk_cat: Callable[..., Any] = torch._chunk_cat
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# torch 2.13 has another name and no ``hint_int`` any more.
+_HINT = "optimization_hint" if hasattr(symbolic_shapes, "optimization_hint") else "hint_int"
+_hint: Callable[..., int] = getattr(symbolic_shapes, _HINT)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number, without a guard on it: what a symbolic size was when it was traced, and 0 where it depends
+    on data."""
+    return _hint(size, fallback=0)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, fake ones too, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

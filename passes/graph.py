@@ -15,6 +15,9 @@ from graph_fsdp.passes.dialect import Role
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 
+# A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
+# of the input, ``Tensor(a -> *)``, that its memory goes into a container.
+_IN_LIST = "*"
 # Views whose schemas do not say so.
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
 
@@ -30,11 +33,10 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         return list(node.all_input_nodes) if isinstance(node.target, compat.HigherOrderOperator) else []
     returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
-    if not returned:
-        return []
     found: list[fx.Node] = []
     for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not (argument.alias_info.before_set & returned):
+        alias = argument.alias_info
+        if alias is None or not (alias.before_set & returned or _IN_LIST in alias.after_set):
             continue
         value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
         found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
