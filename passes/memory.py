@@ -13,7 +13,7 @@ What is live when follows the executor, which drops a value after its last use, 
 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
   use: autograd hands them over in a list, which the executor empties. (A batch that backward reads counts likewise,
-  though the user may hold it longer.)
+  though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the cast
   shards that it sends, the packed gradients that a reduction sends.
 - a freed buffer is still allocated until a later gather of its size takes it, or the run ends (``_pooled_buffers``).
