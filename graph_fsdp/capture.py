@@ -29,7 +29,7 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat
+from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
@@ -188,15 +188,15 @@ class Engine:
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
-            return self._program(Graph(forward, "forward"), captured)
+            return self._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program:
-            return self._program(Graph(backward, "backward"), captured)
+            return self._program(Graph(backward, "backward"), context, captured)
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
             self._run_passes([graph], context, captured, kind_of(graph, self.spec))
-            return self._program(graph, captured)
+            return self._program(graph, context, captured)
 
         return compat.aot_autograd(
             fw_compiler=compile_forward,
@@ -267,9 +267,9 @@ class Engine:
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
         return lines
 
-    def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
-        captured.add_program(graph, program)
+        captured.add_program(graph, program, memory_profile(graph, context))
         return program
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from graph_fsdp.passes.dialect import WAITING, NodeRecord, Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
@@ -33,13 +34,15 @@ class BucketRow:
 
 
 class GraphView:
-    """One graph of a capture: its stages by pass name, its buckets, and the program that runs it."""
+    """One graph of a capture: its stages by pass name, its buckets, the program that runs it, and the bytes that it is
+    predicted to hold."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.buckets: list[BucketRow] = []
         self.program: str | None = None
+        self.memory: MemoryProfile | None = None
         self.nodes = 0
 
     def diff(self, stage: str) -> str:
@@ -80,9 +83,10 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(self, graph: Graph, program: Program) -> None:
+    def add_program(self, graph: Graph, program: Program, memory: MemoryProfile) -> None:
         self.add_graph(graph)
         self.view(graph.phase).program = program.source
+        self.view(graph.phase).memory = memory
 
     def add_graph(self, graph: Graph) -> None:
         view = self.view(graph.phase)
@@ -160,6 +164,7 @@ class GraphReport:
                     continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
+                lines += [f"  {line}" for line in str(view.memory).splitlines()]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)
                 lines += [f"  passes: {names} ({total:.1f} ms)"]

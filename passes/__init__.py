@@ -13,6 +13,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
+from graph_fsdp.passes.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
@@ -37,6 +38,7 @@ __all__ = [
     "JustInTime",
     "Link",
     "Measurements",
+    "MemoryProfile",
     "NodeRecord",
     "PassContext",
     "PassPipeline",
@@ -52,6 +54,7 @@ __all__ = [
     "default_pipeline",
     "detect_hardware",
     "find_hardware",
+    "memory_profile",
     "simulate",
 ]
 

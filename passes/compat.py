@@ -22,6 +22,7 @@ whole test-suite was run.
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
+| ``UntypedStorage._cdata`` | which fake tensors share memory | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
@@ -115,6 +116,7 @@ __all__ = [
     "resolve_group",
     "set_local_tensor",
     "size_hint",
+    "storage_id",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -127,6 +129,11 @@ chunk_cat: Callable[..., Any] = torch._chunk_cat
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, fake ones too, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def grouped_all_gather(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 
+# A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
+# of the input, ``Tensor(a -> *)``, that its memory goes into a container.
+_IN_LIST = "*"
 # Views whose schemas do not say so.
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
 
@@ -44,7 +47,9 @@ def _memory(target: Any) -> _Memory:
     returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
     arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
     return _Memory(
-        aliased=tuple(place for place, alias in arguments if alias.before_set & returned),
+        aliased=tuple(
+            place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set
+        ),
         mutated=tuple(place for place, alias in arguments if alias.is_write),
     )
 

@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
-from graph_fsdp.runtime.collectives import GatherLayout, Pending
+from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.regions import Region, RegionCache, cut
 from graph_fsdp.runtime.slots import GatheredBytes, Slots
 
@@ -167,11 +168,8 @@ def _generate_call(
 
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
-    shards, offsets, length, dtype, world_size, group, *rest = node.args
-    numels = tuple(shard.meta["val"].numel() for shard in shards)  # type: ignore[union-attr]
-    layout = GatherLayout.make(offsets, numels, length, world_size, *rest)  # type: ignore[arg-type]
-    record = node.meta["fsdp"]
-    return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(str(group)), record.escapes)  # type: ignore[arg-type]
+    record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
+    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes)
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:

@@ -172,11 +172,15 @@ class RegionCache:
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
     """The region as FX runs it, operator by operator, inputs dropped at their last use."""
-    forward = module.forward
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    return module.forward
 
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        args = list(inputs)
-        inputs.clear()
-        return forward(*args)
 
-    return run
+class _BoxedCodeGen(fx.graph.CodeGen):
+    """Generated code that takes its inputs in a list and empties it. As arguments, the caller's own references would
+    keep them alive to the end of the call."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        unpack = f"    {', '.join(free_vars)}, = inputs\n" if free_vars else ""
+        return f"def forward(self, inputs){maybe_return_annotation}:\n{unpack}    inputs.clear()"

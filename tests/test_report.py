@@ -43,6 +43,8 @@ graph 0, forward: 51 nodes
   blocks.0  gather       4  5,120     11    12         14    26
   blocks.1  gather       4  5,120     13    27         29    41
   root      gather       2  1,024     28    42         43  kept
+  predicted peak: 21,888 bytes at add_1: pooled 10,240, gathered 6,144, saved 2,560, shards 1,408, other 1,536
+  held most by: gather_blocks_1 5,120 (gathered), gather_blocks_0 5,120 (pooled), gather_blocks_1 5,120 (pooled)
   passes: partition, bucket, reshard, prefetch, free (T ms)
 
 graph 0, backward: 96 nodes
@@ -53,6 +55,8 @@ graph 0, backward: 96 nodes
   blocks.0  gather       4  5,120     29    56         57    75
   blocks.1  reduce       4    536     55    81         82     -
   blocks.0  reduce       4    536     80    88         89     -
+  predicted peak: 30,772 bytes at reduce_blocks_0: pooled 15,360, reducing 12,864, other 2,548
+  held most by: gather_blocks_1 5,120 (pooled), gather_blocks_0 5,120 (pooled), gather_blocks_0 5,120 (pooled)
   passes: partition, just_in_time, bucket, reshard, prefetch, free (T ms)""",
     )
     assert repr(report) == str(report)
@@ -80,10 +84,14 @@ captured graphs: 1; compute regions: 2, compiled 2; most bytes gathered at once:
 
 graph 0, forward: 26 nodes
   nothing gathered or reduced
+  predicted peak: 12,032 bytes at add_1: shards 8,960, saved 2,560, other 512
+  held most by: addmm 512 (saved), gelu 512 (saved), addmm_2 512 (saved)
   passes: partition, bucket, reshard, prefetch, free (T ms)
 
 graph 0, backward: 58 nodes
   nothing gathered or reduced
+  predicted peak: 18,516 bytes at mm_8: shards 8,960, gradients 8,788, other 768
+  held most by: mm_3 2,048 (gradients), mm_5 2,048 (gradients), mm_7 2,048 (gradients)
   passes: partition, just_in_time, bucket, reshard, prefetch, free (T ms)""",
     )
 

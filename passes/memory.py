@@ -1,0 +1,354 @@
+"""The memory model: which bytes are live at each node of a scheduled graph, and what holds the most of them.
+
+Let node ``i`` be the one that runs. A storage is live from the node that allocates it to the last node that uses it
+through any alias, both included (while a node runs, its inputs and its outputs exist). With ``S_c`` the storages of
+category ``c``, the bytes of a category at ``i`` and the peak are
+
+    live_c(i) = Σ nbytes(s) for s in S_c with begin(s) <= i <= end(s)        (``_timeline``)
+    peak      = max over i of Σ over c of live_c(i)                          (``memory_profile``)
+
+which takes one walk to find the storages and one prefix sum per category: linear in the graph.
+
+What is live when follows the executor, which drops a value after its last use, and not what the graph says alone:
+
+- inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
+  use: autograd hands them over in a list, which the executor empties. (A batch that backward reads counts likewise,
+  though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
+- collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the cast
+  shards that it sends, the packed gradients that a reduction sends.
+- a freed buffer is still allocated until a later gather of its size takes it, or the run ends (``_pooled_buffers``).
+
+Values are counted as if every operator writes its result to memory: so ``backend="eager"`` runs, and it is more than a
+compiler that fuses needs. What an operator or a collective allocates inside itself (workspace: convolutions, bfloat16
+products on the CPU, gloo's reductions) and what the caller computes between forward and backward is not counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs, iterate_tensors
+from graph_fsdp.passes.layout import layout_of
+from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.spec import ModelSpec, aligned
+
+# shards: the storage of all parameters of the model, live throughout.
+# gathered: unsharded buckets, from the start of their gather to their free.
+# landing: what a gather receives rank by rank, from its start to its wait, where it does not land in place.
+# pooled: buffers that were freed and wait for the next gather of their size.
+# inputs: the batch, buffers, constants; in backward, the gradients of outputs.
+# saved: what goes from forward to backward.
+# reducing: full gradients until their reduction starts, and the copy of them that it sends, until its wait.
+# gradients: what reductions yield and what else backward returns.
+# temporary: all else.
+Category = Literal["shards", "gathered", "landing", "pooled", "inputs", "saved", "reducing", "gradients", "temporary"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+MAX_HOLDERS = 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A live storage: the name of the node that allocated it, its category and its bytes."""
+
+    node: str
+    category: Category
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Live bytes of one graph on one rank.
+
+    ``peak``: most bytes live at any node; ``peak_node`` is the first node with as many, ``peak_index`` its position.
+    ``by_category``: bytes per category at the peak; categories without any are left out.
+    ``holders``: the largest storages that are live at the peak, largest first, at most 20. All shards are one.
+    ``timeline``: category → bytes at each node, in the graph's order.
+    ``peak_gathered``, ``peak_landing``: most bytes of the category at any node.
+    """
+
+    phase: Phase
+    peak: int
+    peak_node: str
+    peak_index: int
+    by_category: dict[Category, int]
+    holders: tuple[Holder, ...]
+    timeline: dict[Category, tuple[int, ...]]
+    peak_gathered: int
+    peak_landing: int
+
+    @property
+    def total(self) -> list[int]:
+        """Bytes live at each node, over all categories."""
+        return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
+
+    def __str__(self) -> str:
+        shown = {name: nbytes for name, nbytes in self.by_category.items() if nbytes >= self.peak / 20}
+        other = self.peak - sum(shown.values())
+        parts = [*sorted(shown.items(), key=lambda item: -item[1]), *([("other", other)] if other else [])]
+        largest = [holder for holder in self.holders if holder.category != "shards"][:3]
+        lines = [
+            f"predicted peak: {self.peak:,} bytes at {self.peak_node}: "
+            + ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts)
+        ]
+        if largest:
+            held = ", ".join(f"{holder.node} {holder.nbytes:,} ({holder.category})" for holder in largest)
+            lines.append(f"held most by: {held}")
+        return "\n".join(lines)
+
+
+def memory_profile(graph: Graph, context: PassContext) -> MemoryProfile:
+    """Predict the live bytes at each node of a scheduled graph. Symbolic sizes count with the values that the graph
+    was traced with, sizes that depend on data as 0. Linear in the graph.
+
+    Args:
+        graph: forward, backward or inference, after the pass that makes it "freed".
+        context: the context that the passes ran with.
+
+    Raises:
+        ValueError: the graph is of another phase, or buffers are not freed yet.
+    """
+    if "freed" not in context.facts[graph.phase]:
+        raise ValueError(
+            f"graph: a {graph.phase} graph before its buffers are freed has no lifetimes; run the pipeline on the "
+            "forward, backward or inference graph first"
+        )
+    nodes = graph.nodes
+    storages = [*_values(graph, context), *_collective_buffers(nodes), *_pooled_buffers(nodes)]
+    timeline = _timeline(storages, len(nodes), shard_nbytes(context.model))
+    total = [sum(values) for values in zip(*timeline.values(), strict=True)]
+    at = max(range(len(nodes)), key=total.__getitem__)
+    live = [Holder(s.node.name, s.category, s.nbytes) for s in storages if s.begin <= at <= s.end and s.nbytes]
+    shards = [Holder("shards", "shards", timeline["shards"][at])] if timeline["shards"][at] else []
+    return MemoryProfile(
+        graph.phase,
+        total[at],
+        nodes[at].name,
+        at,
+        {category: values[at] for category, values in timeline.items() if values[at]},
+        tuple(sorted([*shards, *live], key=lambda holder: -holder.nbytes)[:MAX_HOLDERS]),
+        timeline,
+        max(timeline["gathered"]),
+        max(timeline["landing"]),
+    )
+
+
+def step_peak(forward: MemoryProfile, backward: MemoryProfile, resident: int = 0) -> int:
+    """Most bytes live in a training step. ``resident``: bytes that are held all through it and are in no graph
+    (optimizer state, gradients accumulated by earlier steps)."""
+    return resident + max(forward.peak, backward.peak)
+
+
+def shard_nbytes(model: ModelSpec) -> int:
+    """Bytes of the storage of all parameters on one rank, with its padding."""
+    return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
+
+
+def landing_nbytes(start: fx.Node) -> int:
+    """Bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked from there."""
+    return layout_of(start).landing_numel * start.meta["val"].dtype.itemsize
+
+
+@dataclass
+class _Storage:
+    """Live while the nodes ``begin`` to ``end`` run, both included."""
+
+    node: fx.Node
+    nbytes: int
+    begin: int
+    end: int
+    category: Category = "temporary"
+
+
+def _values(graph: Graph, context: PassContext) -> list[_Storage]:
+    """The storages of the nodes' values, with lifetimes and categories; without the parameters' shards."""
+    nodes = graph.nodes
+    lifetimes = _Lifetimes(nodes)
+    storages, storages_of = lifetimes.found, lifetimes.of
+    last = len(nodes) - 1
+    for storage in storages:
+        storage.category = _category_of_origin(storage.node, graph.phase)
+        held_outside = storage.node.op == "placeholder" and graph.phase != "backward"
+        storage.end = last if held_outside or storage.node.op == "get_attr" else storage.end
+    for start in graph.with_role(Role.REDUCE_START):
+        _reclassify(start.all_input_nodes, storages_of, "reducing")
+    outputs = _flat(graph.output.args[0])
+    if graph.phase == "forward":
+        _reclassify(outputs[context.forward_outputs :], storages_of, "saved")
+    elif graph.phase == "backward":
+        _reclassify(outputs, storages_of, "gradients")
+    return [storage for storage in storages if storage.category != "shards"]
+
+
+class _Lifetimes:
+    """All storages that a graph's values lie in, in ``found``; in ``of``, those of each node's value.
+
+    The results of an operator that returns several tensors are storages of their own: that the statistics of a norm
+    are saved does not keep its output alive. The tuple of them does, until the last one is taken out of it, which the
+    executor does within the operator's region.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.found: list[_Storage] = []
+        self.of: dict[fx.Node, list[_Storage]] = {}
+        self._positions = {node: index for index, node in enumerate(nodes)}
+        self._region_end = _region_ends(nodes)
+        self._inputs: dict[int, _Storage] = {}
+        self._elements: dict[fx.Node, dict[int, list[_Storage]]] = {}
+        for index, node in enumerate(nodes):
+            for source in node.all_input_nodes:
+                until = min(index, self._region_end[source]) if self._is_element(node) else index
+                for storage in self.of[source]:
+                    storage.end = max(storage.end, until)
+            self.of[node] = self._value(node, node.meta.get("val"))
+
+    def _is_element(self, node: fx.Node) -> bool:
+        return node.target is operator.getitem and node.args[0] in self._elements
+
+    def _value(self, node: fx.Node, value: Any) -> list[_Storage]:
+        # Higher-order operators return no views of their inputs.
+        is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
+        if self._is_element(node):
+            return self._element(node, value)
+        if not is_higher_order and (aliased := aliased_inputs(node)):
+            return list({id(s): s for source in aliased for s in self.of[source]}.values())
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            # Views of one tensor that are saved for backward (queries, keys, values) keep one storage alive.
+            key = compat.storage_id(value)
+            if key not in self._inputs:
+                self._inputs[key] = self._allocate(node, value, 0)
+            return [self._inputs[key]]
+        if is_higher_order and value is None:
+            # The partitioner's repetition of random numbers: only what is taken out of it has a fake value.
+            self._elements[node] = {}
+            return []
+        return self._results(node, value, 0 if node.op == "get_attr" else self._positions[node])
+
+    def _element(self, node: fx.Node, value: Any) -> list[_Storage]:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        elements = self._elements[source]
+        if index not in elements:
+            elements[index] = self._results(node, value, self._positions[source])
+            self.of[source] += elements[index]
+        return elements[index]
+
+    def _results(self, node: fx.Node, value: Any, begin: int) -> list[_Storage]:
+        if not isinstance(value, (list, tuple)):
+            return [self._allocate(node, value, begin)]
+        parts = {index: [self._allocate(node, part, begin)] for index, part in enumerate(value)}
+        self._elements[node] = parts
+        return [storage for part in parts.values() for storage in part]
+
+    def _allocate(self, node: fx.Node, value: Any, begin: int) -> _Storage:
+        self.found.append(_Storage(node, _nbytes(value), begin, self._positions[node]))
+        return self.found[-1]
+
+
+def _region_ends(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """For each node, the last one before the next collective or free."""
+    ends: dict[fx.Node, int] = {}
+    end = len(nodes) - 1
+    for index, node in reversed(list(enumerate(nodes))):
+        end = index - 1 if node.target in dialect.EXECUTED else end
+        ends[node] = max(index, end)
+    return ends
+
+
+def _category_of_origin(node: fx.Node, phase: Phase) -> Category:
+    if has_role(node, Role.GATHER_START, Role.KEPT):
+        return "gathered"
+    if has_role(node, Role.REDUCE_START):
+        return "gradients"
+    if has_role(node, Role.SHARD):
+        return "shards"
+    if node.op == "placeholder" and phase == "backward" and not has_role(node, Role.TANGENT):
+        return "saved"
+    return "inputs" if node.op in ("placeholder", "get_attr") else "temporary"
+
+
+def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[_Storage]], category: Category) -> None:
+    for value in values:
+        for storage in storages_of[value] if isinstance(value, fx.Node) else ():
+            if storage.category == "temporary":
+                storage.category = category
+
+
+def _collective_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
+    """What collectives hold from their start to their wait, besides the buffer that is their value."""
+    started: dict[fx.Node, int] = {}
+    buffers = []
+    for index, node in enumerate(nodes):
+        if node.target in dialect.STARTS:
+            started[node] = index
+        elif node.target in dialect.WAITS:
+            start: fx.Node = node.args[0]  # type: ignore[assignment]
+            begin = started[start]
+            if start.target is dialect.all_gather_start:
+                buffers.append(_Storage(start, landing_nbytes(start), begin, index, "landing"))
+                buffers.append(_Storage(start, _cast_nbytes(start), begin, index))
+            elif start.target is dialect.reduce_scatter_start:
+                packed = _nbytes(start.meta["val"]) * int(start.args[2])  # type: ignore[arg-type]
+                buffers.append(_Storage(start, packed, begin, index, "reducing"))
+    return [buffer for buffer in buffers if buffer.nbytes]
+
+
+def _cast_nbytes(start: fx.Node) -> int:
+    """Bytes of the rank's chunks in the dtype in which they are gathered, where that is not the shards' own."""
+    shard, full, world_size = _flat(start.args[0])[0].meta["val"], start.meta["val"], start.args[4]
+    assert isinstance(world_size, int)
+    return 0 if shard.dtype is full.dtype else _nbytes(full) // world_size
+
+
+def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
+    """Buffers that nothing uses and that are not given back to the device: within a run, a freed buffer waits for the
+    next gather of its size and dtype."""
+    unused: dict[tuple[int, torch.dtype], list[_Storage]] = {}
+    pooled = []
+
+    def give(nbytes: int, start: fx.Node, index: int) -> None:
+        if nbytes:
+            pooled.append(_Storage(start, nbytes, index + 1, len(nodes) - 1, "pooled"))
+            unused.setdefault((nbytes, start.meta["val"].dtype), []).append(pooled[-1])
+
+    def take(nbytes: int, start: fx.Node, index: int) -> None:
+        if waiting := unused.get((nbytes, start.meta["val"].dtype)):
+            waiting.pop().end = index - 1
+
+    for index, node in enumerate(nodes):
+        if node.target is dialect.all_gather_start:
+            if not node.meta["fsdp"].escapes:
+                take(_nbytes(node.meta["val"]), node, index)
+            take(landing_nbytes(node), node, index)
+        elif node.target is dialect.all_gather_wait:
+            give(landing_nbytes(node.args[0]), node.args[0], index)  # type: ignore[arg-type]
+        elif node.target is dialect.free and not has_role(node.args[0], Role.KEPT):  # type: ignore[arg-type]
+            give(_nbytes(node.args[0].meta["val"]), node.args[0].args[0], index)  # type: ignore[union-attr,arg-type]
+    return pooled
+
+
+def _timeline(storages: Iterable[_Storage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:
+    changes: dict[Category, list[int]] = {category: [0] * (length + 1) for category in CATEGORIES}
+    changes["shards"][0] = shards
+    for storage in storages:
+        if storage.begin <= storage.end:
+            changes[storage.category][storage.begin] += storage.nbytes
+            changes[storage.category][storage.end + 1] -= storage.nbytes
+    return {category: tuple(accumulate(change[:length])) for category, change in changes.items()}
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of the storages of the tensors in a fake value, by hint where sizes are symbolic."""
+    return sum(compat.size_hint(tensor.untyped_storage().nbytes()) for tensor in iterate_tensors(value))
+
+
+def _flat(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, (list, tuple)) else [values]
