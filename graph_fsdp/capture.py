@@ -28,6 +28,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, dialect
+from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.spec import ModelSpec
@@ -66,6 +67,7 @@ class Engine:
         self.counter = GatheredBytes()
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
+        self.programs: dict[tuple[int, Phase], Program] = {}  # by captured graph
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._agreed: dict[tuple[str, ...], str] = {}  # collectives that all ranks run → the kind of their graphs
         self._facts_agreed = False
@@ -235,6 +237,7 @@ class Engine:
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
         captured.add_program(graph, program)
+        self.programs[captured.index, graph.phase] = program
         return program
 
 

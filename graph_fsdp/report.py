@@ -170,10 +170,16 @@ def inspect(model: nn.Module) -> GraphReport:
     Raises:
         TypeError: ``model`` was not compiled by graph_fsdp.
     """
+    engine = engine_of(model)
+    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+
+
+def engine_of(model: nn.Module) -> Any:
+    """The engine of a compiled model. Raises TypeError on another."""
     engine = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
-    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+    return engine
 
 
 def _bucket_rows(graph: Graph) -> list[BucketRow]:
