@@ -122,8 +122,8 @@ class Profile:
             ("collectives", _times(self.predicted_collective_seconds, self.collective_seconds)),
         ]
         lines = [
-            f"graph_fsdp profile: {self.steps} steps on {self.ranks} rank{'s' if self.ranks > 1 else ''}, predicted for "
-            f"{self.hardware}; milliseconds, measured one after the other",
+            f"graph_fsdp profile: {self.steps} step{'s' if self.steps > 1 else ''} on {self.ranks} "
+            f"rank{'s' if self.ranks > 1 else ''}, predicted for {self.hardware}; milliseconds, one after the other",
             *_columns([("", *_HEADER), *((name, *times) for name, times in totals)], left=1),
         ]
         graphs = dict.fromkeys((row.graph, row.phase) for row in [*self.regions, *self.collectives])

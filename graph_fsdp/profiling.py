@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp.passes import CostModel, Measurements, compat
 from graph_fsdp.passes.cost import collective_key, op_key
 from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.kernels import Kind, kind_of
 from graph_fsdp.profile_report import CollectiveTime, Profile, RegionTime
 from graph_fsdp.report import engine_of
 from graph_fsdp.runtime import Program
@@ -46,7 +47,8 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     one, else of all its tensors; the sum of it is differentiated. In evaluation mode, under ``torch.no_grad()`` and
     under ``torch.inference_mode()``, its inference graph runs alone. Gradients, buffers and the state of torch's random
     number generators are afterwards what they were, and nothing calls an optimizer: hooks that run after a gradient was
-    accumulated do not run. What the model keeps elsewhere is not restored.
+    accumulated do not run. What the model keeps elsewhere is not restored. What a graph with symbolic sizes takes counts
+    for the sizes that it was traced with: profile with the batch that is to be scheduled for.
 
     Args:
         model: compiled by graph_fsdp. It may be called for the first time here.
@@ -198,8 +200,9 @@ class _Ran:
             shares = {node: modelled[program][node] for node in region.nodes if modelled[program][node] > 0}
             region_total = sum(shares.values())
             total, measured = total + region_total, measured + (seconds if shares else 0.0)
-            for node, share in shares.items():
-                compute.setdefault(op_key(node), []).append(seconds * share / region_total)
+            own = [n for n in shares if not cost.fused or kind_of(n) is Kind.KERNEL]  # others have none to be looked up
+            for node in own:
+                compute.setdefault(op_key(node), []).append(seconds * shares[node] / region_total)
             expected = sum(predicted[program][node] for node in region.nodes)
             first = next((node for node in region.nodes if node in shares), region.nodes[0])
             regions.append(RegionTime(*self.graphs[program], index, _unit(region), first.name, expected, seconds))
