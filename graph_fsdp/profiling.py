@@ -47,8 +47,9 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     one, else of all its tensors; the sum of it is differentiated. In evaluation mode, under ``torch.no_grad()`` and
     under ``torch.inference_mode()``, its inference graph runs alone. Gradients, buffers and the state of torch's random
     number generators are afterwards what they were, and nothing calls an optimizer: hooks that run after a gradient was
-    accumulated do not run. What the model keeps elsewhere is not restored. What a graph with symbolic sizes takes counts
-    for the sizes that it was traced with: profile with the batch that is to be scheduled for.
+    accumulated do not run. What the model keeps elsewhere is not restored.
+
+    Times of a graph with symbolic sizes count for the sizes that it was traced with: profile with such a batch.
 
     Args:
         model: compiled by graph_fsdp. It may be called for the first time here.
