@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
 from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.hardware import detect_hardware
@@ -49,8 +51,11 @@ def compile(
 
     Args:
         model: on its device already, with its values.
-        mesh: one-dimensional, of the model's device type. None: all ranks of ``torchrun``, or one process, whose
-            parameters then stay plain tensors.
+        mesh: of the model's device type. One dimension: parameters are sharded over it, or, if its name is
+            "replicate" or "dp_replicate", every rank holds them whole (DDP). Two dimensions: parameters are sharded
+            over the second and replicated over the first (HSDP), whatever their names. None: all ranks of
+            ``torchrun``, or one process, whose parameters then stay plain tensors. Gradients are means over all ranks
+            of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
@@ -84,14 +89,15 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh = _find_mesh(mesh, device)
     pipeline = passes if passes is not None else default_pipeline()
-    spec = _model_spec(units, names, mesh, mp_policy)
+    parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    spec = _model_spec(units, names, parallel, mp_policy)
     cost = _cost_model(pipeline, spec, device, backend)
     spec = pipeline.arrange(spec, cost)
 
-    if sync_module_states and mesh is not None:
-        _broadcast(model, mesh)
+    if sync_module_states and parallel is not None:
+        parallel.broadcast(model)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
-    storage = Storage(model, spec, originals, names, mesh)
+    storage = Storage(model, spec, originals, names, parallel)
     engine = Engine(
         original_forward(model),
         spec,
@@ -120,9 +126,12 @@ def _find_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | No
 
 
 def _model_spec(
-    units: list[Unit], names: dict[nn.Parameter, list[str]], mesh: DeviceMesh | None, policy: MixedPrecisionPolicy
+    units: list[Unit],
+    names: dict[nn.Parameter, list[str]],
+    parallel: DataParallelMesh | None,
+    policy: MixedPrecisionPolicy,
 ) -> ModelSpec:
-    world_size = mesh.size() if mesh is not None else 1
+    world_size = parallel.world_size if parallel is not None else 1
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
     for p, (name, *_) in names.items():  # in order of registration, which is about the order of use
@@ -134,20 +143,16 @@ def _model_spec(
                     name, unit_of[name], tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
                 )
             )
-    return make_model_spec(specs, mesh.get_group().group_name if mesh is not None else "", world_size)
+    spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)
+    if parallel is None:
+        return spec
+    return dataclasses.replace(spec, replicate_group=parallel.replicate_group, replicas=parallel.replicas)
 
 
 def _cost_model(pipeline: PassPipeline, spec: ModelSpec, device: torch.device, backend: str) -> CostModel:
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    groups = {spec.group: GroupShape(spec.world_size)}
+    groups = {
+        spec.group: GroupShape(spec.world_size),
+        spec.replicate_group: GroupShape(spec.replicas, stride=spec.world_size),
+    }
     return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager")
-
-
-def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
-    group = mesh.get_group()
-    source = dist.get_process_group_ranks(group)[0]
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, source, group=group)
-            tensor.copy_(value)

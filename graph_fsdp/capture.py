@@ -7,12 +7,14 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 
 from __future__ import annotations
 
+import contextlib
 import inspect as python_inspect
 import itertools
+import json
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,7 +29,8 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, dialect
+from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat
+from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
@@ -43,6 +46,24 @@ _models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
+
+
+class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
+    """The end of a capture that is planned and not run: its graphs after all passes."""
+
+    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
+        self.graphs, self.context = graphs, context
+
+
+@contextlib.contextmanager
+def models_not_counted() -> Iterator[None]:
+    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
+    before = _models_of_ranks.copy()
+    try:
+        yield
+    finally:
+        _models_of_ranks.clear()
+        _models_of_ranks.update(before)
 
 
 class Engine:
@@ -69,12 +90,14 @@ class Engine:
         self.graphs: list[CapturedGraph] = []
         self.programs: dict[tuple[int, Phase], Program] = {}  # by captured graph
         self.plans: dict[str, Plan] = {}  # by kind of graph
-        self._agreed: dict[tuple[str, ...], str] = {}  # collectives that all ranks run → the kind of their graphs
+        self._plans_made = 0
+        self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
         self._facts_agreed = False
-        self.ranks = storage.ranks
-        self._index = _models_of_ranks[tuple(self.ranks)]
-        _models_of_ranks[tuple(self.ranks)] += 1
+        self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
+        self._index = _models_of_ranks[self.ranks]
+        _models_of_ranks[self.ranks] += 1
         self._inputs: dict[str, Tensor] = {}
+        self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
         )
@@ -163,7 +186,7 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self._schedule(graphs, context, kind)
+            self._run_passes(graphs, context, captured, kind)
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -174,7 +197,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
-            self._schedule([graph], context, kind_of(graph, self.spec))
+            self._run_passes([graph], context, captured, kind_of(graph, self.spec))
             return self._program(graph, captured)
 
         return compat.aot_autograd(
@@ -186,41 +209,51 @@ class Engine:
             keep_inference_input_mutations=True,
         )(module, inputs)
 
+    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+        if not self.run_passes_only:
+            return self._schedule(graphs, context, kind)
+        context.plan = Plan()
+        self.pipeline.run(graphs, context)
+        for graph in graphs:
+            captured.add_graph(graph)
+        raise PassesHaveRun(graphs, context)
+
     def _schedule(self, graphs: list[Graph], context: PassContext, kind: str) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
         Then agree with the other ranks on the collectives, where they are new."""
         shared = is_shared(self.ranks)
-        key = f"model{self._index}/{'+'.join(graph.phase for graph in graphs)}-{kind}"
         decides = not shared or dist.get_rank() == self.ranks[0]
-        plan = self.plans.get(kind)
         if shared and not self._facts_agreed:
             agree(f"model{self._index}", self._facts(), self.ranks)
             self._facts_agreed = True
-        received = receive(key, self.ranks) if plan is None and not decides else None
-        if received:
-            plan = Plan.from_json(received)
+        plan, key = self.plans.get(kind), f"model{self._index}/plan{self._plans_made}"
+        is_new, failed = plan is None, False
+        if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
+            self._plans_made += 1
+            if not decides:
+                found = json.loads(receive(key, self.ranks))
+                failed = found["kind"] is None
+                plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan() if plan is None else plan.copy()
         try:
             self.pipeline.run(graphs, context)
         except Exception:
-            if decides and shared and plan is None:
-                publish(key, "", self.ranks)  # the others meet the same error, or say that they differ
+            if is_new and decides and shared:
+                publish(
+                    key, json.dumps({"kind": None}), self.ranks
+                )  # the others meet the same error, or say that they did not
             raise
-        if received == "":
-            raise RankDisagreement(
-                f"rank {self.ranks[0]} could not schedule {key!r}, and this rank could: see its error"
-            )
+        if failed:
+            raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
-            if decides and shared:
-                publish(key, plan.to_json(), self.ranks)
-        self.plans[kind] = plan
-        if not shared:
-            return
+        if is_new and decides and shared:
+            publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs))
-        if fingerprint not in self._agreed:
-            agree(f"{key}/{sum(kind == k for k in self._agreed.values())}", fingerprint, self.ranks)
-            self._agreed[fingerprint] = kind
+        if shared and fingerprint not in self._agreed:
+            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks)
+        self._agreed.add(fingerprint)
+        self.plans[kind] = plan
 
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
@@ -231,7 +264,8 @@ class Engine:
             lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
         for p in self.spec.parameters.values():
             dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
-            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}")
+            frozen = "" if p.trainable else " frozen"
+            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
         return lines
 
     def _program(self, graph: Graph, captured: CapturedGraph) -> Program:
@@ -246,8 +280,9 @@ def _fingerprint(graphs: list[Graph]) -> list[str]:
     lines = []
     for graph in graphs:
         for node in graph.fx_graph.nodes:
-            if node.target in dialect.STARTS:
-                record, dtype = node.meta["fsdp"], node.meta["val"].dtype
+            record = node.meta.get("fsdp")
+            if record is not None and record.role in STARTING:
+                dtype = node.meta["val"].dtype
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -61,7 +62,11 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
-    return functools.wraps(own)(forward)
+    functools.update_wrapper(forward, own)
+    self_first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [self_first, *inspect.signature(own).parameters.values()]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return forward
 
 
 def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts) -> None:

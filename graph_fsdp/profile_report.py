@@ -31,8 +31,8 @@ class RegionTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective of one captured graph, with packing and unpacking. ``kind``: "gather" or "reduce". ``nbytes``: of
-    the gathered buffer, or of the reduced shard. Times in seconds."""
+    """A collective of one captured graph, with packing and unpacking. ``kind``: "gather", "reduce" or "replicate"
+    (reduced again over replicas). ``nbytes``: of the gathered buffer, or of what is reduced to. Times in seconds."""
 
     graph: int
     phase: Phase
@@ -126,7 +126,8 @@ class Profile:
             f"rank{'s' if self.ranks > 1 else ''}, predicted for {self.hardware}; milliseconds, one after the other",
             *_columns([("", *_HEADER), *((name, *times) for name, times in totals)], left=1),
         ]
-        graphs = dict.fromkeys((row.graph, row.phase) for row in [*self.regions, *self.collectives])
+        rows: list[RegionTime | CollectiveTime] = [*self.regions, *self.collectives]
+        graphs = dict.fromkeys((row.graph, row.phase) for row in rows)
         for graph in graphs:
             lines += ["", f"graph {graph[0]}, {graph[1]}"]
             regions = [

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp.passes import CostModel, Measurements, compat
 from graph_fsdp.passes.cost import collective_key, op_key
 from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.kernels import Kind, kind_of
 from graph_fsdp.profile_report import CollectiveTime, Profile, RegionTime
-from graph_fsdp.report import engine_of
+from graph_fsdp.report import ROW_KINDS, engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.agreement import digest, is_shared
 from graph_fsdp.runtime.regions import Region, Step, cut
@@ -120,15 +120,17 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    generators = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    with torch.random.fork_rng(**generators):  # type: ignore[arg-type]
+    generators: dict[str, Any] = (
+        {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    )
+    with torch.random.fork_rng(**generators):
         try:
             yield
         finally:
             with torch.no_grad():
                 for module, name, buffer, value in saved:
                     module._buffers[name] = buffer
-                    if buffer is not None:
+                    if buffer is not None and value is not None:
                         buffer.copy_(value)
 
 
@@ -140,13 +142,13 @@ class _Ran:
     ``collectives``: name → seconds of each run."""
 
     def __init__(self) -> None:
-        self.graphs: dict[Program, tuple[int, str]] = {}
+        self.graphs: dict[Program, tuple[int, Phase]] = {}
         self.steps: dict[str, tuple[Program, int, Step]] = {}
         self.regions: dict[str, float] = {}
         self.collectives: dict[str, list[float]] = {}
 
     @classmethod
-    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Any], Program]) -> _Ran:
+    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> _Ran:
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts: dict[Program, list[Step]] = {}
@@ -225,8 +227,7 @@ class _Ran:
             assert isinstance(node, fx.Node)
             seconds, record = statistics.median(runs), node.meta["fsdp"]
             by_key.setdefault(collective_key(node), []).append(seconds)
-            kind = "gather" if record.role is Role.GATHER_START else "reduce"
-            expected = cost.collective_seconds(node)
+            kind, expected = ROW_KINDS[record.role], cost.collective_seconds(node)
             rows.append(CollectiveTime(*self.graphs[program], kind, record.bucket, record.nbytes, expected, seconds))
         return rows, by_key
 
@@ -249,7 +250,7 @@ def _groups(engine: Any) -> list[dist.ProcessGroup]:
     """The process groups of each mesh dimension that together join all ranks of the model; none for one rank."""
     if not is_shared(engine.ranks):
         return []
-    mesh = next(p.shard.device_mesh for p in engine.storage.parameters.values() if isinstance(p.shard, DTensor))
+    mesh = engine.storage.mesh.mesh
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graph_fsdp.passes.dialect import NodeRecord, Role
+from graph_fsdp.passes.dialect import WAITING, NodeRecord, Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.pipeline import PHASES
 from graph_fsdp.passes.spec import ModelSpec
@@ -22,7 +22,7 @@ class BucketRow:
     where the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard."""
 
     name: str
-    kind: str  # "gather", "kept" (received from forward) or "reduce"
+    kind: str  # "gather", "kept" (received from forward), "reduce" or "replicate" (reduced again over replicas)
     parameters: tuple[str, ...]
     nbytes: int
     start: int | None
@@ -81,8 +81,11 @@ class CapturedGraph:
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
     def add_program(self, graph: Graph, program: Program) -> None:
+        self.add_graph(graph)
+        self.view(graph.phase).program = program.source
+
+    def add_graph(self, graph: Graph) -> None:
         view = self.view(graph.phase)
-        view.program = program.source
         view.buckets = _bucket_rows(graph)
         view.nodes = len(graph.fx_graph.nodes)
 
@@ -144,15 +147,16 @@ class GraphReport:
 
     def __str__(self) -> str:
         parameters = list(self.spec.parameters.values())
+        world_size, replicas = self.spec.world_size, self.spec.replicas
         lines = [
             f"graph_fsdp: {len(parameters)} parameters in {len(self.spec.buckets)} buckets over "
-            f"{self.spec.world_size} rank{'s' if self.spec.world_size > 1 else ''}",
+            f"{f'{replicas} replicas of ' if replicas > 1 else ''}{world_size} rank{'s' if world_size > 1 else ''}",
             f"captured graphs: {len(self.graphs)}; compute regions: {self.regions}, compiled {self.compiled_regions}; "
             f"most bytes gathered at once: {self.peak_gathered_bytes:,}",
         ]
         for captured in self.graphs:
             for phase, view in captured.views.items():
-                if view.program is None:  # a graph that other graphs are made of
+                if not view.nodes:  # a graph that other graphs are made of
                     continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
@@ -191,16 +195,16 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
         record: NodeRecord | None = node.meta.get("fsdp")
         for source in node.all_input_nodes:
             for root in roots[source]:
-                if record is not None and record.role in (Role.GATHER_WAIT, Role.REDUCE_WAIT):
+                if record is not None and record.role is Role.GATHER_WAIT:
                     events.setdefault(root, {})["wait"] = at
                 elif record is not None and record.role is Role.FREE:
                     events.setdefault(root, {})["free"] = at
                 elif node.op != "output":
                     events.setdefault(root, {}).setdefault("first_use", at)
-    for node in graph.with_role(Role.GATHER_START, Role.KEPT, Role.REDUCE_START):
+    for node in graph.with_role(*ROW_KINDS):
         record = node.meta["fsdp"]
-        found = events.get(node, {})
-        kind = {Role.GATHER_START: "gather", Role.KEPT: "kept", Role.REDUCE_START: "reduce"}[record.role]
+        kind = ROW_KINDS[record.role]
+        found = _reduction_events(node, positions) if kind in ("reduce", "replicate") else events.get(node, {})
         rows.append(
             BucketRow(
                 record.bucket,
@@ -215,6 +219,23 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
             )
         )
     return rows
+
+
+ROW_KINDS = {
+    Role.GATHER_START: "gather",
+    Role.KEPT: "kept",
+    Role.REDUCE_START: "reduce",
+    Role.REPLICATE_START: "replicate",
+}
+
+
+def _reduction_events(start: Any, positions: dict[Any, int]) -> dict[str, int]:
+    """By the data, not the memory: a bucket's two reductions work on one buffer."""
+    wait = next((user for user in start.users if has_role(user, *WAITING)), None)
+    if wait is None:
+        return {}
+    uses = [positions[user] for user in wait.users if user.op != "output"]
+    return {"wait": positions[wait], **({"first_use": min(uses)} if uses else {})}
 
 
 def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import compat
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.placeholder import guard, set_guarded
@@ -48,14 +48,16 @@ class Storage:
         spec: ModelSpec,
         originals: dict[str, nn.Parameter],
         names: dict[nn.Parameter, list[str]],
-        mesh: DeviceMesh | None,
+        mesh: DataParallelMesh | None,
     ) -> None:
         self.spec, self.mesh = spec, mesh
-        self.rank = mesh.get_local_rank() if mesh is not None else 0
-        self.ranks: list[int] = mesh.mesh.flatten().tolist() if mesh is not None else [0]  # global
+        self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
         device = next(iter(originals.values())).device
-        self.buffers = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in sizes.items()}
+        # A model that is planned and not run has no memory, and its shards get none.
+        self.has_memory = all(map(compat.has_memory, originals.values()))
+        allocate = torch.zeros if self.has_memory else compat.without_memory
+        self.buffers = {dtype: allocate((n,), dtype=dtype, device=device) for dtype, n in sizes.items()}
         self.parameters: dict[str, ShardedParameter] = {}
         for name, p in spec.parameters.items():
             original = originals[name]
@@ -63,9 +65,10 @@ class Storage:
             padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
             local = padded if p.replicated else padded[: p.local_rows(self.rank)]
             first = self.rank * p.chunk_rows if not p.replicated else 0
-            with torch.no_grad():
-                source = original.detach()
-                local.copy_(source if p.replicated else source[first : first + local.shape[0]])
+            if self.has_memory:
+                with torch.no_grad():
+                    source = original.detach()
+                    local.copy_(source if p.replicated else source[first : first + local.shape[0]])
             owners = tuple(_owner(model, full_name) for full_name in names[original])
             self.parameters[name] = ShardedParameter(
                 p, owners, original, self._make_shard(p, original, local), padded, local
@@ -77,9 +80,13 @@ class Storage:
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
         if self.mesh is not None:
-            placement: list[Placement] = [Replicate() if p.replicated else Shard(0)]
             value = DTensor.from_local(
-                local, self.mesh, placement, run_check=False, shape=original.shape, stride=_contiguous(original.shape)
+                local,
+                self.mesh.mesh,
+                self.mesh.placements(scalar=p.replicated),
+                run_check=False,
+                shape=original.shape,
+                stride=_contiguous(original.shape),
             )
         shard = nn.Parameter(value, requires_grad=original.requires_grad)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
@@ -91,8 +98,10 @@ class Storage:
         self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
             _register(p, p.shard)
-            empty = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
-            empty.untyped_storage().resize_(0)
+            allocate = torch.empty if self.has_memory else compat.without_memory
+            empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
+            if self.has_memory:
+                empty.untyped_storage().resize_(0)
             p.placeholder.data = empty
             guard(p.placeholder, p.spec.name, self._forward_runs)
 

@@ -98,14 +98,18 @@ def mesh(mesh: Any, device: torch.device) -> None:
             f"mesh: its process group is not initialised (or was destroyed); start the script with {_TORCHRUN!r} and "
             "make the mesh with init_device_mesh"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
+        names = mesh.mesh_dim_names[:2] if mesh.mesh_dim_names and mesh.ndim > 2 else ()
+        example = f", e.g. mesh[{', '.join(map(repr, names))}]" if names else ""
         raise MeshError(
-            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and sharding takes one; pass "
-            + (
-                f"one of them, e.g. mesh[{mesh.mesh_dim_names[0]!r}]"
-                if mesh.mesh_dim_names
-                else "a mesh of one dimension"
-            )
+            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and data parallelism takes one (to shard) "
+            "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
+            + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"mesh has the ranks {mesh.mesh.flatten().tolist()} and this one is rank {dist.get_rank()}; call "
+            "graph_fsdp.compile on the ranks of the mesh only"
         )
     if mesh.device_type != device.type:
         raise MeshError(

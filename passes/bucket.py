@@ -7,6 +7,8 @@ reduced and waited for just after its last gradient. Moving starts up and waits 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +27,8 @@ prims = torch.ops.prims
 
 class Bucket(GraphPass):
     """Gathers of a bucket: one ``all_gather_start``/``wait`` pair, each parameter a view of the buffer.
-    Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result.
+    Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on a
+    mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas stands in between.
 
     A bucket is gathered whole even where a graph uses part of it (backward needs no biases): which part that is can
     depend on the partitioner, and so on a rank's shapes, and the collective's size must not. It also keeps the
@@ -33,7 +36,8 @@ class Bucket(GraphPass):
     ``size`` is what a bucket holds, and ``budget`` bounds it, as in :func:`graph_fsdp.passes.arrange.arrange_buckets`.
 
     Scalars are replicated: they are used as they are, and their gradients are all-reduced.
-    On one rank a gather is its shard and a reduction its gradient, and nothing is communicated or copied.
+    Where nothing is sharded a gather is its shard, and the gradients of a bucket are all-reduced over the replicas. On
+    one rank a reduction is its gradient too, and nothing is communicated or copied.
     """
 
     name = "bucket"
@@ -53,13 +57,13 @@ class Bucket(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         positions = graph.positions()
-        alone = context.model.world_size == 1
+        unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
         gathers: dict[str, list[fx.Node]] = {}
         reductions: dict[str, list[fx.Node]] = {}
         for node in graph.with_role(Role.GATHER, Role.REDUCE):
             parameter = _parameter(node, context)
             if node.meta["fsdp"].role is Role.GATHER:
-                if parameter.replicated or parameter.empty or alone:
+                if parameter.replicated or parameter.empty or unsharded:
                     _use_shard(graph, node, parameter)
                 else:
                     gathers.setdefault(node.meta["fsdp"].bucket, []).append(node)
@@ -77,6 +81,9 @@ class Bucket(GraphPass):
             _reduce_bucket(graph, context, name, nodes, positions)
         if alone:
             return "one rank: each shard is the parameter, each gradient is its own mean"
+        if unsharded:
+            replicas = context.model.replicas
+            return f"each shard is the parameter, {len(reductions)} buckets reduced over {replicas} replicas"
         return f"{len(gathers)} buckets gathered, {len(reductions)} reduced"
 
 
@@ -138,13 +145,11 @@ def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
 def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> None:
-    order = {parameter: index for index, parameter in enumerate(context.model.parameters)}
+    order = context.model.index_of
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
-    names = tuple(p.name for p in parameters)
-    unit, dtype, reduce_dtype = parameters[0].unit, parameters[0].dtype, parameters[0].reduce_dtype
+    unit, dtype = parameters[0].unit, parameters[0].dtype
     grads: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
-    target = dialect.all_reduce_start if parameters[0].replicated else dialect.reduce_scatter_start
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
     last = max(grads, key=positions.__getitem__)
     if last.op == "placeholder":
@@ -154,14 +159,9 @@ def _reduce_bucket(
     while place in replaced:  # they are erased below, and what stands before an erased node is lost with it
         place = place.next
     with graph.fx_graph.inserting_before(place):
-        arguments = (grads, reduce_dtype, context.model.world_size, context.model.group)
-        start = graph.call(target, arguments, name=f"reduce_{name}")
-        size = nbytes(start.meta["val"])
-        set_record(start, NodeRecord(Role.REDUCE_START, unit, name, names, size))
-        flat = wait = graph.call(dialect.reduce_wait, (start,), name=f"reduced_{name}")
-        set_record(wait, NodeRecord(Role.REDUCE_WAIT, unit, name, names, size))
-        if dtype is not reduce_dtype:
-            flat = graph.call(prims.convert_element_type.default, (wait, dtype))
+        flat = _reduce(graph, context.model, name, grads, parameters)
+        if flat.meta["val"].dtype is not dtype:
+            flat = graph.call(prims.convert_element_type.default, (flat, dtype))
         begin = 0
         for node, p in zip(nodes, parameters, strict=True):
             piece = (flat, 0, begin, begin + p.shard_numel)
@@ -172,6 +172,33 @@ def _reduce_bucket(
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
             node.replace_all_uses_with(grad)
             graph.fx_graph.erase_node(node)
+
+
+def _reduce(
+    graph: Graph, model: ModelSpec, name: str, grads: list[fx.Node], parameters: list[ParameterSpec]
+) -> fx.Node:
+    """Insert the collectives of a bucket's gradients; the flat result of the last, waited for."""
+    reduce_dtype, names = parameters[0].reduce_dtype, tuple(p.name for p in parameters)
+
+    def collective(target: Any, args: tuple[Any, ...], start_role: Role, wait_role: Role, verb: str) -> fx.Node:
+        start = graph.call(target, args, name=f"{verb}_{name}")
+        record = NodeRecord(start_role, parameters[0].unit, name, names, nbytes(start.meta["val"]))
+        set_record(start, record)
+        wait = graph.call(dialect.reduce_wait, (start,), name=f"{verb}d_{name}")
+        return set_record(wait, replace(record, role=wait_role))
+
+    roles = (Role.REDUCE_START, Role.REDUCE_WAIT)
+    if model.world_size == 1:
+        whole = (grads, reduce_dtype, model.replicas, model.replicate_group)
+        return collective(dialect.all_reduce_start, whole, *roles, "reduce")
+    target = dialect.all_reduce_start if parameters[0].replicated else dialect.reduce_scatter_start
+    over_shards = (grads, reduce_dtype, model.world_size, model.group)
+    if model.replicas == 1:
+        return collective(target, over_shards, *roles, "reduce")
+    shard = collective(target, (*over_shards, model.replicas), *roles, "reduce")
+    over_replicas = (shard, model.ranks, model.replicate_group)
+    roles = (Role.REPLICATE_START, Role.REPLICATE_WAIT)
+    return collective(dialect.all_reduce_shard_start, over_replicas, *roles, "replicate")
 
 
 def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:

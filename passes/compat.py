@@ -28,13 +28,15 @@ whole test-suite was run.
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
+| ``_C._construct_storage_from_data_pointer`` | tensors without memory, for planning | 2.9 to 2.15 |
+| ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +99,11 @@ __all__ = [
     "current_fake_mode",
     "default_store",
     "dynamo_config",
+    "fake_process_group",
     "flop_registry",
     "free_symbols",
     "grouped_all_gather",
+    "has_memory",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
@@ -114,6 +118,7 @@ __all__ = [
     "tracing",
     "tracing_options",
     "tree_map_only",
+    "without_memory",
     "without_torch_function",
 ]
 
@@ -216,6 +221,33 @@ def tracing_options() -> Iterator[None]:
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}):
         yield
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor that is told apart from an ordinary one only by who reads its memory: there is none, and
+    the process crashes. A FakeTensor would do as well, if Dynamo did not refuse those of another mode than its own,
+    and if autograd did not ask for the streams of a device that this build of torch does not have."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    construct: Any = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
+    storage = construct(0, device, like.numel() * like.element_size())
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False for what ``without_memory`` made."""
+    return tensor.data_ptr() != 0 or tensor.untyped_storage().nbytes() == 0
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """The default process group, for a while: this process as rank 0, and collectives that do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

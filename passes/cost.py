@@ -98,7 +98,7 @@ def op_key(node: fx.Node) -> str:
 def collective_key(node: fx.Node) -> str:
     """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    ranks = _argument(node, "world_size" if "world_size" in names else "ranks")
+    ranks = dialect.argument(node, "world_size" if "world_size" in names else "ranks")
     dtype = _dtype_name(node.meta["val"].dtype)
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
 
@@ -116,14 +116,6 @@ def _describe(value: Any) -> str:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of a dialect call by its name in the schema, wherever it stands."""
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, argument.default_value)
-    raise ValueError(f"{node.target} has no argument {name!r}")
 
 
 def _full_nbytes(node: fx.Node, size: int) -> int:
@@ -223,7 +215,7 @@ class CostModel:
         measured = self.measured.collectives.get(collective_key(node)) if self.measured.collectives else None
         if measured is not None:
             return measured
-        group = _argument(node, "group")
+        group = dialect.argument(node, "group")
         nbytes = _full_nbytes(node, self._shape(group).size)
         if node.target is dialect.all_gather_start:
             return self.all_gather_seconds(nbytes, group)

@@ -2,13 +2,14 @@
 
 | operator | value | meaning |
 |---|---|---|
-| ``gather_param(shard, shape, dtype, reduce_dtype, param, group)`` | full parameter | in ``dtype`` |
-| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group)`` | shard of the gradient | mean over ranks |
+| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
+| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
 | ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages)`` | bucket buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
-| ``reduce_scatter_start(grads, dtype, world_size, group)`` | flat shard of gradients | mean over ranks, in ``dtype`` |
-| ``all_reduce_start(grads, dtype, world_size, group)`` | flat gradients | likewise, for scalars |
+| ``reduce_scatter_start(grads, dtype, world_size, group, replicas)`` | flat shard of gradients | mean, in ``dtype`` |
+| ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | likewise, not sharded |
+| ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
@@ -17,6 +18,9 @@ how reductions come into the joint graph. The other operators exist only after t
 A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
 each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
 lands in place; parameters that share one are unpacked by the wait.
+On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
+its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
+before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
 records and the predicates over them. The operators' implementations on process groups are in the runtime.
@@ -35,16 +39,17 @@ from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 _SCHEMAS = (
-    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
-    " -> Tensor",
-    "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group)"
-    " -> Tensor",
+    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+    " str replicate_group='') -> Tensor",
+    "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+    " str replicate_group='') -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
     " int[] messages=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
     "free(Tensor(a!) buffer) -> ()",
-    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group) -> Tensor",
-    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group) -> Tensor",
+    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
+    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
+    "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group) -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
@@ -58,9 +63,10 @@ all_gather_wait = _ops.all_gather_wait.default
 free = _ops.free.default
 reduce_scatter_start = _ops.reduce_scatter_start.default
 all_reduce_start = _ops.all_reduce_start.default
+all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
 
-STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start})
+STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
 # What the executor runs itself, between compute regions.
 EXECUTED = STARTS | WAITS | {free}
@@ -77,6 +83,8 @@ class Role(enum.Enum):
     REDUCE = "reduce"
     REDUCE_START = "reduce_start"
     REDUCE_WAIT = "reduce_wait"
+    REPLICATE_START = "replicate_start"  # what was reduced, reduced again over the replicas
+    REPLICATE_WAIT = "replicate_wait"
     SHARD_GRAD = "shard_grad"  # the gradient of a local shard
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
 
@@ -102,12 +110,9 @@ def has_role(node: fx.Node, *roles: Role) -> bool:
     return found is not None and found.role in roles
 
 
-_GROUP_ARGUMENT = {gather_param: 5, reduce_grad: 5, all_gather_start: 5, reduce_scatter_start: 3, all_reduce_start: 3}
-
-
 def group_of(node: fx.Node) -> str:
     """Name of the process group of a collective."""
-    return str(node.args[_GROUP_ARGUMENT[node.target]])  # type: ignore[index]
+    return str(argument(node, "group"))
 
 
 def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
@@ -115,12 +120,32 @@ def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
     return node
 
 
+# What starts a collective, and what waits for one, by role.
+STARTING = (Role.GATHER_START, Role.REDUCE_START, Role.REPLICATE_START)
+WAITING = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of an operator of the dialect that its schema calls ``name``."""
+    for index, described in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if described.name == name:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+            return described.default_value if value is None else value
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
 # --- fakes: shapes and dtypes, for tracing and for the verifier
 
 
 @torch.library.register_fake("graph_fsdp::gather_param", lib=_LIBRARY)
 def _(
-    shard: Tensor, shape: Sequence[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+    shard: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+    replicate_group: str = "",
 ) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
@@ -133,6 +158,7 @@ def _(
     reduce_dtype: torch.dtype,
     param: str,
     group: str,
+    replicate_group: str = "",
 ) -> Tensor:
     return grad.new_empty(shard_shape, dtype=dtype)
 
@@ -161,13 +187,18 @@ def _(buffer: Tensor) -> None:
 
 
 @torch.library.register_fake("graph_fsdp::reduce_scatter_start", lib=_LIBRARY)
-def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1) -> Tensor:
     return grads[0].new_empty([sum(chunk_numels(grads, world_size))], dtype=dtype)
 
 
 @torch.library.register_fake("graph_fsdp::all_reduce_start", lib=_LIBRARY)
-def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
+def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1) -> Tensor:
     return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::all_reduce_shard_start", lib=_LIBRARY)
+def _(shard: Tensor, ranks: int, group: str) -> Tensor:
+    return shard
 
 
 @torch.library.register_fake("graph_fsdp::reduce_wait", lib=_LIBRARY)
@@ -184,13 +215,13 @@ def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, _, _, ctx.reduce_dtype, ctx.param, ctx.group = inputs
+    shard, _, _, ctx.reduce_dtype, *ctx.names = inputs  # param, group, and replicate_group where there is one
     ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
 
 
 def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    shard_grad = reduce_grad(grad, ctx.shard_shape, ctx.dtype, ctx.reduce_dtype, ctx.param, ctx.group)
-    return shard_grad, None, None, None, None, None
+    shard_grad = reduce_grad(grad, ctx.shard_shape, ctx.dtype, ctx.reduce_dtype, *ctx.names)
+    return shard_grad, None, None, None, *([None] * len(ctx.names))
 
 
 torch.library.register_autograd(

@@ -40,6 +40,7 @@ class Free(GraphPass):
             if node.target in dialect.STARTS or node.target in dialect.WAITS:
                 upcoming = node
         freed = 0
+        inputs = graph.placeholders
         for buffer in buffers:
             last = last_use[buffer]
             if last.op == "output":
@@ -49,7 +50,7 @@ class Free(GraphPass):
             record: NodeRecord = buffer.meta["fsdp"]
             handle = next((u for u in buffer.users if dialect.has_role(u, Role.GATHER_WAIT)), buffer)
             if last.op == "placeholder":  # received and not used
-                last = graph.placeholders[-1]
+                last = inputs[-1]
             with graph.fx_graph.inserting_before(next_collective[last]):
                 node = graph.fx_graph.create_node(
                     "call_function", dialect.free, (handle,), name=f"free_{record.bucket}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
@@ -22,39 +24,60 @@ Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """What an operator does with the memory of its arguments. Arguments are (position, name)."""
+
+    aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
+    mutated: tuple[tuple[int, str], ...] = ()
+    unknown: bool = False  # no schema says: any input may be aliased
+
+
+@functools.cache
+def _memory(target: Any) -> _Memory:
+    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
+    if target in _UNANNOTATED_VIEWS:
+        return _Memory(aliased=((0, ""),))
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return _Memory(unknown=isinstance(target, compat.HigherOrderOperator))
+    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
+    arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
+    return _Memory(
+        aliased=tuple(place for place, alias in arguments if alias.before_set & returned),
+        mutated=tuple(place for place, alias in arguments if alias.is_write),
+    )
+
+
+def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    args = node.args
+    for index, name in places:
+        value = args[index] if index < len(args) else node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, fx.Node)]
+    return found
+
+
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
     a call that has no schema (higher-order operators)."""
     if node.op != "call_function":
         return []
-    if node.target in _UNANNOTATED_VIEWS:
-        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return list(node.all_input_nodes) if isinstance(node.target, compat.HigherOrderOperator) else []
-    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
-    if not returned:
-        return []
-    found: list[fx.Node] = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not (argument.alias_info.before_set & returned):
-            continue
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return found
+    memory = _memory(node.target)
+    if memory.unknown:
+        return list(node.all_input_nodes)
+    return _nodes_at(node, memory.aliased) if memory.aliased else []
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
+    if node.op != "call_function":
         return []
-    found = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return found
+    mutated = _memory(node.target).mutated
+    return _nodes_at(node, mutated) if mutated else []
 
 
 class Graph:
@@ -92,7 +115,7 @@ class Graph:
     @property
     def collectives(self) -> list[tuple[str, str]]:
         """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
-        starts = self.with_role(Role.GATHER_START, Role.REDUCE_START)
+        starts = self.with_role(*dialect.STARTING)
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
 
     def positions(self) -> dict[fx.Node, int]:
@@ -171,7 +194,6 @@ class Graph:
             elif previous is None and node is not next(iter(self.fx_graph.nodes)):
                 next(iter(self.fx_graph.nodes)).prepend(node)
             previous = node
-        self.module.recompile()
 
     def call(
         self, target: Any, args: tuple[Any, ...], *, name: str | None = None, like: fx.Node | None = None

@@ -32,6 +32,7 @@ class InsertGathers(GraphPass):
                         parameter.reduce_dtype,
                         parameter.name,
                         context.model.group,
+                        *([context.model.replicate_group] if context.model.replicas > 1 else []),
                     ),
                 )
             for user in [user for user in node.users if user is not gather]:

@@ -7,7 +7,9 @@ is traced.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.stage import Stage
+from graph_fsdp.passes.stage import Snapshot, Stage
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.cost import CostModel, Hardware
@@ -202,7 +204,17 @@ class PassPipeline:
                     raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
-        """Run each pass over the graphs of its phases, in the order given (forward before backward)."""
+        """Run each pass over the graphs of its phases, in the order given (forward before backward).
+
+        The code of the graph modules is that of their graphs again when all passes have run, not in between: writing
+        it costs more than a pass. A pass that wants to run a graph calls ``graph.module.recompile()`` first.
+        """
+        with _collector_paused():
+            self._run(graphs, context)
+            for graph in graphs:
+                graph.module.recompile()
+
+    def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         from graph_fsdp.passes.verify import Verifier
 
         for graph in graphs:
@@ -221,9 +233,10 @@ class PassPipeline:
                     raise PassError(f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}") from error
                 seconds = time.perf_counter() - begin
                 context.facts[graph.phase] |= frozenset(p.provides)
+                begin = time.perf_counter()
                 verifiers[graph.phase].check(p.name)
-                graph.module.recompile()
-                add_stage(graph, context, p.name, seconds, summary)
+                verify_seconds = time.perf_counter() - begin
+                add_stage(graph, context, p.name, seconds, summary, verify_seconds)
 
 
 def _is_plain(value: Any) -> bool:
@@ -232,10 +245,29 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, enum.Enum))
 
 
-def add_stage(graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None) -> None:
-    snapshot = fx.Graph()
-    copied, _ = snapshot.graph_copy(graph.fx_graph, {}, return_output_node=True)  # type: ignore[misc]
-    snapshot.output(copied)
-    for node in snapshot.nodes:
-        node.type = None  # Dynamo's annotations of inputs
-    context.stages[graph.phase][name] = Stage(name, graph.phase, snapshot, graph.module, seconds, summary)
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No garbage collection for this time. Almost everything that passes allocate stays, and each full collection
+    would walk all graphs of the model: several times over, and longer the deeper the model is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def add_stage(
+    graph: Graph,
+    context: PassContext,
+    name: str,
+    seconds: float,
+    summary: str | None = None,
+    verify_seconds: float = 0.0,
+) -> None:
+    begin = time.perf_counter()
+    snapshot = Snapshot(graph.fx_graph)
+    context.stages[graph.phase][name] = Stage(
+        name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
+    )

@@ -1,15 +1,23 @@
-"""Where reductions are waited for: as late as the number of them that may be under way allows."""
+"""Where reductions are waited for: as late as the number of them that may be under way allows.
+
+On a mesh that also replicates, a reduction has two stages: a bucket's gradients are reduced over the group that shards,
+and the result is reduced over the replicas. The second stage starts where the first is waited for, which is late, and
+is waited for later still, so that both run while other units compute. At most as many of each stage are under way.
+"""
 
 from __future__ import annotations
 
 from torch import fx
 
-from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.dialect import WAITING, Role, has_role
 from graph_fsdp.passes.graph import Graph
 
 
 def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
-    """Reductions start in the order given and are waited for as late as ``in_flight`` of them allow."""
+    """Reductions start in the order given and are waited for as late as ``in_flight`` of them allow.
+
+    The second stages keep that order too: the sequence of all collectives follows from it. Linear.
+    """
     # A later reduction of the plan starts no earlier than the one before it: where this graph's gradients come
     # in another order, a start moves down to its predecessor.
     positions = graph.positions()
@@ -20,17 +28,31 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
             latest.append(start)
             positions[start] = positions[latest]
         latest = start
+    _defer_waits(graph, starts, in_flight)
+    _defer_waits(graph, [stage for start in starts for stage in _second_stage(start)], in_flight)
+
+
+def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
     for index, start in enumerate(starts):
         due = index + in_flight
-        _move_group(wait_of(start), before=starts[due] if due < len(starts) else graph.output)
+        _move_group(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
+
+
+def _second_stage(start: fx.Node) -> list[fx.Node]:
+    return [user for user in wait_of(start).users if has_role(user, Role.REPLICATE_START)]
+
+
+def _ready_for(start: fx.Node) -> fx.Node:
+    """A second stage stands right behind the wait for its first: what comes before it comes before both."""
+    return start.prev if has_role(start, Role.REPLICATE_START) and start.prev is start.args[0] else start
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if user.meta["fsdp"].role in (Role.GATHER_WAIT, Role.REDUCE_WAIT))
+    return next(user for user in start.users if has_role(user, *WAITING))
 
 
 def _move_group(wait: fx.Node, before: fx.Node) -> None:
-    """Move a wait and the views and casts of its result, which only the output reads."""
+    """Move a wait and what is computed of its result, which only the output reads."""
     group, frontier = [wait], [wait]
     while frontier:
         users = [user for node in frontier for user in node.users if user.op != "output"]

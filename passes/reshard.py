@@ -44,9 +44,9 @@ class Reshard(GraphPass):
             context.plan.kept = [wait.meta["fsdp"].bucket for wait in self._choose(graph, waits, context)]
         kept = [wait for wait in waits if wait.meta["fsdp"].bucket in context.plan.kept]
         outputs = list(graph.output.args[0])  # type: ignore[arg-type]
-        for wait in reversed(kept):
-            # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
-            outputs.insert(context.forward_outputs, wait)
+        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
+        outputs[context.forward_outputs : context.forward_outputs] = kept
+        for wait in kept:
             start = wait.args[0]
             assert isinstance(start, fx.Node)
             for node in (start, wait):
@@ -103,13 +103,14 @@ def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, 
             "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for; pass "
             "passes=default_pipeline(budget=…)"
         )
-    live = torch.tensor(gathers.live(at_distance(len(gathers), 1)))
+    live = gathers.live(at_distance(len(gathers), 1))
     worth = [cost.collective_seconds(start) / max(1, start.meta["fsdp"].nbytes) for start in starts]
     kept = []
     for k in sorted(range(len(starts)), key=lambda k: (-worth[k], -gathers.last[k], -k)):
-        rest = live[gathers.last[k] + 1 :]
-        if not len(rest) or int(rest.max()) + gathers.nbytes[k] <= budget:
-            rest += gathers.nbytes[k]
+        nbytes, rest = gathers.nbytes[k], range(gathers.last[k] + 1, len(live))
+        if all(live[t] + nbytes <= budget for t in rest):
+            for t in rest:
+                live[t] += nbytes
             kept.append(k)
     return sorted(kept)
 

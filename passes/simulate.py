@@ -46,7 +46,6 @@ class Timeline:
 
 def simulate(graph: Graph, cost: CostModel) -> Timeline:
     compute_seconds = cost.graph_seconds(graph)
-    roots = graph.alias_roots()
     now = compute = 0.0
     free: dict[str, float] = {}  # when each lane is free
     load: dict[str, float] = {}
@@ -62,9 +61,10 @@ def simulate(graph: Graph, cost: CostModel) -> Timeline:
             load[group] = load.get(group, 0.0) + seconds
             ends[node] = (group, begin, begin + seconds)
         elif node.target in dialect.WAITS:
-            for root in roots[node] & ends.keys():
-                waited[root] = max(0.0, ends[root][2] - now)
-                now += waited[root]
+            started = node.args[0]
+            assert isinstance(started, fx.Node)
+            waited[started] = max(0.0, ends[started][2] - now)
+            now += waited[started]
         else:
             now += compute_seconds[node]
             compute += compute_seconds[node]

@@ -103,17 +103,38 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The parameters of a model, its buckets in storage order, and the group over which they are sharded."""
+    """The parameters of a model, its buckets in storage order, and the groups of ranks.
+
+    ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
+    group of one rank communicates nothing.
+    """
 
     parameters: dict[str, ParameterSpec]
     buckets: tuple[BucketSpec, ...]
     group: str  # name of the process group
     world_size: int
+    replicate_group: str = ""
+    replicas: int = 1
     bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
         object.__setattr__(self, "bucket_of", table)
+
+    @property
+    def ranks(self) -> int:
+        return self.world_size * self.replicas
+
+    @property
+    def reduce_groups(self) -> tuple[str, ...]:
+        """The groups over which a gradient is reduced, in order."""
+        groups = ((self.group, self.world_size), (self.replicate_group, self.replicas))
+        return tuple(name for name, size in groups if size > 1)
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Parameter name → its place among the model's parameters."""
+        return {name: index for index, name in enumerate(self.parameters)}
 
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -18,17 +19,50 @@ import graph_fsdp  # registers torch.ops.graph_fsdp
 """
 
 
+class Snapshot:
+    """A graph as it is now, copied when somebody looks at it: few stages are ever read.
+
+    What is kept per node is what a later pass could change. Arguments need no copy: FX holds them in immutable
+    containers, and an edit of a node gives it new ones.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.meta.copy()) for n in graph.nodes]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def copy(self) -> fx.Graph:
+        """A graph of its own, with equal names and metadata and without Dynamo's annotations of inputs' types."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node, op, target, args, kwargs, name, meta in self._nodes:
+            copied: Any = fx.map_arg((args, kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(op, target, copied[0], copied[1], name)
+            copies[node].meta = meta.copy()
+        return graph
+
+
 @dataclass
 class Stage:
     """``code`` is a Python module with one function ``forward`` that takes the graph's inputs (local shards,
-    activations, batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change."""
+    activations, batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change.
+
+    ``seconds`` is the pass alone, ``verify_seconds`` the verifier after it, ``snapshot_seconds`` the taking of what
+    ``graph`` is made of."""
 
     name: str
     phase: str
-    graph: fx.Graph
+    snapshot: Snapshot
     owner: fx.GraphModule  # holds the constants and subgraphs that the graph refers to
     seconds: float
     summary: str | None
+    verify_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        return self.snapshot.copy()
 
     @property
     def header(self) -> str:
@@ -50,4 +84,4 @@ class Stage:
         return "\n".join(line for line in lines if line) + "\n"
 
     def __repr__(self) -> str:
-        return f"Stage({self.name!r}, {self.phase}, {len(self.graph.nodes)} nodes)"
+        return f"Stage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
-from graph_fsdp.passes.graph import Graph, evaluate
+from graph_fsdp.passes.fake_values import Kinds, kind
+from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import PassContext
 
 
@@ -43,7 +43,7 @@ class Verifier:
     """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
-        self.graph, self.context = graph, context
+        self.graph, self.context, self.kinds = graph, context, Kinds()
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
         self.gradients = {
@@ -59,6 +59,7 @@ class Verifier:
             return
         self._values()
         self._reductions()
+        self._reduced_over()
         self._returned()
         if self.graph.phase in ("forward", "backward", "inference"):
             self._buffers()
@@ -81,43 +82,45 @@ class Verifier:
             seen.add(node)
 
     def _values(self) -> None:
-        """Shapes, dtypes and devices agree with the fake tensors wherever a node is new or has new inputs."""
+        """Shapes, dtypes and devices agree with the fake tensors wherever a node or one of its inputs was
+        made or edited."""
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
             signature = _signature(node)
-            if self.proven.get(node) != signature or not changed.isdisjoint(node.all_input_nodes):
-                if node.op == "call_function":
-                    if "val" not in node.meta:
-                        self._fail("every node has a fake value", node, f"{node} has no meta['val']")
-                    if all("val" in i.meta for i in node.all_input_nodes):
-                        self._value(node)
-                changed.add(node) if node not in self.proven else None
+            edited = not _same(self.proven.get(node), signature)
+            if node.op == "call_function" and (edited or not changed.isdisjoint(node.all_input_nodes)):
+                if "val" not in node.meta:
+                    self._fail("every node has a fake value", node, f"{node} has no meta['val']")
+                if all("val" in i.meta for i in node.all_input_nodes):
+                    self._value(node)
+            if edited:
+                changed.add(node)
             proven[node] = signature
         self.proven = proven
 
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
         try:
-            computed = _kind(evaluate(node))
+            computed = self.kinds.computed(node)
         except Exception as error:
             raise VerificationError(
                 self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
             ) from error
-        if computed != _kind(node.meta["val"]):
-            self._fail(invariant, node, f"{node} is annotated as {_kind(node.meta['val'])} and computes {computed}")
+        if computed != kind(node.meta["val"]):
+            self._fail(invariant, node, f"{node} is annotated as {kind(node.meta['val'])} and computes {computed}")
 
     def _returned(self) -> None:
         """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
         the one of its own parameter."""
-        kept = [_kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
+        kept = [kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
         found = _output_values(self.graph)
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
-        for index, params in self.gradients.items() if self.context.model.world_size > 1 else ():
+        for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
             value = _outputs(self.graph)[index]
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD)
             if not own or value.meta["fsdp"].params != params:
@@ -130,25 +133,29 @@ class Verifier:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
         freed_due = "freed" in self.context.facts[self.graph.phase]
         roots = self.graph.alias_roots()
-        buffers = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS or has_role(n, Role.KEPT)}
+        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS}
+        # A collective that works in place starts on the buffer of another.
+        buffers = {n for n in self.graph.fx_graph.nodes if (n in starts and n in roots[n]) or has_role(n, Role.KEPT)}
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
+        latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
             self._layout(node)
-            if node in buffers:
-                if record(node) is None:
-                    self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
-                if node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
-                    other = gathered.setdefault(node.meta["fsdp"].bucket, node)
-                    if other is not node:
-                        self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
-                continue
+            if node in starts and record(node) is None:
+                self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
+            if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
+                other = gathered.setdefault(node.meta["fsdp"].bucket, node)
+                if other is not node:
+                    self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
             for source in node.all_input_nodes:
                 for root in roots[source] & buffers:
                     state[root] = self._advance(node, root, state[root])
+                    if node in starts and state[root] == "started":
+                        latest[root] = node
         for buffer, final in state.items():
             if final == "started":
-                self._fail("each collective is waited for once", buffer, f"{buffer} is never waited for")
+                late = latest[buffer]
+                self._fail("each collective is waited for once", late, f"{late} is never waited for")
             is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
             if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
@@ -194,7 +201,7 @@ class Verifier:
             self._fail("a buffer is used after its wait", node, f"{node} uses {root} before it is waited for", params)
         if state == "freed":
             self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed", params)
-        return state
+        return "started" if node.target is dialect.all_reduce_shard_start else state
 
     def _budget(self) -> None:
         """Bytes gathered and in flight, from each start until the free (or the last use, before there are frees)."""
@@ -239,7 +246,7 @@ class Verifier:
         if phase not in ("joint", "backward") or "annotated" not in self.context.facts[phase]:
             return
         bucketed = "bucketed" in self.context.facts[phase]
-        if bucketed and self.context.model.world_size == 1:
+        if bucketed and self.context.model.ranks == 1:
             return
         parameters = self.context.model.parameters
         expected = {n for n in self.context.reduced if not (bucketed and parameters[n].empty)}
@@ -254,6 +261,29 @@ class Verifier:
             invariant = "each reduced gradient is returned"
             self._fail(invariant, None, f"reduced and dropped: {missing}", tuple(sorted(started - produced)))
 
+    def _reduced_over(self) -> None:
+        """Along the data, each gradient goes through one reduction over the group that shards and one over the
+        replicas, where there are such groups, in this order."""
+        phase, model = self.graph.phase, self.context.model
+        if phase != "backward" or "bucketed" not in self.context.facts[phase]:
+            return
+        invariant = "each gradient is reduced once over each group"
+        over: dict[fx.Node, tuple[str, ...]] = {}
+        for node in self.graph.fx_graph.nodes:
+            groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
+            if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
+                groups = (*groups, dialect.argument(node, "group"))
+                if groups != model.reduce_groups[: len(groups)]:
+                    wrong = f"{node} reduces over the groups {groups}, in order; the model's are {model.reduce_groups}"
+                    self._fail(invariant, node, wrong)
+            elif has_role(node, Role.SHARD_GRAD) and groups != model.reduce_groups:
+                names = tuple(n for n in node.meta["fsdp"].params if not model.parameters[n].empty)
+                missing = "its replicas" if model.group in groups else "the ranks that shard it"
+                if names:
+                    self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
+            if groups:
+                over[node] = groups
+
     def _collectives(self) -> None:
         """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
         phase = self.graph.phase
@@ -267,7 +297,7 @@ class Verifier:
                 min(len(sequence), len(planned)),
             )
             entry = lambda s: s[index] if index < len(s) else "nothing"  # noqa: E731
-            starts = self.graph.with_role(Role.GATHER_START, Role.REDUCE_START)
+            starts = self.graph.with_role(*dialect.STARTING)
             self._fail(
                 "the sequence of collectives is the plan's",
                 starts[index] if index < len(starts) else None,
@@ -276,23 +306,17 @@ class Verifier:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return (node.target, node.args, tuple(sorted(node.kwargs.items(), key=lambda kv: kv[0])), id(value))
+    return (node.target, node.args, node.kwargs, node.meta.get("val"))
 
 
-def _kind(value: Any) -> Any:
-    """What must not change of a value: shape, dtype and device of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(str(s) for s in value.shape), value.dtype, value.device.type)
-    if isinstance(value, (list, tuple)):
-        return tuple(_kind(v) for v in value)
-    return type(value).__name__
+def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
+    return before is not None and before[-1] is now[-1] and before[:-1] == now[:-1]
 
 
 def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
-    return [_kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
+    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
 
 
 def _outputs(graph: Graph) -> list[Any]:

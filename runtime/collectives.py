@@ -5,8 +5,9 @@ on a stream of its own, ordered after what the current stream has queued at the 
 stream wait, not the host. On gloo the wait blocks the host.
 
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
-narrower types are divided by about the square root of the world size before and by the rest after, so that neither
-the summands nor the sum overflow.
+narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
+neither the summands nor the sum overflow. Where a second reduction over replicas follows, that is the number of all
+ranks, and "after" is after the second.
 """
 
 from __future__ import annotations
@@ -157,16 +158,19 @@ def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> No
     torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
 
 
-def start_reduce_scatter(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Pending:
-    """Mean over ranks of full gradients; the rank's padded chunks come out flat, one behind the other."""
+def start_reduce_scatter(
+    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, replicas: int = 1
+) -> Pending:
+    """Mean over ranks of full gradients; the rank's padded chunks come out flat, one behind the other. With
+    ``replicas``, ``start_shard_all_reduce`` over as many completes the mean."""
     world = group.size()
     packed = pack_gradients(grads, dtype, world)
-    op, before, after = _mean(dtype, world)
+    op, before, after = _mean(dtype, world * replicas)
     if before is not None:
         packed.div_(before)
     out = packed.new_empty(packed.numel() // world)
     work = compat.reduce_scatter_single(out, packed, op=op, group=group, async_op=True)
-    return Pending(out, _finish_reduction(work, out, after, keep_alive=packed))
+    return Pending(out, _finish_reduction(work, out, after if replicas == 1 else None, keep_alive=packed))
 
 
 def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
@@ -177,14 +181,24 @@ def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> T
     return packed.view(-1)
 
 
-def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Pending:
-    """Mean over ranks of gradients that are not sharded; flat."""
+def start_all_reduce(
+    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, replicas: int = 1
+) -> Pending:
+    """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = _mean(dtype, group.size())
+    op, before, after = _mean(dtype, group.size() * replicas)
     if before is not None:
         out.div_(before)
     work = dist.all_reduce(out, op=op, group=group, async_op=True)
-    return Pending(out, _finish_reduction(work, out, after))
+    return Pending(out, _finish_reduction(work, out, after if replicas == 1 else None))
+
+
+def start_shard_all_reduce(shard: Tensor, ranks: int, group: dist.ProcessGroup) -> Pending:
+    """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
+    reductions, multiplied."""
+    op, _, after = _mean(shard.dtype, ranks)
+    work = dist.all_reduce(shard, op=op, group=group, async_op=True)
+    return Pending(shard, _finish_reduction(work, shard, after))
 
 
 def _finish_reduction(work: Any, out: Tensor, after: float | None, keep_alive: Any = None) -> Callable[[], None]:
@@ -196,14 +210,14 @@ def _finish_reduction(work: Any, out: Tensor, after: float | None, keep_alive: A
     return finish
 
 
-def _mean(dtype: torch.dtype, world: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+def _mean(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
     """The reduction's operator, and the factors to divide by before and after it."""
     if dtype in (torch.float32, torch.bfloat16):
         return dist.ReduceOp.AVG, None, None
     before = 1
-    while world % before == 0 and world / before > before:
+    while ranks % before == 0 and ranks / before > before:
         before *= 2
-    return dist.ReduceOp.SUM, float(before), world / before
+    return dist.ReduceOp.SUM, float(before), ranks / before
 
 
 # --- the operators called one by one: a printed stage runs as the Python that it is
@@ -255,13 +269,22 @@ def _free(buffer: Tensor) -> None:
 
 
 @_implement("reduce_scatter_start")
-def _reduce_scatter_start(grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
-    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group)))
+def _reduce_scatter_start(
+    grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1
+) -> Tensor:
+    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group), replicas))
 
 
 @_implement("all_reduce_start")
-def _all_reduce_start(grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str) -> Tensor:
-    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group)))
+def _all_reduce_start(
+    grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1
+) -> Tensor:
+    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas))
+
+
+@_implement("all_reduce_shard_start")
+def _all_reduce_shard_start(shard: Tensor, ranks: int, group: str) -> Tensor:
+    return _started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group)))
 
 
 @_implement("reduce_wait")
@@ -271,9 +294,15 @@ def _reduce_wait(buffer: Tensor) -> Tensor:
 
 @_implement("gather_param")
 def _gather_param(
-    shard: Tensor, shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+    shard: Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+    replicate_group: str = "",
 ) -> Tensor:
-    if math.prod(shape) == 0 or not shape:
+    if math.prod(shape) == 0 or not shape or not group:
         return shard.to(dtype, copy=True).reshape(shape)
     process_group = compat.resolve_group(group)
     layout = GatherLayout.make([0], [shard.numel()], shard.numel(), process_group.size())
@@ -284,11 +313,23 @@ def _gather_param(
 
 @_implement("reduce_grad")
 def _reduce_grad(
-    grad: Tensor, shard_shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str, group: str
+    grad: Tensor,
+    shard_shape: list[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+    replicate_group: str = "",
 ) -> Tensor:
     if grad.numel() == 0:
         return grad.new_zeros(shard_shape, dtype=dtype)
-    start = start_reduce_scatter if shard_shape else start_all_reduce
-    pending = start([grad], reduce_dtype, compat.resolve_group(group))
+    groups = [compat.resolve_group(name) for name in (group, replicate_group) if name]
+    if not groups:
+        return grad.to(dtype, copy=True)
+    ranks = math.prod(g.size() for g in groups)
+    start = start_reduce_scatter if shard_shape and group else start_all_reduce
+    pending = start([grad], reduce_dtype, groups[0], ranks // groups[0].size())
     pending.finish()
+    for replicas in groups[1:]:
+        start_shard_all_reduce(pending.buffer, ranks, replicas).finish()
     return pending.buffer.to(dtype).view(shard_shape)

@@ -8,6 +8,7 @@ collectives under way) in a ``Frame`` of its own, so that runs may nest and a ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import keyword
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +41,11 @@ class GatherPlan:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """The static part of one ``reduce_scatter_start`` or ``all_reduce_start``."""
+    """The static part of one reduction. ``start`` takes the gradients, or the shard that is reduced again."""
 
     bucket: str
-    start: Callable[[Sequence[Tensor], torch.dtype, dist.ProcessGroup], Pending]
-    dtype: torch.dtype
-    group: dist.ProcessGroup
+    kind: str  # as it is counted
+    start: Callable[[Any], Pending]
 
 
 class Frame:
@@ -76,9 +76,9 @@ class Frame:
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
-    def reduce_start(self, plan: ReducePlan, grads: list[Tensor]) -> Tensor:
-        self.counter.count("reduce")
-        pending = plan.start(grads, plan.dtype, plan.group)
+    def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
+        self.counter.count(plan.kind)
+        pending = plan.start(grads)
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
@@ -190,10 +190,20 @@ def _gather_plan(node: fx.Node) -> GatherPlan:
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
-    _, dtype, _, group = node.args
+    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.argument(node, "group"))
+    if node.target is dialect.all_reduce_shard_start:
+        again = functools.partial(
+            collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group
+        )
+        return ReducePlan(bucket, "reduce over replicas", again)
     sharded = node.target is dialect.reduce_scatter_start
-    start = collectives.start_reduce_scatter if sharded else collectives.start_all_reduce
-    return ReducePlan(node.meta["fsdp"].bucket, start, dtype, compat.resolve_group(str(group)))  # type: ignore[arg-type]
+    start = functools.partial(
+        collectives.start_reduce_scatter if sharded else collectives.start_all_reduce,
+        dtype=dialect.argument(node, "dtype"),
+        group=group,
+        replicas=dialect.argument(node, "replicas"),
+    )
+    return ReducePlan(bucket, "reduce", start)
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:

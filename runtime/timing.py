@@ -100,7 +100,7 @@ class _TimedFrame(Frame):
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
         return self._timed(super().gather_start, plan, shards)
 
-    def reduce_start(self, plan: ReducePlan, grads: list[Tensor]) -> Tensor:
+    def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
         return self._timed(super().reduce_start, plan, grads)
 
     def _timed(self, start: Callable[..., Tensor], plan: GatherPlan | ReducePlan, inputs: Any) -> Tensor:

@@ -74,11 +74,21 @@ def test_a_mesh_for_another_device_type(fake_group: None) -> None:
     accept(model, init_device_mesh("cpu", (FAKE_WORLD_SIZE,)))
 
 
-def test_a_mesh_of_two_dimensions(fake_group: None) -> None:
+def test_a_mesh_of_three_dimensions(fake_group: None) -> None:
     model = MLP()
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    refuse(model, MeshError, "mesh has 2 dimensions of sizes (2, 4)", "mesh['replicate']", mesh=mesh)
-    accept(model, mesh["replicate"])
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    words = ("mesh has 3 dimensions of sizes (2, 2, 2)", "a slice of the mesh", "mesh['replicate', 'shard']")
+    refuse(model, MeshError, *words, mesh=mesh)
+    nameless = init_device_mesh("cpu", (2, 2, 2))
+    refuse(model, MeshError, "make the mesh with mesh_dim_names", mesh=nameless)
+    accept(model, mesh["replicate", "shard"])
+
+
+def test_a_mesh_without_this_rank(fake_group: None) -> None:
+    model = MLP()
+    mesh = DeviceMesh("cpu", [4, 5, 6, 7])
+    refuse(model, MeshError, "mesh has the ranks [4, 5, 6, 7]", "this one is rank 0", mesh=mesh)
+    accept(model, DeviceMesh("cpu", [0, 1, 2, 3]))
 
 
 def test_something_that_is_no_mesh(fake_group: Any) -> None:

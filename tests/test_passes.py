@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graph_fsdp
-from graph_fsdp.passes import Graph, JustInTime, PassContext, Prefetch, dialect
+from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch, dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Phase, aliased_inputs, is_cheap, mutated_inputs
+from graph_fsdp.passes.plan import follow
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
 
 aten = torch.ops.aten
@@ -99,10 +101,67 @@ def test_prefetch_starts_the_next_gather_when_this_one_has_arrived() -> None:
 
 def test_prefetch_keeps_the_order_of_the_plan_in_a_recompiled_graph_that_uses_units_in_another() -> None:
     graph = two_gathers("b", "a")
-    context = PassContext(spec_of("a", "b"), plan={"forward": [("gather_start", "a"), ("gather_start", "b")]})
-    Prefetch(1).run(graph, context)
-    assert [bucket for _, bucket in graph.collectives] == ["a", "b"]
-    assert graph.collectives == context.plan["forward"]
+    planned = [("gather_start", "a"), ("gather_start", "b")]
+    Prefetch(1).run(graph, PassContext(spec_of("a", "b"), plan=Plan({"forward": planned})))
+    assert graph.collectives == planned
+
+
+def gathers_and_reductions() -> Graph:
+    """Backward of units ``b`` and ``a``: each is gathered, used and reduced, one after the other."""
+    build = Builder()
+    shards = {name: build.input(f"shard_{name}", 2, 4, role=Role.SHARD) for name in "ab"}
+    grad = build.input("tangent", 128, role=Role.TANGENT)
+    reduced = []
+    for unit in "ba":
+        record = NodeRecord(Role.GATHER_START, unit, unit, (f"{unit}.w",), 512)
+        arguments = ([shards[unit]], [0], 16, torch.float32, 8, "group")
+        start = build.call(dialect.all_gather_start, *arguments, name=f"gather_{unit}", record=record)
+        wait = replace(record, role=Role.GATHER_WAIT)
+        full = build.call(dialect.all_gather_wait, start, name=f"full_{unit}", record=wait)
+        grad = build.call(aten.mul.Tensor, grad, full, name=f"grad_{unit}")
+        record = NodeRecord(Role.REDUCE_START, unit, unit, (f"{unit}.w",), 64)
+        arguments = ([grad], torch.float32, 8, "group")
+        start = build.call(dialect.reduce_scatter_start, *arguments, name=f"reduce_{unit}", record=record)
+        wait = replace(record, role=Role.REDUCE_WAIT)
+        reduced.append(build.call(dialect.reduce_wait, start, name=f"reduced_{unit}", record=wait))
+    return build.done("backward", *reduced)
+
+
+def test_a_gather_moves_up_to_keep_the_plan() -> None:
+    graph = gathers_and_reductions()
+    planned = [("gather_start", "b"), ("gather_start", "a"), ("reduce_start", "b"), ("reduce_start", "a")]
+    assert follow(graph, planned)
+    assert graph.collectives == planned
+    assert "grad_b gather_a reduce_b reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
+
+
+def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
+    graph = gathers_and_reductions()
+    start = next(node for node in graph.nodes if node.name == "gather_a")
+    graph.placeholders[-1].append(start)
+    planned = [("gather_start", "b"), ("reduce_start", "b"), ("gather_start", "a"), ("reduce_start", "a")]
+    assert graph.collectives != planned
+    assert follow(graph, planned)
+    assert "grad_b reduce_b gather_a reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [
+        [("gather_start", "b"), ("reduce_start", "b"), ("reduce_start", "a"), ("gather_start", "a")],  # a needs itself
+        [("gather_start", "b"), ("reduce_start", "b"), ("gather_start", "a")],  # another set of collectives
+    ],
+)
+def test_a_graph_that_cannot_keep_the_plan_is_left_as_it_is(planned: list[tuple[str, str]]) -> None:
+    graph = gathers_and_reductions()
+    before = names(graph)
+    assert not follow(graph, planned)
+    assert names(graph) == before
+
+
+def test_a_plan_survives_its_text() -> None:
+    plan = Plan({"forward": [("gather_start", "a")], "backward": [("reduce_start", "a")]}, ["a"])
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(

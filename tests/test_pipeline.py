@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -250,3 +251,46 @@ def test_reorder_takes_each_node_once(fake_group: None, wrong: Callable[..., lis
 
     run(compiled(MLP(), visit))
     assert refused == ["forward", "backward"]
+
+
+# What running leaves behind
+
+
+def test_a_stage_shows_the_graph_as_it_was_whatever_later_passes_do(fake_group: None) -> None:
+    before = []
+
+    def look(graph: Graph) -> None:
+        before.append(str(graph.fx_graph))
+
+    def ruin(graph: Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["colour"] = "red"
+        gelu = next(node for node in graph.nodes if node.target is torch.ops.aten.gelu.default)
+        gelu.replace_all_uses_with(gelu.args[0])
+        graph.fx_graph.erase_node(gelu)
+
+    model = compiled(MLP(), ruin, look)  # visit1 comes first
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    stages = graph_fsdp.inspect(model).inference.stages
+    bodies = [stages["visit1"].body, stages["visit0"].body]
+    assert str(stages["visit1"].graph) == before[0]
+    assert [body.count("gelu.default(") for body in bodies] == [2, 1]
+    assert not any("colour" in node.meta for node in stages["visit1"].graph.nodes)
+    assert [node.name for node in stages["visit0"].graph.nodes if "colour" in node.meta]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_left_as_it_was(fake_group: None, enabled: bool) -> None:
+    def fail(graph: Graph) -> None:
+        assert not gc.isenabled()
+        raise KeyError
+
+    gc.enable() if enabled else gc.disable()
+    try:
+        with pytest.raises(Exception, match="KeyError"):
+            run(compiled(MLP(), fail))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

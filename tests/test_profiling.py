@@ -13,6 +13,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from models import CASES, CNN, GPT, MLP, MLPBlock
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
 from graph_fsdp.passes import CostModel, Graph, GraphPass, Measurements, PassContext, default_pipeline
@@ -152,6 +153,14 @@ def test_one_process_has_regions_and_no_collectives() -> None:
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
     assert found.ranks == 1 and found.regions and not found.collectives
     assert found.measurements.collectives == {}
+
+
+def test_reductions_over_replicas_are_timed_by_themselves() -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    found = profile(graph_fsdp.compile(MLP(), mesh, backend="eager"))
+    kinds = [row.kind for row in found.collectives]
+    assert kinds.count("reduce") == kinds.count("replicate") == 3
+    assert any(key.startswith("graph_fsdp.all_reduce_shard_start") for key in found.measurements.collectives)
 
 
 def test_a_model_whose_graph_breaks_is_timed_in_all_its_pieces() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from facts import Facts, Failures, check
 from models import CASES, GPT, MLP, Case, loss_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -39,6 +40,15 @@ def all_ranks_hold_the_same_profile_bit_for_bit() -> None:
     assert first == second and first.to_json() == second.to_json()
     assert found.ranks == 2 and len(found.measurements.collectives) >= 4
     assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
+
+
+@FACTS
+def all_ranks_of_a_mesh_of_two_dimensions_hold_the_same_profile() -> None:
+    for shape in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        model = graph_fsdp.compile(MLP(), mesh, backend="eager")
+        first, second = of_all_ranks(graph_fsdp.profile(model, torch.ones(4, 16), steps=2, warmup=1))
+        assert first == second and first.ranks == 2
 
 
 @FACTS

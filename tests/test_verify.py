@@ -18,6 +18,7 @@ import graph_fsdp
 from graph_fsdp import VerificationError
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
 from graph_fsdp.passes.dialect import free
+from graph_fsdp.passes.graph import evaluate
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -222,6 +223,30 @@ class DropsTranspose(Mistake):
         transpose = call_of(graph, aten.t.default)
         transpose.replace_all_uses_with(transpose.args[0])
         graph.fx_graph.erase_node(transpose)
+
+
+class AnnotatesTheSecondOfTwoEqualCallsWrongly(Mistake):
+    """The first one's value is right."""
+
+    after, parameters = "bucket", ()
+    invariant, node = "shapes, dtypes and devices agree with the fake tensors", "again"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        gelu = call_of(graph, aten.gelu.default)
+        with graph.fx_graph.inserting_after(gelu):
+            copy_of(graph, gelu).meta["val"] = gelu.meta["val"].double()
+
+
+class ChangesWhatAnOperatorReads(Mistake):
+    """A weight is viewed in another shape, and has the fake value of it; its transpose has that of before."""
+
+    after, parameters = "bucket", ()
+    invariant, node = "shapes, dtypes and devices agree with the fake tensors", "t"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        weight = call_of(graph, aten.t.default).args[0]
+        weight.args = (weight.args[0], list(reversed(weight.args[1])))
+        weight.meta["val"] = evaluate(weight)
 
 
 class LeavesOutFakeValue(Mistake):

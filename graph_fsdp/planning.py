@@ -1,0 +1,179 @@
+"""Planning: the graphs of a model on any number of ranks, from one process without devices or weights.
+
+[Note: tensors without memory]
+A model is built on the meta device, and each of its tensors replaced by one of the same shape, on the device that
+the plan is for, that has no memory. To Dynamo and AOTAutograd, which read shapes only, these are ordinary tensors: the
+capture is that of ``graph_fsdp.compile``, through the same engine, and ends when the passes have run. Nothing is
+executed, no region compiled and nothing agreed on with other ranks; the process group is a fake one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from graph_fsdp.api import compile
+from graph_fsdp.capture import PassesHaveRun, models_not_counted
+from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.passes import Graph, PassContext, compat
+from graph_fsdp.passes.graph import Phase
+from graph_fsdp.report import GraphReport, inspect
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's graphs after all passes. Their collectives name the process group that they were traced with, which
+    is gone; nothing of it can be run."""
+
+    graphs: Mapping[Phase, Graph]
+    context: PassContext
+    report: GraphReport
+
+    @property
+    def forward(self) -> Graph:
+        """The forward graph; of a model without trainable parameters, the inference graph."""
+        return self.graphs.get("forward") or self.graphs["inference"]
+
+    @property
+    def backward(self) -> Graph:
+        if "backward" not in self.graphs:
+            raise LookupError("the model was traced without gradients and has no backward graph")
+        return self.graphs["backward"]
+
+
+def trace(
+    model_fn: Callable[[], nn.Module],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    world_size: int,
+    device: str | torch.device | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    **compile_options: Any,
+) -> Traced:
+    """The forward and backward graph of a model on ``world_size`` ranks, after all passes, as rank 0 has them.
+
+    Allocates no parameter, shard or activation: a model of any size takes the memory of its graphs. The default
+    process group must be free (a fake one takes its place for the time of the call) or have ``world_size`` ranks.
+
+    Args:
+        model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
+        example_inputs: positional, or a mapping of keyword arguments. Tensors may be on any device, the meta device
+            too; only their shapes and dtypes count, and they are not changed.
+        device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. Without a GPU
+            a graph for it cannot be had: autograd asks the device for its streams even when tracing. The CPU's graph
+            has the same collectives and the same operators, but for those that torch chooses by device: attention
+            is ``_scaled_dot_product_flash_attention_for_cpu``, one operator like the GPU's.
+        loss: of the model's outputs; becomes part of the graph. None if the model computes it, or if its gradients
+            shall be inputs of the backward graph.
+        compile_options: of :func:`graph_fsdp.compile`.
+
+    Raises:
+        MeshError: the default process group has another size.
+        UnsupportedError: torch cannot make tensors on ``device`` here.
+        All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
+    """
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
+    if not isinstance(example_inputs, (tuple, list, Mapping)):
+        raise TypeError(
+            "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
+            f"{type(example_inputs).__name__}"
+        )
+    by_name = isinstance(example_inputs, Mapping)
+    target = _device(device)
+    inputs = dict(example_inputs) if by_name else list(example_inputs)
+    inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
+    with torch.device("meta"):
+        model = model_fn()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
+    _take_memory(model, target)
+    if loss is not None:
+        model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))  # type: ignore[method-assign]
+    with _process_group(world_size), models_not_counted():
+        mesh = init_device_mesh(target.type, (world_size,)) if world_size > 1 else None
+        compile(model, mesh, **compile_options)
+        engine: Any = model.__dict__["_graph_fsdp"]
+        engine.run_passes_only = True
+        try:
+            model(**inputs) if by_name else model(*inputs)
+        except PassesHaveRun as end:
+            graphs = {graph.phase: graph for graph in end.graphs}
+            return Traced(graphs, end.context, inspect(model))
+    raise UnsupportedError("the model's forward ran without being compiled; is torch.compile switched off?")
+
+
+class _Composed:
+    def __init__(self, loss: Callable[[Any], Tensor], forward: Callable[..., Any]) -> None:
+        self.loss, self.forward = loss, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.loss(self.forward(*args, **kwargs))
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device(found.type, torch.accelerator.current_device_index()) if found else torch.device("cpu")
+    wanted = torch.device(device)
+    if wanted.type != "cpu":
+        available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if available is None or available.type != wanted.type:
+            raise UnsupportedError(
+                f"device {str(device)!r}: torch finds none here, and cannot trace a backward for it without; leave "
+                "device out to trace for the CPU"
+            )
+        if wanted.index is None:
+            wanted = torch.device(wanted.type, torch.accelerator.current_device_index())
+    return wanted
+
+
+@contextlib.contextmanager
+def _process_group(world_size: int) -> Iterator[None]:
+    if not dist.is_initialized():
+        with compat.fake_process_group(world_size) if world_size > 1 else contextlib.nullcontext():
+            yield
+    elif dist.get_world_size() != world_size:
+        raise MeshError(
+            f"world_size is {world_size} and the default process group has {dist.get_world_size()} ranks; plan before "
+            "init_process_group or in a process of its own"
+        )
+    else:
+        yield
+
+
+def _take_memory(model: nn.Module, device: torch.device) -> None:
+    """Replace every tensor of the model, registered or plain attribute, by one without memory on ``device``. What is
+    one object under several names stays one."""
+    replaced: dict[int, Tensor] = {}
+    kept_alive: list[Tensor] = []
+
+    def replacement(value: Tensor) -> Tensor:
+        if id(value) not in replaced:
+            kept_alive.append(value)
+            empty = _without_memory(value, device)
+            if isinstance(value, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=value.requires_grad)
+                empty.__dict__.update(value.__dict__)
+            replaced[id(value)] = empty
+        return replaced[id(value)]
+
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers, module.__dict__):
+            for name, value in list(owned.items()):
+                if isinstance(value, (Tensor, list, tuple)):  # nn.LSTM keeps a list of its parameters
+                    owned[name] = compat.tree_map_only(Tensor, replacement, value)
+
+
+def _without_memory(value: Tensor, device: torch.device) -> Tensor:
+    if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+    return compat.without_memory(value.shape, value.dtype, device)

@@ -1,0 +1,96 @@
+"""The verifier runs each distinct call once: what a result depends on tells calls apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graph_fsdp.passes import fake_values
+from graph_fsdp.passes.fake_values import Kinds, kind
+
+aten = torch.ops.aten
+
+
+class Calls:
+    """Calls on fake values, and how many of them were run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graph, self.kinds, self.run = fx.Graph(), Kinds(), 0
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        evaluate = fake_values.evaluate
+
+        def counting(node: fx.Node) -> Any:
+            self.run += 1
+            return evaluate(node)
+
+        monkeypatch.setattr(fake_values, "evaluate", counting)
+
+    def input(self, make: Callable[[], Tensor]) -> fx.Node:
+        node = self.graph.placeholder("x")
+        with self.mode:
+            node.meta["val"] = make()
+        return node
+
+    def computed(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.kinds.computed(self.graph.call_function(target, args, kwargs))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def test_a_call_on_values_of_the_same_kind_is_run_once(calls: Calls) -> None:
+    first, second = (calls.input(lambda: torch.empty(4, 8)) for _ in range(2))
+    expected = kind(torch.empty(8, 4))
+    assert [calls.computed(aten.view.default, x, [8, 4]) for x in (first, second)] == [expected, expected]
+    assert calls.run == 1
+
+
+FLOATS, INTEGERS = (lambda: torch.empty(4, 8)), (lambda: torch.empty(4, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "make"),
+    [
+        ((FLOATS, aten.view.default, [8, 4]), (aten.view.default, [4, 8]), FLOATS),
+        ((FLOATS, aten.neg.default), (aten.neg.default,), INTEGERS),
+        ((FLOATS, aten.neg.default), (aten.neg.default,), lambda: torch.empty(8, 4)),
+        ((INTEGERS, aten.mul.Tensor, 2), (aten.mul.Tensor, 2.0), INTEGERS),
+        ((FLOATS, aten.sum.dim_IntList, [1], False), (aten.sum.dim_IntList, [1], True), FLOATS),
+        ((FLOATS, aten.neg.default), (aten.neg.default,), lambda: torch.empty(4, 8, device="meta")),
+    ],
+    ids=["arguments", "dtype", "shape", "type of a number", "flag", "device"],
+)
+def test_other_calls_have_results_of_their_own(
+    calls: Calls, before: tuple[Any, ...], call: tuple[Any, ...], make: Callable[[], Tensor]
+) -> None:
+    make_before, target, *args = before
+    first = calls.computed(target, calls.input(make_before), *args)
+    second = calls.computed(call[0], calls.input(make), *call[1:])
+    assert second == kind(call[0](make(), *call[1:])) != first
+
+
+def test_a_call_that_cannot_run_is_not_taken_for_one_that_can(calls: Calls) -> None:
+    calls.computed(aten.view.default, calls.input(FLOATS), [32])
+    transposed = calls.input(lambda: torch.empty(8, 4).t())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="view"):
+            calls.computed(aten.view.default, transposed, [32])
+
+
+def test_symbolic_sizes_and_operators_that_write_are_run_each_time(calls: Calls) -> None:
+    assert calls.mode.shape_env is not None
+    size = calls.mode.shape_env.create_unbacked_symint()
+    symbolic = calls.input(lambda: torch.empty(size, 4))
+    plain = calls.input(FLOATS)
+    for _ in range(2):
+        assert calls.computed(aten.neg.default, symbolic) == kind(symbolic.meta["val"])
+        calls.computed(aten.copy_.default, plain, plain)
+    assert calls.run == 4
