@@ -88,10 +88,10 @@ def compile(
     names = parameter_names(model)
     units = find_units(model, auto_wrap_policy, ignored)
     mesh = _find_mesh(mesh, device)
-    pipeline = passes if passes is not None else default_pipeline()
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    pipeline = passes if passes is not None else default_pipeline()
     spec = _model_spec(units, names, parallel, mp_policy)
-    cost = _cost_model(pipeline, spec, device, backend)
+    cost = _cost_model(pipeline, parallel, device, backend)
     spec = pipeline.arrange(spec, cost)
 
     if sync_module_states and parallel is not None:
@@ -149,10 +149,9 @@ def _model_spec(
     return dataclasses.replace(spec, replicate_group=parallel.replicate_group, replicas=parallel.replicas)
 
 
-def _cost_model(pipeline: PassPipeline, spec: ModelSpec, device: torch.device, backend: str) -> CostModel:
+def _cost_model(
+    pipeline: PassPipeline, parallel: DataParallelMesh | None, device: torch.device, backend: str
+) -> CostModel:
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    groups = {
-        spec.group: GroupShape(spec.world_size),
-        spec.replicate_group: GroupShape(spec.replicas, stride=spec.world_size),
-    }
+    groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager")

@@ -259,6 +259,7 @@ class Engine:
         """What ranks must have in common before anything is planned."""
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
+        lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
         lines += [f"pass {p.settings()}" for p in self.pipeline]
         for bucket in self.spec.buckets:
             lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from graph_fsdp.passes import GroupShape
+
 REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
 
 
@@ -66,6 +68,15 @@ class DataParallelMesh:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of the whole mesh."""
         return tuple(self.mesh.mesh.flatten().tolist())
+
+    def group_shapes(self) -> dict[str, GroupShape]:
+        """Group name → where its ranks lie, for the cost model; a group of one rank where nothing shards."""
+        shapes = {} if self.shard_dim is not None else {"": GroupShape(1)}
+        for dim in range(self.mesh.ndim):
+            line = self.mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(dim))[0].tolist()
+            stride = abs(line[1] - line[0]) if len(line) > 1 else 1
+            shapes[self.mesh.get_group(dim).group_name] = GroupShape(len(line), stride)
+        return shapes
 
     def placements(self, scalar: bool) -> list[Placement]:
         """Where a parameter lies, per dimension of the mesh."""

@@ -77,7 +77,7 @@ def trace(
 
     Raises:
         MeshError: the default process group has another size.
-        UnsupportedError: torch cannot make tensors on ``device`` here.
+        UnsupportedError: torch has no ``device`` here, or the model is no single graph (``fullgraph=False``).
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
     if not isinstance(world_size, int) or world_size < 1:
@@ -87,6 +87,8 @@ def trace(
             "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
             f"{type(example_inputs).__name__}"
         )
+    if compile_options.get("fullgraph") is False:
+        raise UnsupportedError("fullgraph=False: only a model of one graph can be traced; leave fullgraph out")
     by_name = isinstance(example_inputs, Mapping)
     target = _device(device)
     inputs = dict(example_inputs) if by_name else list(example_inputs)
@@ -97,7 +99,7 @@ def trace(
         raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
     _take_memory(model, target)
     if loss is not None:
-        model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))  # type: ignore[method-assign]
+        model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))
     with _process_group(world_size), models_not_counted():
         mesh = init_device_mesh(target.type, (world_size,)) if world_size > 1 else None
         compile(model, mesh, **compile_options)
@@ -108,7 +110,7 @@ def trace(
         except PassesHaveRun as end:
             graphs = {graph.phase: graph for graph in end.graphs}
             return Traced(graphs, end.context, inspect(model))
-    raise UnsupportedError("the model's forward ran without being compiled; is torch.compile switched off?")
+    raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
 
 
 class _Composed:
@@ -120,20 +122,14 @@ class _Composed:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device(found.type, torch.accelerator.current_device_index()) if found else torch.device("cpu")
-    wanted = torch.device(device)
-    if wanted.type != "cpu":
-        available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if available is None or available.type != wanted.type:
-            raise UnsupportedError(
-                f"device {str(device)!r}: torch finds none here, and cannot trace a backward for it without; leave "
-                "device out to trace for the CPU"
-            )
-        if wanted.index is None:
-            wanted = torch.device(wanted.type, torch.accelerator.current_device_index())
-    return wanted
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    wanted = torch.device(device) if device is not None else here or torch.device("cpu")
+    if wanted.type != "cpu" and (here is None or here.type != wanted.type):
+        raise UnsupportedError(
+            f"device {str(device)!r}: torch finds none here, and cannot trace a backward for it without; leave "
+            "device out to trace for the CPU"
+        )
+    return torch.empty(0, device=wanted).device  # with its index
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec, aligned, named_buckets, unit_buckets
+import torch
+
+from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec, aligned, named_buckets, unit_buckets, unit_runs
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.cost import CostModel
@@ -51,21 +52,18 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
     """Parameters in order of registration, each dtype by itself. A unit that exceeds the cap is divided, always in
     the same way, so that equal units stay equal; units that do not are put together."""
-    kinds: dict[object, _Members] = {}
-    for p in model.parameters.values():
-        if not p.replicated and not p.empty:
-            kinds.setdefault((p.dtype, p.param_dtype), []).append(p)
     chosen: list[_Members] = []
-    for members in kinds.values():
-        small: list[_Members] = []  # whole units in a row
-        for _, run in groupby(members, key=lambda p: p.unit):
-            pieces = _fill([[p] for p in run], cap)
-            if len(pieces) == 1:
-                small += pieces
-                continue
-            chosen += _fill(small, cap) + pieces
+    small: list[_Members] = []  # whole units in a row, of one dtype
+    for _, run in unit_runs(model.parameters.values()):
+        pieces = _fill([[p] for p in run], cap)
+        if (small and _dtypes(small[0]) != _dtypes(pieces[0])) or len(pieces) > 1:
+            chosen += _fill(small, cap)
             small = []
-        chosen += _fill(small, cap)
+        if len(pieces) > 1:
+            chosen += pieces
+        else:
+            small += pieces
+    chosen += _fill(small, cap)
     return named_buckets((*_label(members), tuple(members)) for members in chosen)
 
 
@@ -82,6 +80,10 @@ def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
             filled.append(list(part))
             room = cap - nbytes
     return filled
+
+
+def _dtypes(members: _Members) -> tuple[torch.dtype, torch.dtype]:
+    return members[0].dtype, members[0].param_dtype
 
 
 def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:

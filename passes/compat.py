@@ -228,7 +228,7 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     the process crashes. A FakeTensor would do as well, if Dynamo did not refuse those of another mode than its own,
     and if autograd did not ask for the streams of a device that this build of torch does not have."""
     like = torch.empty(shape, dtype=dtype, device="meta")
-    construct: Any = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
+    construct: Any = torch._C._construct_storage_from_data_pointer
     storage = construct(0, device, like.numel() * like.element_size())
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
 

@@ -18,6 +18,7 @@ how reductions come into the joint graph. The other operators exist only after t
 A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
 each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
 lands in place; parameters that share one are unpacked by the wait.
+
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
 before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
@@ -110,11 +111,6 @@ def has_role(node: fx.Node, *roles: Role) -> bool:
     return found is not None and found.role in roles
 
 
-def group_of(node: fx.Node) -> str:
-    """Name of the process group of a collective."""
-    return str(argument(node, "group"))
-
-
 def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
     node.meta["fsdp"] = value
     return node
@@ -132,6 +128,11 @@ def argument(node: fx.Node, name: str) -> Any:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
             return described.default_value if value is None else value
     raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def group_of(node: fx.Node) -> str:
+    """Name of the process group of a collective."""
+    return str(argument(node, "group"))
 
 
 # --- fakes: shapes and dtypes, for tracing and for the verifier

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 
@@ -144,12 +145,19 @@ def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size:
 
 
 def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
-    """One bucket per unit and dtype. Scalars and empty parameters need no gather: they are in none."""
-    members: dict[tuple[str, torch.dtype, torch.dtype], list[ParameterSpec]] = {}
+    """One bucket per run of parameters of one unit and dtype. What comes before the units inside a unit and what comes
+    after them are runs of their own: a root's embedding and its head, used at the two ends of a step. Scalars and empty
+    parameters need no gather: they are in none."""
+    return named_buckets((unit or "root", unit, members) for unit, members in unit_runs(parameters))
+
+
+def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
+    """(unit, consecutive parameters of it), each combination of dtypes by itself."""
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
-            members.setdefault((p.unit, p.dtype, p.param_dtype), []).append(p)
-    return named_buckets((unit or "root", unit, tuple(group)) for (unit, _, _), group in members.items())
+            kinds.setdefault((p.dtype, p.param_dtype), []).append(p)
+    return [(u, tuple(run)) for members in kinds.values() for u, run in groupby(members, key=lambda p: p.unit)]
 
 
 def named_buckets(

@@ -272,7 +272,7 @@ class Verifier:
         for node in self.graph.fx_graph.nodes:
             groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
             if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
-                groups = (*groups, dialect.argument(node, "group"))
+                groups = (*groups, dialect.group_of(node))
                 if groups != model.reduce_groups[: len(groups)]:
                     wrong = f"{node} reduces over the groups {groups}, in order; the model's are {model.reduce_groups}"
                     self._fail(invariant, node, wrong)

@@ -190,7 +190,7 @@ def _gather_plan(node: fx.Node) -> GatherPlan:
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
-    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.argument(node, "group"))
+    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.group_of(node))
     if node.target is dialect.all_reduce_shard_start:
         again = functools.partial(
             collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group
