@@ -31,6 +31,7 @@ from graph_fsdp.errors import (
 )
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
+from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.spec import ModelSpec
@@ -87,6 +88,7 @@ class Engine:
         self.counter = GatheredBytes()
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
+        self.programs: dict[tuple[int, Phase], Program] = {}  # by captured graph
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
@@ -270,6 +272,7 @@ class Engine:
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter)
         captured.add_program(graph, program, memory_profile(graph, context))
+        self.programs[captured.index, graph.phase] = program
         return program
 
 

@@ -7,9 +7,11 @@ collectives under way) in a ``Frame`` of its own, so that runs may nest and a ru
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import keyword
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
-from graph_fsdp.runtime.regions import Region, RegionCache, cut
+from graph_fsdp.runtime.regions import Compiled, Region, RegionCache, cut
 from graph_fsdp.runtime.slots import GatheredBytes, Slots
 
 
@@ -105,18 +107,31 @@ class Program:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
         self._boxed_call = True
-        self.counter = counter
-        self.source, constants = _generate(graph, cache)
-        namespace: dict[str, Any] = dict(constants)
+        self.graph, self.counter = graph, counter
+        self.source, self.constants = _generate(graph, cache)
+        self._frame: Callable[[GatheredBytes], Frame] = Frame
+        namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self._run = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
-        frame = Frame(self.counter)
+        frame = self._frame(self.counter)
         try:
             return self._run(frame, args)
         finally:
             frame.close()
+
+    @contextlib.contextmanager
+    def instrumented(self, regions: Mapping[str, Compiled], frame: Callable[[GatheredBytes], Frame]) -> Iterator[None]:
+        """For a time, the same program with other functions for ``regions`` (``"region_3"``, as in ``source``) and
+        frames of another kind. Runs that are under way go on as they began."""
+        before = self._run, self._frame
+        namespace = {**self._run.__globals__, **regions}
+        self._run, self._frame = types.FunctionType(self._run.__code__, namespace), frame
+        try:
+            yield
+        finally:
+            self._run, self._frame = before
 
 
 def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
