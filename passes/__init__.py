@@ -3,6 +3,7 @@
 from typing import Literal
 
 import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
+from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.arrange import BucketSize
 from graph_fsdp.passes.bucket import Bucket
@@ -14,10 +15,11 @@ from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.memory import MemoryProfile, memory_profile
-from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError, Profiled
+from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassError, PassPipeline, PipelineError, Profiled
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
+from graph_fsdp.passes.reductions import defer_reductions
 from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.stage import Stage
@@ -27,9 +29,11 @@ __all__ = [
     "HARDWARE",
     "Annotate",
     "Bucket",
+    "BucketNodes",
     "BudgetError",
     "CostModel",
     "Free",
+    "Gather",
     "Graph",
     "GraphPass",
     "GroupShape",
@@ -41,10 +45,12 @@ __all__ = [
     "MemoryProfile",
     "NodeRecord",
     "PassContext",
+    "PassError",
     "PassPipeline",
     "PipelineError",
     "Plan",
     "Prefetch",
+    "Reduction",
     "Reshard",
     "Role",
     "Stage",
@@ -52,6 +58,7 @@ __all__ = [
     "Timeline",
     "VerificationError",
     "default_pipeline",
+    "defer_reductions",
     "detect_hardware",
     "find_hardware",
     "memory_profile",

@@ -16,6 +16,7 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
 
 if TYPE_CHECKING:
+    from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
     from graph_fsdp.passes.cost import CostModel
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
@@ -122,6 +123,27 @@ class Graph:
         """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
         starts = self.with_role(*dialect.STARTING)
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
+
+    @property
+    def gathers(self) -> list[Gather]:
+        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
+        from graph_fsdp.passes import accessors  # knows graphs, as this module cannot know it
+
+        return accessors.find_gathers(self)
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_reductions(self)
+
+    @property
+    def buckets(self) -> dict[str, BucketNodes]:
+        """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_buckets(self)
 
     def positions(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}

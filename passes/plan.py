@@ -31,6 +31,13 @@ class Plan:
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
 
+    def keep(self, graph: Graph) -> bool:
+        """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
+        pass that schedules ends with it. True where nothing is planned yet; False where the graph cannot keep the
+        plan: the ranks then have to agree on another."""
+        planned = self.collectives.get(graph.phase)
+        return planned is None or follow(graph, planned)
+
     def copy(self) -> Plan:
         return Plan(dict(self.collectives), None if self.kept is None else list(self.kept))
 
