@@ -159,6 +159,10 @@ def _generate_call(
     if node.target in dialect.WAITS:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
+    if node.target is dialect.keep_shard:
+        constants[f"keep_{index}"] = _keep_plan(node)
+        lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
+        return
     plan = f"plan_{index}"
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
@@ -167,11 +171,20 @@ def _generate_call(
 
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
-    shards, offsets, length, dtype, world_size, group, *rest = node.args
-    numels = tuple(shard.meta["val"].numel() for shard in shards)  # type: ignore[union-attr]
-    layout = GatherLayout.make(offsets, numels, length, world_size, *rest)  # type: ignore[arg-type]
+    numels = dialect.argument(node, "numels") or [s.meta["val"].numel() for s in dialect.argument(node, "shards")]
+    offsets, length, world_size, messages, dtype = (
+        dialect.argument(node, name) for name in ("offsets", "length", "world_size", "messages", "dtype")
+    )
+    layout = GatherLayout.make(offsets, numels, length, world_size, messages)
     record = node.meta["fsdp"]
-    return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(str(group)), record.escapes)  # type: ignore[arg-type]
+    return GatherPlan(record.bucket, layout, dtype, compat.resolve_group(dialect.group_of(node)), record.escapes)
+
+
+def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
+    scale = dialect.argument(node, "world_size") // dialect.argument(node, "ranks")
+    static = {name: dialect.argument(node, name) for name in ("offsets", "numels", "length")}
+    group = compat.resolve_group(dialect.group_of(node))
+    return functools.partial(collectives.keep_shard, **static, scale=scale, group=group)
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
