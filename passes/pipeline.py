@@ -56,6 +56,7 @@ class PassContext:
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
+    ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -69,6 +70,7 @@ class PassContext:
     reduced: frozenset[str] = frozenset()
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
+    kept_shards: dict[str, fx.Node] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
