@@ -125,7 +125,7 @@ def _recipe(node: fx.Node, value: Any) -> _Recipe | None:
         fits = first is not None and compat.same_memory(value, first) and value.dtype == first.dtype
     if not fits:
         return None
-    return _Recipe(not own, value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
+    return _Recipe(not own, value.shape, value.stride(), int(value.storage_offset()), value.dtype, value.device)
 
 
 def _first_argument(node: fx.Node) -> torch.Tensor | None:
