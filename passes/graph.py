@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,6 +184,15 @@ class Graph:
             elif previous is None and node is not next(iter(self.fx_graph.nodes)):
                 next(iter(self.fx_graph.nodes)).prepend(node)
             previous = node
+
+    def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
+        """Each use of a key becomes one of its value, and the keys are erased. Linear, also where one node (the
+        output) uses thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
+        for user in dict.fromkeys(user for node in new for user in node.users):
+            user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
+            user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))
+        for node in new:
+            self.fx_graph.erase_node(node)
 
     def call(
         self, target: Any, args: tuple[Any, ...], *, name: str | None = None, like: fx.Node | None = None
