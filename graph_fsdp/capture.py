@@ -260,6 +260,8 @@ class Engine:
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
         lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
+        if self.spec.reshard_size:
+            lines.append(f"resharded to {self.spec.reshard_size} ranks")
         lines += [f"pass {p.settings()}" for p in self.pipeline]
         for bucket in self.spec.buckets:
             lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")

@@ -56,6 +56,7 @@ class PassContext:
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
+    ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -69,6 +70,7 @@ class PassContext:
     reduced: frozenset[str] = frozenset()
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
+    kept_shards: dict[str, fx.Node] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
@@ -105,7 +107,9 @@ class GraphPass:
         if phase is None:
             return _names(self, "phases", phases)
         if not isinstance(phase, str):
-            raise PipelineError(f"{self!r}: phase must be one of {', '.join(PHASES)}, got {phase!r}; several are phases")
+            raise PipelineError(
+                f"{self!r}: phase must be one of {', '.join(PHASES)}, got {phase!r}; several are phases"
+            )
         if phases is not None and set(_names(self, "phases", phases)) != {phase}:
             raise PipelineError(f"{self!r} sets phase to {phase!r} and phases to {phases!r}; set one of them")
         return (phase,)
@@ -127,7 +131,9 @@ class GraphPass:
 def _names(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
     """A pass's collection of strings. One string is a collection of letters, and never what was meant."""
     if isinstance(value, str):
-        raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}; write ({value!r},)")
+        raise PipelineError(
+            f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}; write ({value!r},)"
+        )
     if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
         raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}")
     return tuple(value)

@@ -175,6 +175,10 @@ def _generate_call(
     if node.target in dialect.WAITS:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
+    if node.target is dialect.keep_shard:
+        constants[f"keep_{index}"] = _keep_plan(node)
+        lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
+        return
     plan = f"plan_{index}"
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
@@ -185,6 +189,13 @@ def _generate_call(
 def _gather_plan(node: fx.Node) -> GatherPlan:
     record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
     return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes)
+
+
+def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
+    scale = dialect.argument(node, "world_size") // dialect.argument(node, "ranks")
+    static = {name: dialect.argument(node, name) for name in ("offsets", "numels", "length")}
+    group = compat.resolve_group(dialect.group_of(node))
+    return functools.partial(collectives.keep_shard, **static, scale=scale, group=group)
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:

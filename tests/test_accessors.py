@@ -79,7 +79,9 @@ def reductions(graph: Graph) -> str:
 
 
 def test_gathers_in_forward_are_started_and_freed_or_escape() -> None:
-    assert_expected_inline(described(gathers)["forward"], """\
+    assert_expected_inline(
+        described(gathers)["forward"],
+        """\
 blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias; 5120 bytes
   start, wait, buffer, free: gather_blocks_0, full_blocks_0, full_blocks_0, free_blocks_0
   views: blocks_0_up_weight_1, blocks_0_up_bias, blocks_0_down_weight_1, blocks_0_down_bias
@@ -91,11 +93,14 @@ blocks.1 of blocks.1: blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight
 root of root: head.weight, head.bias; 1024 bytes
   start, wait, buffer, free: gather_root, full_root, full_root, -; escapes
   views: head_weight_2, head_bias_1
-  uses: addmm_4""")
+  uses: addmm_4""",
+    )
 
 
 def test_gathers_in_backward_may_be_received_from_forward() -> None:
-    assert_expected_inline(described(gathers)["backward"], """\
+    assert_expected_inline(
+        described(gathers)["backward"],
+        """\
 root of root: head.weight, head.bias; 1024 bytes
   start, wait, buffer, free: -, -, kept_0, free_root
   views: head_weight_2
@@ -107,7 +112,8 @@ blocks.1 of blocks.1: blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight
 blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias; 5120 bytes
   start, wait, buffer, free: gather_blocks_0, full_blocks_0, full_blocks_0, free_blocks_0
   views: blocks_0_down_weight_1
-  uses: mm_6""")
+  uses: mm_6""",
+    )
 
 
 def test_before_the_free_pass_nothing_is_freed_and_reads_are_known() -> None:
@@ -116,7 +122,9 @@ def test_before_the_free_pass_nothing_is_freed_and_reads_are_known() -> None:
 
 
 def test_reductions_have_what_goes_in_and_what_comes_out() -> None:
-    assert_expected_inline(described(reductions)["backward"], """\
+    assert_expected_inline(
+        described(reductions)["backward"],
+        """\
 root of root: head.weight, head.bias; 68 bytes
   gradients: t_8, view
   stages: reduce_root, reduced_root, -, -
@@ -128,16 +136,20 @@ blocks.1 of blocks.1: blocks.1.up.weight, blocks.1.up.bias, blocks.1.down.weight
 blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias; 536 bytes
   gradients: t_23, view_4, t_20, view_3
   stages: reduce_blocks_0, reduced_blocks_0, -, -
-  results: blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad""")
+  results: blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad""",
+    )
 
 
 def test_on_a_mesh_that_also_replicates_a_reduction_has_two_stages() -> None:
     mesh = init_device_mesh("cpu", (2, 4))
     found = described(lambda g: "\n".join(names(*_stages(r)) for r in g.reductions), mesh=mesh)
-    assert_expected_inline(found["backward"], """\
+    assert_expected_inline(
+        found["backward"],
+        """\
 reduce_root, reduced_root, replicate_root, replicated_root
 reduce_blocks_1, reduced_blocks_1, replicate_blocks_1, replicated_blocks_1
-reduce_blocks_0, reduced_blocks_0, replicate_blocks_0, replicated_blocks_0""")
+reduce_blocks_0, reduced_blocks_0, replicate_blocks_0, replicated_blocks_0""",
+    )
 
 
 def _stages(r: Reduction) -> tuple[fx.Node | None, ...]:
@@ -166,9 +178,12 @@ def pairs(graph: Graph) -> str:
 def test_buckets_pair_the_gather_and_the_reduction_of_a_name() -> None:
     found = described(pairs, WithScalar())
     assert_expected_inline(found["forward"], """root: full_root, None""")
-    assert_expected_inline(found["backward"], """\
+    assert_expected_inline(
+        found["backward"],
+        """\
 root: kept_0, reduce_root
-root#scalars: None, reduce_root_scalars""")
+root#scalars: None, reduce_root_scalars""",
+    )
 
 
 def test_what_returns_a_view_of_a_parameter_lets_its_buffer_escape() -> None:
