@@ -13,8 +13,8 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.passes.keep_shard import scale_of
+from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.passes.pipeline import PassContext
 
 
