@@ -56,8 +56,8 @@ class Reduction:
     """One bucket of gradients in the backward graph.
 
     ``nbytes``: of the reduced shard. ``gradients``: the full gradients that go in, and ``results``: the gradients of
-    the shards that come out, both in the order of ``params``. On a mesh that also replicates, ``replicate_start`` and ``replicate_wait`` are the second
-    stage, over the replicas; None elsewhere.
+    the shards that come out, both in the order of ``params``. On a mesh that also replicates, ``replicate_start`` and
+    ``replicate_wait`` are the second stage, over the replicas; None elsewhere.
     """
 
     bucket: str

@@ -107,9 +107,8 @@ class GraphPass:
         if phase is None:
             return _names(self, "phases", phases)
         if not isinstance(phase, str):
-            raise PipelineError(
-                f"{self!r}: phase must be one of {', '.join(PHASES)}, got {phase!r}; several are phases"
-            )
+            known = ", ".join(PHASES)
+            raise PipelineError(f"{self!r}: phase must be one of {known}, got {phase!r}; set phases to name several")
         if phases is not None and set(_names(self, "phases", phases)) != {phase}:
             raise PipelineError(f"{self!r} sets phase to {phase!r} and phases to {phases!r}; set one of them")
         return (phase,)
@@ -130,12 +129,9 @@ class GraphPass:
 
 def _names(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
     """A pass's collection of strings. One string is a collection of letters, and never what was meant."""
-    if isinstance(value, str):
-        raise PipelineError(
-            f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}; write ({value!r},)"
-        )
-    if not isinstance(value, Collection) or not all(isinstance(item, str) for item in value):
-        raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}")
+    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(v, str) for v in value):
+        hint = f"; write ({value!r},)" if isinstance(value, str) else ""
+        raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}{hint}")
     return tuple(value)
 
 

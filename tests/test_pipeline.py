@@ -116,7 +116,7 @@ def test_one_phase_is_shorthand_for_phases() -> None:
     "contract, words",
     [
         ({"phase": "backward", "phases": ("forward",)}, ("phase to 'backward'", "phases to ('forward',)")),
-        ({"phase": ("forward", "backward")}, ("phase must be one of capture, joint", "several are phases")),
+        ({"phase": ("forward", "backward")}, ("phase must be one of capture, joint", "set phases to name several")),
         ({"phase": "backwards"}, ("unknown phases ['backwards']",)),
         ({"phases": "backward"}, ("phases must be a set, tuple or list", "'backward'", "write ('backward',)")),
         ({"requires": "bucketed"}, ("requires must be a set, tuple or list", "write ('bucketed',)")),
