@@ -10,7 +10,7 @@ from graph_fsdp.passes.bucket import Bucket
 from graph_fsdp.passes.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.dialect import NodeRecord, Role
 from graph_fsdp.passes.free import Free
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
@@ -48,6 +48,7 @@ __all__ = [
     "PassError",
     "PassPipeline",
     "PipelineError",
+    "Phase",
     "Plan",
     "Prefetch",
     "Reduction",
