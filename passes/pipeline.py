@@ -135,6 +135,24 @@ def _names(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _check_buckets(p: GraphPass, model: object) -> None:
+    if not isinstance(model, ModelSpec):
+        raise PipelineError(f"{p!r}: arrange must return a ModelSpec, got {model!r}")
+    seen: set[str] = set()
+    for bucket in model.buckets:
+        for parameter in bucket.parameters:
+            if parameter.name in seen:
+                raise PipelineError(f"{p!r}: arrange put {parameter.name} into bucket {bucket.name!r} and another")
+            seen.add(parameter.name)
+        if len({(parameter.dtype, parameter.param_dtype) for parameter in bucket.parameters}) != 1:
+            raise PipelineError(
+                f"{p!r}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none"
+            )
+    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in seen]
+    if missing:
+        raise PipelineError(f"{p!r}: arrange left {', '.join(missing)} in no bucket")
+
+
 class Profiled(Protocol):
     """What holds measurements: a :class:`graph_fsdp.Profile`."""
 
@@ -191,9 +209,14 @@ class PassPipeline:
         return self._with([*self.passes[:index], *self.passes[index + 1 :]])
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        """The model with the buckets that the passes want."""
+        """The model with the buckets that the passes want.
+
+        Raises:
+            PipelineError: a pass returned buckets that cannot be.
+        """
         for p in self.passes:
             model = p.arrange(model, cost)
+            _check_buckets(p, model)
         return model
 
     def _with(self, passes: Sequence[GraphPass]) -> PassPipeline:

@@ -69,7 +69,7 @@ class Prefetch(GraphPass):
         self.reductions_in_flight = reductions_in_flight
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        context.budget = self.budget
+        context.budget = self.budget if self.budget is not None else context.budget
         planned = context.plan.collectives.get(graph.phase)
         gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
