@@ -55,6 +55,7 @@ class PassContext:
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
+    ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -68,6 +69,7 @@ class PassContext:
     reduced: frozenset[str] = frozenset()
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
+    slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import keyword
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.regions import Region, RegionCache, cut
-from graph_fsdp.runtime.slots import GatheredBytes, Slots
+from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class GatherPlan:
     dtype: torch.dtype
     group: dist.ProcessGroup
     escapes: bool
+    slot: int | None
+    landing_slot: int | None
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class ReducePlan:
 class Frame:
     """One run of a program."""
 
-    def __init__(self, counter: GatheredBytes) -> None:
+    def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
         self.counter = counter
-        self.slots = Slots(counter)
+        self.slots = Slots(counter, plan)
         self.pending: dict[int, Pending] = {}
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
@@ -61,11 +64,12 @@ class Frame:
 
         def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             # The first allocation is the bucket's buffer, the second the landing buffer.
-            take = self.slots.take_landing if taken else self.slots.take
-            if plan.escapes and not taken:
+            if taken:
+                taken.append(self.slots.take_landing(numel, dtype, device, plan.landing_slot))
+            elif plan.escapes:
                 taken.append(collectives.allocate(numel, dtype, device))
             else:
-                taken.append(take(numel, dtype, device))
+                taken.append(self.slots.take(numel, dtype, device, plan.slot))
             return taken[-1]
 
         pending = collectives.start_all_gather(
@@ -99,24 +103,33 @@ class Frame:
 
 
 class Program:
-    """A compiled graph. Call it with the list of the graph's inputs, which it empties."""
+    """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
+    that the records of the graph's gathers name."""
 
-    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
+    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes, slots: Sequence[int] = ()) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
         self._boxed_call = True
         self.counter = counter
+        self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.source, constants = _generate(graph, cache)
         namespace: dict[str, Any] = dict(constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self._run = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
-        frame = Frame(self.counter)
+        frame = Frame(self.counter, self.slots)
         try:
             return self._run(frame, args)
         finally:
             frame.close()
+
+
+def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
+    """How many buffers each slot holds in a run."""
+    records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
+    uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
+    return tuple(uses[slot] for slot in range(slots))
 
 
 def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
@@ -169,7 +182,8 @@ def _generate_call(
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
     record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
-    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes)
+    slots = (record.slot, record.landing_slot)
+    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots)
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
