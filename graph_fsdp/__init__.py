@@ -14,6 +14,8 @@ from graph_fsdp.errors import (
     UnsupportedError,
     VerificationError,
 )
+from graph_fsdp.profile_report import Profile
+from graph_fsdp.profiling import profile
 from graph_fsdp.report import GraphReport, inspect
 
 __version__ = "0.1.0"
@@ -27,10 +29,12 @@ __all__ = [
     "GraphReport",
     "MeshError",
     "ParameterChangedError",
+    "Profile",
     "RankDisagreement",
     "UnsupportedError",
     "VerificationError",
     "compile",
     "inspect",
     "passes",
+    "profile",
 ]

@@ -59,7 +59,9 @@ def compile(
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
-            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``.
+            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``. An int, as in FSDP2: after
+            forward each rank keeps one part in so many of every unit, and backward gathers it over as many
+            consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
         ignored_params: left as they are: not sharded, gradients not reduced.
@@ -90,8 +92,14 @@ def compile(
     mesh = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
     pipeline = passes if passes is not None else default_pipeline()
+    reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, mp_policy)
-    cost = _cost_model(pipeline, parallel, device, backend)
+    groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
+    if size:
+        assert parallel is not None
+        spec = dataclasses.replace(spec, reshard_group=parallel.subgroup(size).group_name, reshard_size=size)
+        groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
+    cost = _cost_model(pipeline, groups, device, backend)
     spec = pipeline.arrange(spec, cost)
 
     if sync_module_states and parallel is not None:
@@ -105,7 +113,7 @@ def compile(
         pipeline,
         BACKENDS[backend](),
         cost,
-        reshard_after_forward=reshard_after_forward,  # type: ignore[arg-type]  # validated
+        reshard_after_forward=reshard,
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
@@ -149,9 +157,6 @@ def _model_spec(
     return dataclasses.replace(spec, replicate_group=parallel.replicate_group, replicas=parallel.replicas)
 
 
-def _cost_model(
-    pipeline: PassPipeline, parallel: DataParallelMesh | None, device: torch.device, backend: str
-) -> CostModel:
+def _cost_model(pipeline: PassPipeline, groups: dict[str, GroupShape], device: torch.device, backend: str) -> CostModel:
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager")

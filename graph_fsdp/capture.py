@@ -31,6 +31,7 @@ from graph_fsdp.errors import (
 )
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
+from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.spec import ModelSpec
@@ -87,6 +88,7 @@ class Engine:
         self.counter = GatheredBytes()
         self.regions = RegionCache(backend)
         self.graphs: list[CapturedGraph] = []
+        self.programs: dict[tuple[int, Phase], Program] = {}  # by captured graph
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
@@ -258,6 +260,8 @@ class Engine:
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
         lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
+        if self.spec.reshard_size:
+            lines.append(f"resharded to {self.spec.reshard_size} ranks")
         lines += [f"pass {p.settings()}" for p in self.pipeline]
         for bucket in self.spec.buckets:
             lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
@@ -270,6 +274,7 @@ class Engine:
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
         program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
         captured.add_program(graph, context, program, memory_profile(graph, context))
+        self.programs[captured.index, graph.phase] = program
         return program
 
 

@@ -69,6 +69,15 @@ class DataParallelMesh:
         """Global ranks of the whole mesh."""
         return tuple(self.mesh.mesh.flatten().tolist())
 
+    def subgroup(self, size: int) -> dist.ProcessGroup:
+        """A new group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
+        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one."""
+        assert self.shard_dim is not None
+        ranks = dist.get_process_group_ranks(self.mesh.get_group(self.shard_dim))
+        begin = self.shard_rank - self.shard_rank % size
+        # Made by its own ranks alone: those of other slices of a larger mesh may never come here.
+        return dist.new_group(ranks[begin : begin + size], use_local_synchronization=True)
+
     def group_shapes(self) -> dict[str, GroupShape]:
         """Group name → where its ranks lie, for the cost model; a group of one rank where nothing shards."""
         shapes = {} if self.shard_dim is not None else {"": GroupShape(1)}

@@ -183,10 +183,16 @@ def inspect(model: nn.Module) -> GraphReport:
     Raises:
         TypeError: ``model`` was not compiled by graph_fsdp.
     """
+    engine = engine_of(model)
+    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+
+
+def engine_of(model: nn.Module) -> Any:
+    """The engine of a compiled model. Raises TypeError on another."""
     engine = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
-    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+    return engine
 
 
 def _bucket_rows(graph: Graph) -> list[BucketRow]:
@@ -204,9 +210,9 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
                     events.setdefault(root, {})["free"] = at
                 elif node.op != "output":
                     events.setdefault(root, {}).setdefault("first_use", at)
-    for node in graph.with_role(*_ROW_KINDS):
+    for node in graph.with_role(*ROW_KINDS):
         record = node.meta["fsdp"]
-        kind = _ROW_KINDS[record.role]
+        kind = ROW_KINDS[record.role]
         found = _reduction_events(node, positions) if kind in ("reduce", "replicate") else events.get(node, {})
         rows.append(
             BucketRow(
@@ -224,7 +230,7 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
     return rows
 
 
-_ROW_KINDS = {
+ROW_KINDS = {
     Role.GATHER_START: "gather",
     Role.KEPT: "kept",
     Role.REDUCE_START: "reduce",

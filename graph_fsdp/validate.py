@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -138,6 +139,27 @@ def world_size_of_environment() -> int:
     return launched
 
 
+def reshard_size(value: Any, world_size: int) -> tuple[Any, int]:
+    """``reshard_after_forward`` without its numbers, and the size of the groups that parameters are resharded to; 0
+    for no such groups. ``world_size``: of the dimension that shards. The rules are FSDP2's."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value, 0
+    if value < 1 or value > world_size or world_size % value:
+        possible = "".join(f"{n}, " for n in range(2, world_size) if world_size % n == 0)
+        raise ValueError(
+            f"reshard_after_forward={value} is a number of ranks that has to divide the {world_size} that parameters "
+            f"are sharded over; pass {possible}True or False"
+        )
+    if value == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps every parameter whole after forward, as False does; pass True to gather "
+            "parameters again in backward",
+            stacklevel=3,
+        )
+        return False, 0
+    return (True, 0) if value == world_size else (True, value)
+
+
 def options(
     *,
     reshard_after_forward: Any,
@@ -155,16 +177,14 @@ def options(
     if passes is not None and not isinstance(passes, PassPipeline):
         raise TypeError(f"passes must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got {passes!r}")
     if not isinstance(reshard_after_forward, (bool, int, type(None))) and reshard_after_forward != "auto":
-        raise TypeError(f"reshard_after_forward must be True, False, None or 'auto', got {reshard_after_forward!r}")
+        raise TypeError(
+            "reshard_after_forward must be True, False, None, 'auto' or a number of ranks, got "
+            f"{reshard_after_forward!r}"
+        )
     if reshard_after_forward == "auto" and not any(getattr(p, "budget", None) for p in passes or ()):
         raise ValueError(
             "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for, and there is none; pass "
             "passes=graph_fsdp.passes.default_pipeline(budget=…) with a number of bytes"
-        )
-    if not isinstance(reshard_after_forward, (bool, str, type(None))):
-        raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller group is not available yet; "
-            "pass True, False or None"
         )
     if type(offload_policy) is not OffloadPolicy:
         raise UnsupportedError(f"offload_policy={offload_policy!r} is not available yet; leave it out")

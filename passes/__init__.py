@@ -14,7 +14,7 @@ from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.memory import MemoryProfile, memory_profile
-from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError
+from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError, Profiled
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
@@ -70,7 +70,7 @@ def default_pipeline(
     reductions_in_flight: int = 2,
     budget: int | None = None,
     hardware: str | Hardware | None = None,
-    measured: Measurements | None = None,
+    measured: Measurements | Profiled | None = None,
 ) -> PassPipeline:
     """The passes that ``compile`` runs when it is given none.
 
@@ -85,10 +85,10 @@ def default_pipeline(
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a
             unit does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
         hardware: what the cost model computes with: a name of ``HARDWARE`` or a ``Hardware``; None finds the device's.
-        measured: times of a running program, which the cost model prefers; see :func:`graph_fsdp.profile`.
+        measured: times of a running program, which the cost model prefers: what :func:`graph_fsdp.profile` returned.
 
     Raises:
-        ValueError: an argument has a value that none of these is.
+        ValueError, TypeError: an argument has a value that none of these is.
     """
     passes = [
         InsertGathers(),

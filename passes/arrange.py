@@ -27,8 +27,9 @@ def arrange_buckets(
 ) -> ModelSpec:
     """``model`` with buckets of ``size``: ``"unit"``, one per unit; ``"none"``, one per parameter; a number of
     gathered bytes that a bucket of several parameters does not exceed; or ``"auto"``, the smallest such number at
-    which an all-gather reaches nine tenths of the link's bandwidth by the cost model, and at most half of
-    ``budget`` (one bucket in use, one under way).
+    which an all-gather reaches nine tenths of the link's bandwidth by the cost model. Where that is more than the
+    largest unit it is the largest unit; with a ``budget`` it is at most half of that (one bucket in use, one under
+    way).
     """
     if size == "unit":
         buckets = unit_buckets(model.parameters.values())
@@ -46,7 +47,8 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
     if cost is None:
         raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
     size = cost.saturating_bytes(model.group) if model.world_size > 1 else 0
-    return max(1, min(size, budget // 2) if budget is not None else size)
+    units = [sum(map(gathered_nbytes, run)) for _, run in unit_runs(model.parameters.values())]
+    return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 
 
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:

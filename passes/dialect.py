@@ -4,8 +4,9 @@
 |---|---|---|
 | ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
 | ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
-| ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages)`` | bucket buffer | unknown until |
+| ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages, numels)`` | buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
+| ``keep_shard(buffer, offsets, numels, length, world_size, ranks, group)`` | flat shard | of a bucket, over ``ranks`` |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
 | ``reduce_scatter_start(grads, dtype, world_size, group, replicas)`` | flat shard of gradients | mean, in ``dtype`` |
 | ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | likewise, not sharded |
@@ -17,7 +18,9 @@ how reductions come into the joint graph. The other operators exist only after t
 
 A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
 each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
-lands in place; parameters that share one are unpacked by the wait.
+lands in place; parameters that share one are unpacked by the wait. ``shards`` are the parameters' chunks, or one flat
+tensor of all ``length`` elements, in which ``numels`` says how long the chunks at ``offsets`` are. Such a tensor is
+what ``keep_shard`` cuts out of a gathered buffer (see ``keep_shard.py``).
 
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
@@ -45,8 +48,10 @@ _SCHEMAS = (
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='') -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
-    " int[] messages=[]) -> Tensor",
+    " int[] messages=[], int[] numels=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
+    " -> Tensor",
     "free(Tensor(a!) buffer) -> ()",
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
     "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
@@ -61,6 +66,7 @@ gather_param = _ops.gather_param.default
 reduce_grad = _ops.reduce_grad.default
 all_gather_start = _ops.all_gather_start.default
 all_gather_wait = _ops.all_gather_wait.default
+keep_shard = _ops.keep_shard.default
 free = _ops.free.default
 reduce_scatter_start = _ops.reduce_scatter_start.default
 all_reduce_start = _ops.all_reduce_start.default
@@ -70,7 +76,7 @@ reduce_wait = _ops.reduce_wait.default
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
 # What the executor runs itself, between compute regions.
-EXECUTED = STARTS | WAITS | {free}
+EXECUTED = STARTS | WAITS | {keep_shard, free}
 
 
 class Role(enum.Enum):
@@ -88,6 +94,8 @@ class Role(enum.Enum):
     REPLICATE_WAIT = "replicate_wait"
     SHARD_GRAD = "shard_grad"  # the gradient of a local shard
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
+    KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
+    KEPT_SHARD = "kept_shard"  # such a shard, in backward
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,7 @@ def _(
     world_size: int,
     group: str,
     messages: Sequence[int] = (),
+    numels: Sequence[int] = (),
 ) -> Tensor:
     return shards[0].new_empty([world_size * length], dtype=dtype)
 
@@ -184,6 +193,19 @@ def _(
 @torch.library.register_fake("graph_fsdp::all_gather_wait", lib=_LIBRARY)
 def _(buffer: Tensor) -> Tensor:
     return buffer
+
+
+@torch.library.register_fake("graph_fsdp::keep_shard", lib=_LIBRARY)
+def _(
+    buffer: Tensor,
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    length: int,
+    world_size: int,
+    ranks: int,
+    group: str,
+) -> Tensor:
+    return buffer.new_empty([length * world_size // ranks])
 
 
 @torch.library.register_fake("graph_fsdp::free", lib=_LIBRARY)

@@ -73,5 +73,6 @@ def layout_of(start: fx.Node) -> GatherLayout:
     shards, offsets, length, world_size = (
         dialect.argument(start, name) for name in ("shards", "offsets", "length", "world_size")
     )
-    numels = [shard.meta["val"].numel() for shard in shards]
+    # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
+    numels = dialect.argument(start, "numels") or [shard.meta["val"].numel() for shard in shards]
     return GatherLayout.make(offsets, numels, length, world_size, dialect.argument(start, "messages"))

@@ -13,17 +13,18 @@ import gc
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import fx
 
+from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Snapshot, Stage
 
 if TYPE_CHECKING:
-    from graph_fsdp.passes.cost import CostModel, Hardware, Measurements
+    from graph_fsdp.passes.cost import CostModel, Hardware
 
 PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
 # What a graph of each phase is before any pass of that phase has run.
@@ -55,6 +56,7 @@ class PassContext:
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
+    ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
@@ -69,6 +71,7 @@ class PassContext:
     reduced: frozenset[str] = frozenset()
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
+    kept_shards: dict[str, fx.Node] = field(default_factory=dict)
     slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
@@ -107,6 +110,23 @@ class GraphPass:
         return f"{type(self).__name__}({self.name!r})"
 
 
+class Profiled(Protocol):
+    """What holds measurements: a :class:`graph_fsdp.Profile`."""
+
+    @property
+    def measurements(self) -> Measurements: ...
+
+
+def _measurements(measured: Any) -> Measurements | None:
+    found = getattr(measured, "measurements", measured)
+    if found is not None and not isinstance(found, Measurements):
+        raise TypeError(
+            f"measured must be what graph_fsdp.profile returned (graph_fsdp.Profile.load reads a saved one), its "
+            f"measurements, or None, got {measured!r}"
+        )
+    return found
+
+
 class PassPipeline:
     """An ordered list of passes. Edits return a new pipeline and are checked at once."""
 
@@ -115,12 +135,12 @@ class PassPipeline:
         passes: Sequence[GraphPass],
         *,
         hardware: str | Hardware | None = None,
-        measured: Measurements | None = None,
+        measured: Measurements | Profiled | None = None,
     ) -> None:
         """``hardware``: what the cost model computes with: a name or a description; None finds the device's.
         ``measured``: times of a running program (:func:`graph_fsdp.profile`), which the cost model prefers."""
         self.passes = tuple(passes)
-        self.hardware, self.measured = hardware, measured
+        self.hardware, self.measured = hardware, _measurements(measured)
         self._check()
 
     def __iter__(self) -> Iterator[GraphPass]:

@@ -15,6 +15,7 @@ from torch import fx
 from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.keep_shard import keep_shards, receive_shards
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
 
@@ -23,6 +24,7 @@ class Reshard(GraphPass):
     """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
     only the unit that forward uses last, whose backward comes first and would gather it again at once. ``"auto"``
     keeps, within ``budget`` bytes of gathered parameters, the buckets whose second gather costs most time per byte.
+    Where the model has a group to reshard to, what is not kept is cut to a shard over it (``keep_shard.py``).
     """
 
     name = "reshard"
@@ -53,6 +55,8 @@ class Reshard(GraphPass):
                 set_record(node, dataclasses.replace(node.meta["fsdp"], escapes=True))
         graph.output.args = (tuple(outputs),)
         context.kept = {wait.meta["fsdp"].bucket: wait for wait in kept}
+        if context.model.reshard_size:
+            keep_shards(graph, [wait for wait in waits if wait not in kept], context)
         names = ", ".join(context.kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
@@ -82,6 +86,7 @@ class Reshard(GraphPass):
             removed.append(bucket)
             if bucket in gathered:
                 _use_kept(graph, gathered[bucket], kept)
+        receive_shards(graph, context)
         return f"received from forward: {', '.join(removed) or 'none'}"
 
 

@@ -98,6 +98,17 @@ def at_distance(count: int, distance: int) -> After:
     return [max(-1, k - distance) for k in range(count)]
 
 
+def one_unit_ahead(gathers: Gathers) -> After:
+    """The buckets of a unit start when the first bucket of the unit before it has arrived."""
+    after: After = []
+    begin = previous = -1  # the first buckets of this unit's run and of the run before it
+    for k, unit in enumerate(gathers.units):
+        if k == 0 or unit != gathers.units[k - 1]:
+            previous, begin = begin, k
+        after.append(previous)
+    return after
+
+
 def fit(gathers: Gathers, after: After, budget: int) -> After:
     """Delay gathers until they fit the budget.
 
@@ -201,14 +212,13 @@ class Segments:
 
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
-    """The fastest schedule by the clock that stays within the budget; without one, within what gathering one bucket
+    """The fastest schedule by the clock that stays within the budget; without one, within what gathering one unit
     ahead holds anyway."""
     if not len(gathers):
         return []
-    one_ahead = at_distance(len(gathers), 1)
-    limit = max(gathers.live(one_ahead)) if budget is None else budget
+    limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
     candidates = [latest_starts(segments.arrivals, segments.durations, scale) for scale in _SCALES]
-    candidates += [at_distance(len(gathers), distance) for distance in _DISTANCES]
+    candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
     timed: list[tuple[float, int, After]] = []
     for candidate in candidates:
         after = fit(gathers, candidate, limit)

@@ -31,7 +31,7 @@ from torch import fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, set_record
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.layout import landing_nbytes
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.plan import SlotsOfBuckets
@@ -113,7 +113,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
     found = []
     for start, begin in starts.items():
         if not start.meta["fsdp"].escapes:
-            found.append(Lifetime(start, False, start.meta["fsdp"].nbytes, begin, frees.get(start, last)))
+            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, frees.get(start, last)))
         if landing := landing_nbytes(start):
             found.append(Lifetime(start, True, landing, begin, waits.get(start, last)))
     return found

@@ -107,7 +107,8 @@ class ModelSpec:
     """The parameters of a model, its buckets in storage order, and the groups of ranks.
 
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
-    group of one rank communicates nothing.
+    group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
+    shards between forward and backward; 0 where there is no such group.
     """
 
     parameters: dict[str, ParameterSpec]
@@ -116,6 +117,8 @@ class ModelSpec:
     world_size: int
     replicate_group: str = ""
     replicas: int = 1
+    reshard_group: str = ""
+    reshard_size: int = 0
     bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

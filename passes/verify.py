@@ -13,6 +13,7 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.keep_shard import scale_of
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
 
@@ -115,7 +116,8 @@ class Verifier:
     def _returned(self) -> None:
         """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
         the one of its own parameter."""
-        kept = [kind(node.meta["val"]) for node in self.context.kept.values()] if self.graph.phase == "forward" else []
+        added = [*self.context.kept.values(), *self.context.kept_shards.values()]
+        kept = [kind(node.meta["val"]) for node in added] if self.graph.phase == "forward" else []
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
         found = _output_values(self.graph)
@@ -190,13 +192,21 @@ class Verifier:
         if node.target is dialect.all_gather_start:
             bucket = self.context.bucket_of(node.meta["fsdp"].params[0])
             shards, offsets = node.args[0], node.args[1]
-            found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
-            if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
-                self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-            messages = [value for message in bucket.messages for value in message]
-            if list(node.args[6] if len(node.args) > 6 else []) != messages:  # type: ignore[arg-type]
+            scale = 1
+            if has_role(shards[0], Role.KEPT_SHARD):  # type: ignore[arg-type,index]
+                scale = scale_of(self.context)
+                self._kept_layout(node, scale)
+            else:
+                found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
+                if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
+                    self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
+            messages = [scale * value for message in bucket.messages for value in message]
+            found_messages = list(dialect.argument(node, "messages"))
+            if found_messages != messages:
                 invariant = "a bucket is gathered in the same messages on all ranks"
-                self._fail(invariant, node, f"{node} has messages {node.args[6:]}, its bucket {messages}")
+                self._fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
+        elif has_role(node, Role.KEEP_SHARD):
+            self._kept_layout(node, 1)
         elif has_role(node, Role.UNPACK):
             name = node.meta["fsdp"].params[0]
             bucket, parameter = self.context.bucket_of(name), self.context.model.parameters[name]
@@ -209,6 +219,26 @@ class Verifier:
                 self._fail(
                     invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
                 )
+
+    def _kept_layout(self, node: fx.Node, scale: int) -> None:
+        """A shard that goes from forward to backward is cut out of its own bucket and gathered to the same buffer."""
+        record, model = node.meta["fsdp"], self.context.model
+        bucket = self.context.bucket_of(record.params[0])
+        numel_at = {scale * bucket.offsets[p.name]: scale * p.shard_numel for p in bucket.parameters}
+        offsets, numels = dialect.argument(node, "offsets"), dialect.argument(node, "numels")
+        chunks = dict(zip(offsets, numels, strict=False))
+        invariant = "a kept shard has its bucket's layout"
+        if len(offsets) != len(numels) or not chunks.items() <= numel_at.items():
+            self._fail(invariant, node, f"chunks at {offsets} of {numels} elements, the bucket's are {numel_at}")
+        if node.target is dialect.keep_shard and chunks != numel_at:
+            self._fail(invariant, node, f"only the chunks at {offsets} are kept, the bucket's are {numel_at}")
+        sizes = (dialect.argument(node, "length"), dialect.group_of(node))
+        if sizes != (scale * bucket.shard_numel, model.reshard_group):
+            expected = f"{scale * bucket.shard_numel} elements over group {model.reshard_group!r}"
+            self._fail(invariant, node, f"{sizes[0]} elements over group {sizes[1]!r}, and not {expected}")
+        source = node.args[0] if isinstance(node.args[0], fx.Node) else node.args[0][0]  # type: ignore[index]
+        if source.meta["fsdp"].bucket != record.bucket:  # type: ignore[union-attr]
+            self._fail(invariant, node, f"{node} is of bucket {record.bucket} and takes {source}")
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params

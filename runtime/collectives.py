@@ -81,6 +81,8 @@ def start_all_gather(
 def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
+    if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
+        return first.reshape(-1)
     itemsize = first.element_size()
     begin = first.storage_offset() - layout.offsets[0]
     base = first.data_ptr() - layout.offsets[0] * itemsize
@@ -104,6 +106,19 @@ def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> No
         piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
     ]
     torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
+
+
+def keep_shard(
+    buffer: Tensor, offsets: Sequence[int], numels: Sequence[int], length: int, scale: int, group: dist.ProcessGroup
+) -> Tensor:
+    """This rank's shard over ``group`` of a gathered bucket: of the parameter at element ``o`` of the bucket's shard
+    (``length`` elements) ``scale`` of its ``scale * group.size()`` chunks, at ``scale * o``. Zeros in between."""
+    world, place = scale * group.size(), group.rank()
+    kept = buffer.new_zeros(scale * length)
+    for offset, numel in zip(offsets, numels, strict=True):
+        begin = world * offset + place * scale * numel
+        kept[scale * offset : scale * (offset + numel)] = buffer[begin : begin + scale * numel]
+    return kept
 
 
 def start_reduce_scatter(
@@ -201,14 +216,28 @@ def _all_gather_start(
     world_size: int,
     group: str,
     messages: Sequence[int] = (),
+    numels: Sequence[int] = (),
 ) -> Tensor:
-    layout = GatherLayout.make(offsets, [s.numel() for s in shards], length, world_size, messages)
+    layout = GatherLayout.make(offsets, numels or [s.numel() for s in shards], length, world_size, messages)
     return _started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
 
 
 @_implement("all_gather_wait")
 def _all_gather_wait(buffer: Tensor) -> Tensor:
     return _finished(buffer)
+
+
+@_implement("keep_shard")
+def _keep_shard(
+    buffer: Tensor,
+    offsets: list[int],
+    numels: list[int],
+    length: int,
+    world_size: int,
+    ranks: int,
+    group: str,
+) -> Tensor:
+    return keep_shard(buffer, offsets, numels, length, world_size // ranks, compat.resolve_group(group))
 
 
 @_implement("free")

@@ -7,10 +7,12 @@ collectives under way) in a ``Frame`` of its own, so that runs may nest and a ru
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import keyword
+import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
-from graph_fsdp.runtime.regions import Region, RegionCache, cut
+from graph_fsdp.runtime.regions import Compiled, Region, RegionCache, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 
 
@@ -102,6 +104,9 @@ class Frame:
             self.slots.close()
 
 
+MakeFrame = Callable[[GatheredBytes, SlotPlan], Frame]
+
+
 class Program:
     """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
     that the records of the graph's gathers name."""
@@ -110,19 +115,32 @@ class Program:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
         self._boxed_call = True
-        self.counter = counter
+        self.graph, self.counter = graph, counter
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
-        self.source, constants = _generate(graph, cache)
-        namespace: dict[str, Any] = dict(constants)
+        self.source, self.constants = _generate(graph, cache)
+        self._frame: MakeFrame = Frame
+        namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self._run = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
-        frame = Frame(self.counter, self.slots)
+        frame = self._frame(self.counter, self.slots)
         try:
             return self._run(frame, args)
         finally:
             frame.close()
+
+    @contextlib.contextmanager
+    def instrumented(self, regions: Mapping[str, Compiled], frame: MakeFrame) -> Iterator[None]:
+        """For a time, the same program with other functions for ``regions`` (``"region_3"``, as in ``source``) and
+        frames of another kind. Runs that are under way go on as they began."""
+        before = self._run, self._frame
+        namespace = {**self._run.__globals__, **regions}
+        self._run, self._frame = types.FunctionType(self._run.__code__, namespace), frame
+        try:
+            yield
+        finally:
+            self._run, self._frame = before
 
 
 def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
@@ -173,6 +191,10 @@ def _generate_call(
     if node.target in dialect.WAITS:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
+    if node.target is dialect.keep_shard:
+        constants[f"keep_{index}"] = _keep_plan(node)
+        lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
+        return
     plan = f"plan_{index}"
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
@@ -184,6 +206,13 @@ def _gather_plan(node: fx.Node) -> GatherPlan:
     record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
     slots = (record.slot, record.landing_slot)
     return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots)
+
+
+def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
+    scale = dialect.argument(node, "world_size") // dialect.argument(node, "ranks")
+    static = {name: dialect.argument(node, name) for name in ("offsets", "numels", "length")}
+    group = compat.resolve_group(dialect.group_of(node))
+    return functools.partial(collectives.keep_shard, **static, scale=scale, group=group)
 
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:

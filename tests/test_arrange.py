@@ -78,15 +78,21 @@ def test_dtypes_do_not_share_a_bucket() -> None:
     assert buckets(arrange_buckets(spec, 100 * KIB)) == {"root": ["a", "c"], "root#1": ["b"]}
 
 
-def test_auto_is_the_smallest_size_that_saturates_the_link_within_half_the_budget() -> None:
+def test_auto_is_the_smallest_size_that_saturates_the_link() -> None:
     size = CPU.saturating_bytes("0")
-    spec = model(*layers(40, 64))
+    assert 100 * KIB < size < 16 * 1024 * KIB
+    spec = model(parameter("large", "large", 16 * 1024), *layers(40, 64))
     automatic = arrange_buckets(spec, "auto", CPU)
     assert buckets(automatic) == buckets(arrange_buckets(spec, size))
     assert len(automatic.buckets) < 40
-    budget = 256 * KIB
+
+
+def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
+    spec = model(*layers(40, 64, 64))
+    assert buckets(arrange_buckets(spec, "auto", CPU)) == buckets(arrange_buckets(spec, "unit"))
+    budget = 160 * KIB
     bounded = arrange_buckets(spec, "auto", CPU, budget)
-    assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == budget // 2
+    assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
 
 
 def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() -> None:

@@ -239,7 +239,6 @@ NOT_AVAILABLE_YET: dict[str, Any] = {
     "offload_policy": CPUOffloadPolicy(),
     "activation_checkpointing": "full",
     "param_init_fn": nn.Module.to_empty,
-    "reshard_after_forward": 4,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import graph_fsdp
 from graph_fsdp import VerificationError
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes.dialect import keep_shard
 from graph_fsdp.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -286,6 +288,140 @@ def test_the_verifier_names_the_mistake(mistake: Any) -> None:
     error = raised.value
     assert (error.pass_name, error.phase, error.invariant) == (mistake.name, "backward", mistake.invariant)
     assert (error.node, error.parameters) == (mistake.node, mistake.parameters)
+
+
+# Resharded to smaller groups after forward
+
+
+def test_backward_gathers_what_forward_kept_over_a_smaller_group() -> None:
+    report = report_of(mesh_of(8), reshard_after_forward=2)
+    assert_expected_inline(
+        f"{report.forward.table()}\n\n{report.backward.table()}",
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  blocks.0  gather       4  5,120     11    12         14    27
+  blocks.1  gather       4  5,120     13    28         30    43
+  root      gather       2  1,024     29    44         45    53
+
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      gather       2  1,024     15    16         18    30
+  blocks.1  gather       4  5,120     17    32         34    58
+  root      reduce       2     68     31    80         81     -
+  blocks.0  gather       4  5,120     33    60         61    79
+  blocks.1  reduce       4    536     59    85         86     -
+  blocks.0  reduce       4    536     84    92         93     -""",
+    )
+    assert_expected_inline(
+        without_group(lines_with(report, "forward", "_start", "keep_shard", "free")),
+        """\
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 64, 80, 144], 160, torch.float32, 8, '0')
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0')
+shard_blocks_0 = torch.ops.graph_fsdp.keep_shard.default(full_blocks_0, [0, 64, 80, 144], [64, 4, 64, 2], 160, 8, 2, 'small')
+free_blocks_0 = torch.ops.graph_fsdp.free.default(full_blocks_0)
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0')
+shard_blocks_1 = torch.ops.graph_fsdp.keep_shard.default(full_blocks_1, [0, 64, 80, 144], [64, 4, 64, 2], 160, 8, 2, 'small')
+free_blocks_1 = torch.ops.graph_fsdp.free.default(full_blocks_1)
+shard_root = torch.ops.graph_fsdp.keep_shard.default(full_root, [0, 16], [16, 1], 32, 8, 2, 'small')
+free_root = torch.ops.graph_fsdp.free.default(full_root)""",
+    )
+    assert_expected_inline(
+        without_group(lines_with(report, "backward", "all_gather_start")),
+        """\
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([shard_2], [0], 128, torch.float32, 2, 'small', [], [64])
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([shard_1], [0, 320], 640, torch.float32, 2, 'small', [], [256, 256])
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([shard_0], [320], 640, torch.float32, 2, 'small', [], [256])""",
+    )
+
+
+def without_group(text: str) -> str:
+    """The name of the group is a digest of its ranks."""
+    return re.sub("'[0-9a-f]{40}'", "'small'", text)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_keeps_its_part_of_each_bucket(size: int) -> None:
+    report = report_of(mesh_of(2, 4) if size == 2 else mesh_of(8), reshard_after_forward=size)
+    shards = [n for n in report.forward.stages["free"].graph.nodes if n.target is keep_shard]
+    (block, other, root) = [n.meta["val"].numel() * 4 for n in shards]
+    assert block == other
+    gathered = {row.name: row.nbytes for row in report.forward.buckets}
+    assert [block, root] == [gathered["blocks.0"] // size, gathered["root"] // size]
+    again = {row.name: row.nbytes for row in report.backward.buckets if row.kind == "gather"}
+    assert again == gathered
+
+
+def test_all_ranks_and_one_rank_are_true_and_false() -> None:
+    tables = [report_of(mesh_of(2, 4), reshard_after_forward=value).backward.table() for value in (4, True, False)]
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps every parameter whole"):
+        one = report_of(mesh_of(2, 4), reshard_after_forward=1).backward.table()
+    assert tables[0] == tables[1]
+    assert one == tables[2]
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 0, -2])
+def test_a_number_of_ranks_that_does_not_divide(size: int) -> None:
+    model = MLP()
+    with pytest.raises(ValueError, match=rf"reshard_after_forward={size} .* divide the 4 .* pass 2, True or False"):
+        graph_fsdp.compile(model, mesh_of(2, 4), reshard_after_forward=size)
+    graph_fsdp.compile(model, mesh_of(2, 4), reshard_after_forward=2)
+
+
+def test_nothing_to_divide() -> None:
+    with pytest.raises(ValueError, match="divide the 1 that parameters are sharded over; pass True or False"):
+        graph_fsdp.compile(MLP(), mesh_of(8, names=("replicate",)), reshard_after_forward=2)
+
+
+def test_evaluation_keeps_no_shards() -> None:
+    model = graph_fsdp.compile(MLP(), mesh_of(8), backend="eager", reshard_after_forward=2)
+    with torch.no_grad():
+        model(torch.randn(4, 16))
+    assert "keep" not in str(graph_fsdp.inspect(model).inference.program)
+
+
+class KeepsOtherChunks(GraphPass):
+    """A parameter's shard is cut out where another lies."""
+
+    name, phases, after = "keeps_other_chunks", ("forward",), "reshard"
+    node = "shard_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        kept = node_of(graph, Role.KEEP_SHARD)
+        kept.args = (kept.args[0], list(reversed(kept.args[1])), *kept.args[2:])
+
+
+class KeepsOneOfAnother(GraphPass):
+    """The shard is cut out of another bucket of the same layout."""
+
+    name, phases, after = "keeps_one_of_another", ("forward",), "reshard"
+    node = "shard_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        kept = node_of(graph, Role.KEEP_SHARD)
+        kept.replace_input_with(kept.args[0], node_of(graph, Role.GATHER_WAIT, "blocks.0"))
+
+
+class GathersOverAllRanks(GraphPass):
+    """A shard of the small group is gathered over the large one."""
+
+    name, phases, after = "gathers_over_all_ranks", ("backward",), "reshard"
+    node = "gather_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        start = node_of(graph, Role.GATHER_START)
+        start.args = (*start.args[:5], context.model.group, *start.args[6:])
+
+
+@pytest.mark.parametrize(
+    "mistake", [KeepsOtherChunks, KeepsOneOfAnother, GathersOverAllRanks], ids=lambda mistake: mistake.name
+)
+def test_the_verifier_proves_where_kept_shards_lie(mistake: Any) -> None:
+    pipeline = default_pipeline().insert_after(mistake.after, mistake())
+    model = graph_fsdp.compile(MLP(), mesh_of(8), backend="eager", passes=pipeline, reshard_after_forward=2)
+    with pytest.raises(VerificationError) as raised:
+        model(torch.ones(4, 16))
+    error = raised.value
+    assert (error.pass_name, error.invariant) == (mistake.name, "a kept shard has its bucket's layout")
+    assert (error.node, error.parameters) == (mistake.node, ReducesBeforeTheFirstHasArrived.parameters)
 
 
 # Replicated: one dimension with a name that says so

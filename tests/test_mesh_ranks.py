@@ -41,6 +41,10 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "gpt on 2 x 2, reduced in float16": ("gpt", (2, 2), {"mp_policy": FP16_REDUCED}),
     "tied weights on 2 x 2": ("gpt_tied", (2, 2), {}),
     "frozen parameters on 2 x 2": ("frozen", (2, 2), {}),
+    "mlp on 4, resharded to 2": ("mlp", (4,), {"reshard_after_forward": 2}),
+    "gpt on 4, resharded to 2": ("gpt", (4,), {"reshard_after_forward": 2}),
+    "gpt on 4, resharded to 2, bfloat16": ("gpt", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
+    "mlp on 1 x 4, resharded to 2": ("mlp", (1, 4), {"reshard_after_forward": 2}),
     "mlp on 1 x 4": ("mlp", (1, 4), {}),
     "mlp on 4 x 1": ("mlp", (4, 1), {}),
 }
@@ -191,7 +195,7 @@ def sync_module_states_gives_every_rank_the_values_of_the_first() -> None:
 def ranks_of_all_dimensions_agree() -> None:
     model = MLP()
     graph_fsdp.compile(model, mesh_of((2, 2)), backend="eager", reshard_after_forward=dist.get_rank() == 3)
-    with pytest.raises(RankDisagreement, match="are about to run different programs"):
+    with pytest.raises(RankDisagreement, match="reshard_after_forward"):
         model(batch())
 
 
@@ -222,6 +226,39 @@ def printed_stages_run_and_give_the_same_gradients() -> None:
             torch.testing.assert_close(g[: p.shape[0]], p, rtol=1e-6, atol=1e-7)
 
 
+@FACTS
+def printed_stages_run_where_shards_are_kept() -> None:
+    model = graph_fsdp.compile(MLP(), mesh_of((4,)), backend="eager", reshard_after_forward=2)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    expected = model(x)
+    report = graph_fsdp.inspect(model)
+    inputs = [model._graph_fsdp.storage.parameters[n].input for n, _ in model.named_parameters()]
+    for stage in ("reshard", "free"):
+        found = run_stage(report.forward.stages[stage], [*inputs[:2], x, *inputs[2:]])
+        assert torch.equal(found[0], expected)
+        kept = found[1:4]
+        full = [model.blocks[0].up.weight, model.blocks[1].up.weight, model.head.weight]
+        for shard, parameter in zip(kept, full, strict=True):
+            rows = -(-parameter.shape[0] // 4) * 2  # two of four chunks
+            mine = parameter.full_tensor()[dist.get_rank() % 2 * rows :][:rows].flatten()
+            assert torch.equal(shard[: mine.numel()], mine)
+
+
+@FACTS
+def slices_of_a_larger_mesh_reshard_by_themselves() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
+    if dist.get_rank() >= 2:  # the other slice never makes such a group
+        return
+    model = graph_fsdp.compile(MLP(), mesh["data"], backend="eager", reshard_after_forward=2)
+    model(batch()).sum().backward()
+    from graph_fsdp.mesh import DataParallelMesh
+
+    group = DataParallelMesh.of(mesh["data"]).subgroup(2)
+    total = torch.ones(())
+    dist.all_reduce(total, group=group)
+    assert total == 2
+
+
 def run_stage(stage: Any, inputs: list[Tensor]) -> list[Any]:
     namespace: dict[str, Any] = {}
     exec(stage.code, namespace)
@@ -237,20 +274,22 @@ def test_on_four_ranks(ranks: Failures, name: str) -> None:
 # Against one process, which sees the rows of all ranks as one batch
 
 STEPS = [Step(rows=4)] * 5
-TRAINED: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "mlp, hybrid": ("mlp", (2, 2), "eager"),
-    "gpt, hybrid": ("gpt", (2, 2), "eager"),
-    "uneven rows and scalars, hybrid": ("uneven", (2, 2), "eager"),
-    "hybrid with Inductor": ("one_block", (2, 2), "inductor"),
-    "replicated with Inductor": ("one_block", (4, 1), "inductor"),
+TRAINED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "mlp, hybrid": ("mlp", (2, 2), {}),
+    "gpt, hybrid": ("gpt", (2, 2), {}),
+    "uneven rows and scalars, hybrid": ("uneven", (2, 2), {}),
+    "hybrid with Inductor": ("one_block", (2, 2), {"backend": "inductor"}),
+    "replicated with Inductor": ("one_block", (4, 1), {"backend": "inductor"}),
+    "uneven rows and scalars, resharded to 2": ("uneven", (4,), {"reshard_after_forward": 2}),
+    "resharded to 2 with Inductor": ("one_block", (4,), {"reshard_after_forward": 2, "backend": "inductor"}),
 }
 
 
 def train() -> dict[str, Outcome]:
     outcomes = {}
-    for key, (name, shape, backend) in TRAINED.items():
+    for key, (name, shape, options) in TRAINED.items():
         torch._dynamo.reset()
-        outcomes[key] = train_sharded(name, STEPS, "adamw", mesh=mesh_of(shape), backend=backend)
+        outcomes[key] = train_sharded(name, STEPS, "adamw", mesh=mesh_of(shape), **{"backend": "eager", **options})
     return outcomes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_fsdp.passes import BudgetError
-from graph_fsdp.passes.schedule import Gathers, Segments, at_distance, choose, fit, latest_starts
+from graph_fsdp.passes.schedule import Gathers, Segments, at_distance, choose, fit, latest_starts, one_unit_ahead
 
 
 def gathers(*nbytes: int, last: list[int] | None = None) -> Gathers:
@@ -60,7 +60,7 @@ def test_of_equally_fast_schedules_the_one_that_holds_least_is_chosen() -> None:
     assert choose(gathers(4, 4, 4, 4), clock, budget=100) == at_distance(4, 1)
 
 
-def test_without_a_budget_the_peak_of_one_bucket_ahead_is_the_limit() -> None:
+def test_without_a_budget_the_peak_of_one_unit_ahead_is_the_limit() -> None:
     # Long computations first, then long gathers: those could run three ahead, beside the computations.
     clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
     buckets = gathers(4, 4, 4, 4)
@@ -68,6 +68,13 @@ def test_without_a_budget_the_peak_of_one_bucket_ahead_is_the_limit() -> None:
     within = choose(buckets, clock, None)
     assert clock.seconds(within) == clock.seconds(at_distance(4, 1)) == 32
     assert max(buckets.live(within)) == max(buckets.live(at_distance(4, 1))) == 8
+
+
+def test_one_unit_ahead_starts_all_buckets_of_a_unit_when_the_one_before_begins() -> None:
+    units = ["embed", "a", "a", "a", "b", "b", "head"]
+    buckets = Gathers("forward", units, [1] * 7, list(range(1, 8)), [])
+    assert one_unit_ahead(buckets) == [-1, 0, 0, 0, 1, 1, 4]
+    assert one_unit_ahead(gathers(1, 1, 1)) == at_distance(3, 1)
 
 
 def test_live_bytes_count_from_the_start_of_the_gather_to_the_last_use() -> None:

@@ -1,0 +1,428 @@
+"""Profiles: what is timed, what it leaves as it was, and that the cost model and the schedule take it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from models import CASES, CNN, GPT, MLP, MLPBlock
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_fsdp
+from graph_fsdp.passes import CostModel, Graph, GraphPass, Measurements, PassContext, default_pipeline
+from graph_fsdp.passes.cost import collective_key, op_key
+from graph_fsdp.passes.dialect import STARTS
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+BATCH = torch.zeros(4, 16)
+
+
+def compiled(model: nn.Module | None = None, backend: str = "eager", **options: Any) -> nn.Module:
+    return graph_fsdp.compile(model or MLP(), backend=backend, passes=default_pipeline(**options))
+
+
+def profile(model: nn.Module, *batch: Any, **kwargs: Any) -> graph_fsdp.Profile:
+    return graph_fsdp.profile(model, *(batch or (BATCH,)), steps=2, warmup=1, **kwargs)
+
+
+def without_times(table: str) -> str:
+    return re.sub(r" +([\d.]+ +[\d.]+ +[\d.]+|predicted +measured +ratio)$", "", table, flags=re.MULTILINE)
+
+
+# What is timed
+
+
+def test_regions_and_collectives_of_forward_and_backward_are_rows_of_a_table() -> None:
+    table = without_times(str(profile(compiled())))
+    assert_expected_inline(
+        table,
+        """\
+graph_fsdp profile: 2 steps on 8 ranks, predicted for cpu; milliseconds, one after the other
+
+  compute
+  collectives
+
+graph 0, forward
+  region     unit      first node
+  region_3   blocks.0  addmm
+  region_7   blocks.1  addmm_2
+  region_10  root      addmm_4
+  collective  bucket           size
+  gather      blocks.0  5,120 bytes
+  gather      blocks.1  5,120 bytes
+  gather      root      1,024 bytes
+
+graph 0, backward
+  region     unit      first node
+  region_1   root      mm
+  region_6   blocks.1  mm_2
+  region_10  blocks.0  mm_6
+  collective  bucket           size
+  gather      blocks.1  5,120 bytes
+  reduce      root         68 bytes
+  gather      blocks.0  5,120 bytes
+  reduce      blocks.1    536 bytes
+  reduce      blocks.0    536 bytes""",
+    )
+
+
+def test_rows_name_the_regions_of_the_printed_program_and_the_buckets_of_the_report() -> None:
+    model = compiled()
+    found, report = profile(model), graph_fsdp.inspect(model)
+    for phase, view in (("forward", report.forward), ("backward", report.backward)):
+        for region in (row for row in found.regions if row.phase == phase):
+            assert f"region_{region.region}(inputs)" in view.program
+        rows = [(row.kind, row.bucket, row.nbytes) for row in found.collectives if row.phase == phase]
+        started = sorted((row for row in view.buckets if row.start is not None), key=lambda row: row.start)
+        assert rows == [(row.kind, row.name, row.nbytes) for row in started]
+
+
+def test_times_are_positive_and_add_up_to_the_totals() -> None:
+    found = profile(compiled())
+    assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
+    assert found.compute_seconds == sum(row.seconds for row in found.regions)
+    assert found.collective_seconds == sum(row.seconds for row in found.collectives)
+    assert found.predicted_compute_seconds > 0 and found.predicted_collective_seconds > 0
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
+def test_without_training_the_inference_graph_is_timed_alone(how: str) -> None:
+    model = compiled()
+    if how == "eval":
+        found = profile(model.eval())
+    else:
+        with getattr(torch, how)():
+            found = profile(model)
+    assert {row.phase for row in found.regions} == {"inference"}
+    assert {row.kind for row in found.collectives} == {"gather"}
+
+
+class Outputs(nn.Module):
+    """Returns its result in one of many ways."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(16, 16), wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: y, lambda y: {"loss": y.mean(), "n": 1}, lambda y: (y.argmax(), [y, y.half()])],
+    ids=["tensor", "dict", "tuple"],
+)
+def test_backward_runs_from_whatever_the_model_returns(wrap: Any) -> None:
+    found = profile(compiled(Outputs(wrap)))
+    assert {row.phase for row in found.regions} == {"forward", "backward"}
+
+
+def test_of_an_output_with_a_loss_the_loss_alone_is_differentiated() -> None:
+    model, differentiated = compiled(), []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
+        outputs = {"loss": output.mean(), "logits": output * 2}
+        for name, value in outputs.items():
+            value.register_hook(lambda _, name=name: differentiated.append(name))
+        return SimpleNamespace(**outputs)
+
+    model.register_forward_hook(hook)
+    graph_fsdp.profile(model, BATCH, steps=1, warmup=1)
+    assert differentiated == ["loss", "loss"]
+
+
+def test_a_frozen_model_has_no_backward() -> None:
+    found = profile(compiled(MLP().requires_grad_(False)))
+    assert {row.kind for row in found.collectives} == {"gather"}
+
+
+def test_one_process_has_regions_and_no_collectives() -> None:
+    dist.destroy_process_group()
+    try:
+        found = profile(compiled())
+    finally:
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    assert found.ranks == 1 and found.regions and not found.collectives
+    assert found.measurements.collectives == {}
+
+
+def test_reductions_over_replicas_are_timed_by_themselves() -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    found = profile(graph_fsdp.compile(MLP(), mesh, backend="eager"))
+    kinds = [row.kind for row in found.collectives]
+    assert kinds.count("reduce") == kinds.count("replicate") == 3
+    assert any(key.startswith("graph_fsdp.all_reduce_shard_start") for key in found.measurements.collectives)
+
+
+def test_a_model_whose_graph_breaks_is_timed_in_all_its_pieces() -> None:
+    class Broken(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            torch._dynamo.graph_break()
+            return self.head(self.blocks[1](x))
+
+    model = graph_fsdp.compile(Broken(), backend="eager", fullgraph=False)
+    assert {row.graph for row in profile(model).regions} == {0, 1}
+
+
+def test_the_graphs_that_the_batch_runs_are_timed_and_no_others() -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager", dynamic=False)
+    model(torch.zeros(8, 16)).sum().backward()
+    assert {row.graph for row in profile(model).regions} == {1}
+
+
+def test_what_inductor_compiled_is_timed() -> None:
+    found = profile(compiled(MLP(depth=1), backend="inductor"))
+    assert {row.phase for row in found.regions} == {"forward", "backward"}
+    assert found.measurements.compute and all("mm" in key for key in found.measurements.compute), "the rest is fused"
+
+
+# What it leaves as it was
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return [*(t.detach().clone() for t in local), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained before", "never called"])
+def test_parameters_gradients_buffers_and_random_numbers_stay(trained: bool) -> None:
+    case = CASES["cnn_batchnorm"]
+    model = compiled(nn.Sequential(case.model(), nn.Dropout(0.5)))
+    x = case.batch(4, 0)["x"]
+    if trained:
+        model(x).sum().backward()
+    before, objects = state(model), list(model.buffers())
+    profile(model, x)
+    assert len(before) == len(state(model)), "gradients appeared"
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
+    assert all(a is b for a, b in zip(objects, model.buffers(), strict=True))
+
+
+def test_buffers_and_random_numbers_stay_when_the_model_raises() -> None:
+    model = compiled(CNN())
+    x = CASES["cnn_batchnorm"].batch(4, 0)["x"]
+    model(x)
+    before = state(model)
+    calls: list[int] = []
+
+    def fail_at_third(*_: Any) -> None:
+        torch.rand(1)
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("third")
+
+    hook = model.register_forward_hook(fail_at_third)
+    with pytest.raises(KeyError, match="third"):
+        graph_fsdp.profile(model, x, steps=5, warmup=1)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(before, state(model), strict=True))
+    counted = graph_fsdp.inspect(model).collectives["all_gather"]
+    model(x)
+    assert graph_fsdp.inspect(model).collectives["all_gather"] > counted, "or it would run timed for ever"
+
+
+def test_no_gradient_is_accumulated_so_optimizers_in_backward_do_not_step() -> None:
+    model, stepped = compiled(), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(stepped.append)
+    x = torch.zeros(4, 16, requires_grad=True)
+    profile(model, x)
+    assert not stepped and x.grad is None
+
+
+def test_the_reports_counts_are_those_of_training() -> None:
+    model = compiled()
+    model(BATCH).sum().backward()
+    before = graph_fsdp.inspect(model)
+    graph_fsdp.profile(model, BATCH, steps=7, warmup=1)
+    after = graph_fsdp.inspect(model)
+    assert after.collectives == {kind: 2 * count for kind, count in before.collectives.items()}, "one call to warm up"
+    assert after.peak_gathered_bytes == before.peak_gathered_bytes
+
+
+def test_a_profiled_model_computes_what_it_computed_before() -> None:
+    model = compiled(GPT(dropout=0.2))
+    x = CASES["gpt"].batch(4, 0)["x"]
+    outputs: list[Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+    for _ in range(2):
+        torch.manual_seed(3)
+        profile(model, x)
+    torch.manual_seed(3)
+    for _ in range(3):
+        model(x)
+    hook.remove()
+    assert len(outputs) == 9 and not torch.equal(outputs[0], outputs[1]), "dropout"
+    for normal, *timed in zip(outputs[6:], outputs[:3], outputs[3:6], strict=True):
+        assert all(torch.equal(normal, output) for output in timed)
+
+
+# What it is for
+
+
+class Keep(GraphPass):
+    """Keeps the graphs and the cost model as they are at the end of the pipeline."""
+
+    name = "keep"
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self.cost: CostModel | None = None
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        self.graphs.append(graph)
+        self.cost = context.cost
+        return None
+
+
+def kept(measured: Any, backend: str = "eager") -> Keep:
+    keep = Keep()
+    passes = default_pipeline(measured=measured).insert_after("free", keep)
+    model = graph_fsdp.compile(MLP(), backend=backend, passes=passes)
+    model(BATCH).sum().backward()
+    return keep
+
+
+def test_a_model_compiled_with_a_profile_is_predicted_to_take_what_was_measured() -> None:
+    found = profile(compiled())
+    for measured in (found, found.measurements):
+        keep = kept(measured)
+        assert keep.cost is not None and keep.cost.measured == found.measurements
+        compute = {node: s for graph in keep.graphs for node, s in keep.cost.graph_seconds(graph).items() if s > 0}
+        assert {op_key(node): s for node, s in compute.items()} == found.measurements.compute
+        assert sum(compute.values()) == pytest.approx(found.compute_seconds)
+        starts = [node for graph in keep.graphs for node in graph.nodes if node.target in STARTS]
+        assert starts
+        for node in starts:
+            assert keep.cost.collective_seconds(node) == found.measurements.collectives[collective_key(node)]
+
+
+def test_predictions_are_those_that_the_program_was_scheduled_by() -> None:
+    found = profile(compiled())
+    again = profile(compiled(measured=found))
+    assert again.predicted_compute_seconds == pytest.approx(found.compute_seconds)
+    assert again.predicted_collective_seconds == pytest.approx(found.collective_seconds)
+
+
+def test_the_scale_is_measured_over_modelled_whatever_was_measured_before() -> None:
+    found = profile(compiled())
+    assert found.measurements.scale == pytest.approx(found.compute_seconds / found.predicted_compute_seconds)
+    absurd = profile(compiled(measured=Measurements(scale=1e6)))
+    assert absurd.predicted_compute_seconds == pytest.approx(1e6 * found.predicted_compute_seconds)
+    modelled = found.predicted_compute_seconds
+    assert absurd.measurements.scale == pytest.approx(absurd.compute_seconds / modelled)
+
+
+class OneWide(nn.Module):
+    """Blocks of which one has a bucket of its own size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLPBlock() for _ in range(4))
+        self.blocks[2].up, self.blocks[2].down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def schedule(measured: Any) -> str:
+    """Gathers and compute of forward."""
+    passes = default_pipeline(measured=measured, budget=10**6)
+    model = graph_fsdp.compile(OneWide(), backend="eager", passes=passes, auto_wrap_policy={MLPBlock})
+    model(BATCH).sum().backward()
+    lines = str(graph_fsdp.inspect(model).forward.program).splitlines()
+    shown = (re.search(r"frame.gather_start.*# (\S+)|(region_\d+)\(", line) for line in lines)
+    return "\n".join(f"gather {m[1]}" if m[1] else "compute" for m in shown if m)
+
+
+def test_a_gather_that_was_measured_to_be_slow_starts_earlier() -> None:
+    model = graph_fsdp.compile(OneWide(), backend="eager", auto_wrap_policy={MLPBlock})
+    found = profile(model).measurements
+    fast = {key: 1e-9 for key in found.collectives}
+    even = {key: 1e-3 for key in found.compute}
+    wide = max(fast, key=lambda key: int(key.split()[1]))
+    assert_expected_inline(
+        schedule(Measurements(even, fast, found.scale)),
+        """\
+gather blocks.0
+gather blocks.1
+compute
+gather blocks.2
+compute
+gather blocks.3
+compute
+compute""",
+    )
+    slow = {**fast, **{key: 1.0 for key in fast if key.split()[1:] == wide.split()[1:]}}
+    assert_expected_inline(
+        schedule(Measurements(even, slow, found.scale)),
+        """\
+gather blocks.0
+gather blocks.1
+gather blocks.2
+compute
+gather blocks.3
+compute
+compute
+compute""",
+    )
+
+
+# Keeping it
+
+
+def test_a_profile_that_was_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
+    found = profile(compiled())
+    found.save(tmp_path / "profile.json")
+    loaded = graph_fsdp.Profile.load(str(tmp_path / "profile.json"))
+    assert loaded == found and str(loaded) == str(found)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "graph_fsdp.Profile"}'])
+def test_another_file_is_no_profile(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match=r"path: '.*other.json' is not a saved profile"):
+        graph_fsdp.Profile.load(tmp_path / "other.json")
+
+
+# Wrong calls
+
+
+def test_a_model_that_was_not_compiled_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model: MLP was not compiled by graph_fsdp; call graph_fsdp.compile first"):
+        graph_fsdp.profile(MLP(), BATCH)
+
+
+@pytest.mark.parametrize("name", ["steps", "warmup"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_less_than_one_call_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be a whole number of calls, 1 or more, got {value}"):
+        graph_fsdp.profile(compiled(), BATCH, **{name: value})
+
+
+def test_a_batch_that_does_not_fit_is_the_forwards_own_error() -> None:
+    model = compiled()
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        graph_fsdp.profile(model)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        graph_fsdp.profile(model, BATCH, y=1)
+    model(BATCH)
+
+
+@pytest.mark.parametrize("measured", [{}, "profile.json", SimpleNamespace(measurements=1)])
+def test_a_pipeline_takes_nothing_else_for_measurements(measured: Any) -> None:
+    with pytest.raises(TypeError, match=r"measured must be what graph_fsdp\.profile returned"):
+        default_pipeline(measured=measured)

@@ -1,0 +1,112 @@
+"""Profiles on two gloo ranks: equal on both, whatever each measured, and nothing of training changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from models import CASES, GPT, MLP, Case, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import graph_fsdp
+from graph_fsdp.passes import default_pipeline
+
+FACTS = Facts(__name__)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+def of_all_ranks(found: graph_fsdp.Profile) -> list[graph_fsdp.Profile]:
+    gathered: list[graph_fsdp.Profile] = [found, found]
+    dist.all_gather_object(gathered, found)
+    return gathered
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(32, (4, length))
+
+
+@FACTS
+def all_ranks_hold_the_same_profile_bit_for_bit() -> None:
+    found = graph_fsdp.profile(graph_fsdp.compile(GPT(), backend="eager"), tokens(8), steps=3, warmup=1)
+    first, second = of_all_ranks(found)
+    assert first == second and first.to_json() == second.to_json()
+    assert found.ranks == 2 and len(found.measurements.collectives) >= 4
+    assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
+
+
+@FACTS
+def all_ranks_of_a_mesh_of_two_dimensions_hold_the_same_profile() -> None:
+    for shape in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        model = graph_fsdp.compile(MLP(), mesh, backend="eager")
+        first, second = of_all_ranks(graph_fsdp.profile(model, torch.ones(4, 16), steps=2, warmup=1))
+        assert first == second and first.ranks == 2
+
+
+@FACTS
+def ranks_with_other_batch_shapes_get_the_first_ranks_graphs() -> None:
+    model = graph_fsdp.compile(GPT(), backend="eager", dynamic=False)
+    model(tokens(5)).sum().backward()
+    model(tokens(6 if dist.get_rank() == 1 else 5)).sum().backward()  # the second rank has one graph more
+    found = graph_fsdp.profile(model, tokens(4 if dist.get_rank() == 0 else 7), steps=2, warmup=1)
+    first, second = of_all_ranks(found)
+    assert first == second
+    shapes = [key for key in found.measurements.compute if key.startswith("aten.embedding.default")]
+    assert any("int64[4, 4]" in key for key in shapes) and not any("int64[4, 7]" in key for key in shapes)
+    assert {row.graph for row in found.regions} == {1}
+
+
+@FACTS
+def a_model_trains_as_if_it_had_not_been_profiled() -> None:
+    for name in ("gpt_dropout", "cnn_batchnorm"):
+        case = CASES[name]
+        plain, profiled = trained(case, profiled=False), trained(case, profiled=True)
+        for (key, a), b in zip(plain.items(), profiled.values(), strict=True):
+            assert torch.equal(local(a), local(b)), f"{name}: {key}"
+
+
+def trained(case: Case, *, profiled: bool) -> dict[str, torch.Tensor]:
+    model = graph_fsdp.compile(case.model(), backend="eager")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(7 + dist.get_rank())
+    for step in range(3):
+        batch = case.batch(4, 2 * step + dist.get_rank())
+        loss_of(model, batch).backward()
+        if profiled and step == 1:
+            graph_fsdp.profile(model, batch["x"], steps=2, warmup=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@FACTS
+def a_model_scheduled_with_a_profile_trains_to_the_same_values() -> None:
+    found = graph_fsdp.profile(graph_fsdp.compile(model_of_seed(), backend="eager"), torch.ones(4, 16), steps=2)
+    results = []
+    for measured in (None, found):
+        model = graph_fsdp.compile(model_of_seed(), backend="eager", passes=default_pipeline(measured=measured))
+        model(torch.ones(4, 16)).sum().backward()
+        results.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0]
+
+
+def model_of_seed() -> nn.Module:
+    torch.manual_seed(2)
+    return MLP(depth=3)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
