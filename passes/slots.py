@@ -108,7 +108,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
             starts[node] = index
         elif node.target is dialect.all_gather_wait or node.target is dialect.free:
             ends = frees if node.target is dialect.free else waits
-            ends.update((root, index) for root in roots[node.args[0]])  # type: ignore[index]
+            ends.update((root, index) for root in roots[node.args[0]])
     last = len(graph.fx_graph.nodes) - 1
     found = []
     for start, begin in starts.items():

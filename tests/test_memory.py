@@ -32,10 +32,14 @@ def profile_of(view: GraphView) -> MemoryProfile:
     return view.memory
 
 
-def trained(case: str, *, rows: int = 4, prefetch: int = 1, **options: object) -> nn.Module:
+def trained(case: str, *, rows: int = 4, slots: bool = True, **options: object) -> nn.Module:
     """A case's model after a step, without gradients."""
+    pipeline = default_pipeline(prefetch=1)
     model = graph_fsdp.compile(
-        SMALL_CASES[case].model(), backend="eager", passes=default_pipeline(prefetch=prefetch), **options
+        SMALL_CASES[case].model(),
+        backend="eager",
+        passes=pipeline if slots else pipeline.remove("slots"),
+        **options,
     )
     loss_of(model, SMALL_CASES[case].batch(rows, 0)).backward()
     model.zero_grad(set_to_none=True)
@@ -242,8 +246,14 @@ def test_a_step_allocates_what_was_predicted(fake_group: None, case: str, reshar
     allocated_as_predicted(case, reshard)
 
 
-def allocated_as_predicted(case: str, reshard: bool | None) -> None:
-    model = trained(case, rows=64, reshard_after_forward=reshard)
+@pytest.mark.parametrize(("case", "reshard"), [("mlp", None), ("mlp", True), ("gpt", True)])
+def test_a_step_without_slots_allocates_what_was_predicted(fake_group: None, case: str, reshard: bool | None) -> None:
+    """Freed buffers then wait in a pool until the end of the run."""
+    allocated_as_predicted(case, reshard, slots=False)
+
+
+def allocated_as_predicted(case: str, reshard: bool | None, *, slots: bool = True) -> None:
+    model = trained(case, rows=64, slots=slots, reshard_after_forward=reshard)
     batch = SMALL_CASES[case].batch(64, 0)
     measured = measure(lambda: loss_of(model, batch).backward())
     forward, backward = profiles(model)
@@ -254,6 +264,7 @@ def allocated_as_predicted(case: str, reshard: bool | None) -> None:
     assert measured[1].peak in (backward.peak - backward.total[0], max(holding) - backward.total[0])
     assert measured[0].end == forward.total[-1] - forward.timeline["pooled"][-1] - forward.total[0]
     assert all(m.peak > 0 for m in measured)
+    assert all((profile.timeline["pooled"][-1] == 0) == slots for profile in (forward, backward))
 
 
 # The profile
