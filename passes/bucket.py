@@ -60,6 +60,7 @@ class Bucket(GraphPass):
         unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
         gathers: dict[str, list[fx.Node]] = {}
         reductions: dict[str, list[fx.Node]] = {}
+        gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
         for node in graph.with_role(Role.GATHER, Role.REDUCE):
             parameter = _parameter(node, context)
             if node.meta["fsdp"].role is Role.GATHER:
@@ -68,7 +69,7 @@ class Bucket(GraphPass):
                 else:
                     gathers.setdefault(node.meta["fsdp"].bucket, []).append(node)
             elif alone:
-                _use_gradient(graph, node, parameter)
+                gradients[node] = _gradient(graph, node, parameter)
             elif parameter.empty:
                 _empty_gradient(graph, node, parameter)
             else:
@@ -78,7 +79,8 @@ class Bucket(GraphPass):
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
         positions = graph.positions()  # a parameter may be its own gradient, and is a new node now
         for name, nodes in reductions.items():
-            _reduce_bucket(graph, context, name, nodes, positions)
+            gradients |= _reduce_bucket(graph, context, name, nodes, positions)
+        graph.replace(gradients)
         if alone:
             return "one rank: each shard is the parameter, each gradient is its own mean"
         if unsharded:
@@ -144,7 +146,7 @@ def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
 
 def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
-) -> None:
+) -> dict[fx.Node, fx.Node]:
     order = context.model.index_of
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
@@ -155,10 +157,8 @@ def _reduce_bucket(
     if last.op == "placeholder":
         last = graph.placeholders[-1]
 
-    place, replaced = last.next, set(nodes)
-    while place in replaced:  # they are erased below, and what stands before an erased node is lost with it
-        place = place.next
-    with graph.fx_graph.inserting_before(place):
+    shard_grads: dict[fx.Node, fx.Node] = {}
+    with graph.fx_graph.inserting_before(last.next):
         flat = _reduce(graph, context.model, name, grads, parameters)
         if flat.meta["val"].dtype is not dtype:
             flat = graph.call(prims.convert_element_type.default, (flat, dtype))
@@ -170,8 +170,8 @@ def _reduce_bucket(
             if len(p.shard_shape) != 1:
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
-            node.replace_all_uses_with(grad)
-            graph.fx_graph.erase_node(node)
+            shard_grads[node] = grad
+    return shard_grads
 
 
 def _reduce(
@@ -215,14 +215,13 @@ def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     graph.fx_graph.erase_node(node)
 
 
-def _use_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
+def _gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> fx.Node:
     grad = node.args[0]
     assert isinstance(grad, fx.Node)
     if grad.meta["val"].dtype is not p.dtype:
         with graph.fx_graph.inserting_before(node):
             grad = graph.call(prims.convert_element_type.default, (grad, p.dtype), like=node)
-    node.replace_all_uses_with(grad)
-    graph.fx_graph.erase_node(node)
+    return grad
 
 
 def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:

@@ -12,6 +12,9 @@ whole test-suite was run.
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
+| ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
@@ -71,7 +74,7 @@ from torch._dynamo.exc import (
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
@@ -101,6 +104,7 @@ __all__ = [
     "default_store",
     "dynamo_config",
     "fake_process_group",
+    "fake_tensor",
     "flop_registry",
     "free_symbols",
     "grouped_all_gather",
@@ -114,6 +118,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "reduce_scatter_single",
     "resolve_group",
+    "same_memory",
     "set_local_tensor",
     "size_hint",
     "storage_id",
@@ -207,6 +212,29 @@ def current_fake_mode() -> FakeTensorMode:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
     return context.fake_mode
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: torch.Tensor | None,
+    offset: int,
+) -> torch.Tensor:
+    """A fake tensor without running an operator, in the memory of another (offset and strides in elements) or in its
+    own. It is how FakeTensorMode makes the value of a call that it has seen before."""
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if memory is not None:
+            meta.set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload,unused-ignore]
+    return FakeTensor(mode, meta, device)
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors lie in the same storage (which has no address)."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 @contextlib.contextmanager

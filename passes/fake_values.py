@@ -1,19 +1,53 @@
-"""What a call computes, as far as the verifier compares it: shapes, dtypes and devices.
+"""Fake values: what a call computes, as far as shapes, dtypes, devices and memory go.
 
 A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
-operator on fake tensors costs about 100 microseconds. Within one graph, each distinct call is therefore run once.
+operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on,
+and each distinct one is run once per graph: once by the passes, which make values (``FakeValues``), and once by the
+verifier, which does not trust them (``Kinds``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.graph import evaluate
+
+
+def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with fake values in place of nodes."""
+    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+
+
+def evaluate(node: fx.Node) -> Any:
+    """The value of a call on the fake values of its inputs."""
+    args, kwargs = fake_arguments(node)
+    mode = fake_mode_of(node.all_input_nodes)
+    if mode is None:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
+    for node in nodes:
+        for value in iterate_tensors(node.meta.get("val")):
+            mode = getattr(value, "fake_mode", None)
+            if mode is not None:
+                return mode
+    return None
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iterate_tensors(item)
 
 
 class NotDescribed(Exception):
@@ -27,6 +61,77 @@ def kind(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(kind(v) for v in value)
     return type(value).__name__
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to make the value of a call again. ``view``: in the memory of the first argument; else in its own."""
+
+    view: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class FakeValues:
+    """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running
+    the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[Hashable, _Recipe | None] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """The value of a call on the fake values of its inputs. Raises what the operator raises."""
+        try:
+            key = _describe_call(node)
+            recipe = self._recipes.get(key)
+        except (NotDescribed, TypeError):  # not described, or not hashable
+            return evaluate(node)
+        if recipe is None:
+            value = evaluate(node)
+            if key not in self._recipes:
+                self._recipes[key] = _recipe(node, value)
+            return value
+        memory = _first_argument(node) if recipe.view else None
+        return compat.fake_tensor(
+            fake_mode_of(node.all_input_nodes),
+            recipe.shape,
+            recipe.stride,
+            recipe.dtype,
+            recipe.device,
+            memory,
+            recipe.offset,
+        )
+
+
+def _recipe(node: fx.Node, value: Any) -> _Recipe | None:
+    """None where there is more to the value than a recipe says."""
+    if not isinstance(value, compat.FakeTensor):
+        return None
+    try:
+        _describe_value(value)
+    except NotDescribed:
+        return None
+    if value.requires_grad or value.is_conj() or value.is_neg():
+        return None
+    inputs = [tensor for i in node.all_input_nodes for tensor in iterate_tensors(i.meta["val"])]
+    own = not any(compat.same_memory(value, tensor) for tensor in inputs)
+    first = _first_argument(node)
+    if own:
+        fits = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    else:
+        fits = first is not None and compat.same_memory(value, first) and value.dtype == first.dtype
+    if not fits:
+        return None
+    return _Recipe(not own, value.shape, value.stride(), int(value.storage_offset()), value.dtype, value.device)
+
+
+def _first_argument(node: fx.Node) -> torch.Tensor | None:
+    first = node.args[0] if node.args else None
+    value = first.meta["val"] if isinstance(first, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
 class Kinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,8 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.fake_values import FakeValues, iterate_tensors
+from graph_fsdp.passes.fake_values import evaluate as evaluate  # this module's users find it here
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.cost import CostModel
@@ -96,6 +98,7 @@ class Graph:
         self.module = module
         self.phase: Phase = phase
         self.cost: CostModel | None = None
+        self._fake_values = FakeValues()
 
     @property
     def fx_graph(self) -> fx.Graph:
@@ -200,6 +203,15 @@ class Graph:
                 next(iter(self.fx_graph.nodes)).prepend(node)
             previous = node
 
+    def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
+        """Each use of a key becomes one of its value, and the keys are erased. Linear, also where one node (the
+        output) uses thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
+        for user in dict.fromkeys(user for node in new for user in node.users):
+            user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
+            user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))
+        for node in new:
+            self.fx_graph.erase_node(node)
+
     def call(
         self, target: Any, args: tuple[Any, ...], *, name: str | None = None, like: fx.Node | None = None
     ) -> fx.Node:
@@ -211,40 +223,8 @@ class Graph:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:
                     node.meta[key] = like.meta[key]
-        node.meta["val"] = evaluate(node)
+        node.meta["val"] = self._fake_values.of(node)
         return node
-
-
-def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with fake values in place of nodes."""
-    return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-
-
-def evaluate(node: fx.Node) -> Any:
-    """The value of a call on the fake values of its inputs."""
-    args, kwargs = fake_arguments(node)
-    mode = fake_mode_of(node.all_input_nodes)
-    if mode is None:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    with mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
-    for node in nodes:
-        for value in iterate_tensors(node.meta.get("val")):
-            mode = getattr(value, "fake_mode", None)
-            if mode is not None:
-                return mode
-    return None
-
-
-def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from iterate_tensors(item)
 
 
 def nbytes(value: Any) -> int:

@@ -49,7 +49,7 @@ class Plan:
 
 def kind_of(graph: Graph, model: ModelSpec) -> str:
     """Equal for graphs that share a plan: a digest of what a joint or inference graph gathers and reduces."""
-    parts = [graph.phase]
+    parts: list[str] = [graph.phase]
     for target in (dialect.gather_param, dialect.reduce_grad):
         names = {str(node.args[4]) for node in graph.fx_graph.nodes if node.target is target}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
@@ -62,9 +62,9 @@ def follow(graph: Graph, planned: Sequence) -> bool:
     gathers down as far as their waits. False, and the order as it is, where the graph has other collectives or
     needs them in another order."""
     starts = {_entry(node): node for node in graph.fx_graph.nodes if node.target in STARTS}
-    if sorted(starts) != sorted(map(tuple, planned)):
+    if sorted(starts) != sorted(planned):
         return False
-    ordered = [starts[tuple(entry)] for entry in planned]
+    ordered = [starts[entry] for entry in planned]
     positions = graph.positions()
     if ordered == sorted(ordered, key=positions.__getitem__):
         return True

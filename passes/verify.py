@@ -124,8 +124,9 @@ class Verifier:
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
+        outputs = _outputs(self.graph)
         for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
-            value = _outputs(self.graph)[index]
+            value = outputs[index]
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD)
             if not own or value.meta["fsdp"].params != params:
                 self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)

@@ -1,4 +1,4 @@
-"""The verifier runs each distinct call once: what a result depends on tells calls apart."""
+"""Fake values: each distinct call is run once, and what a result depends on tells calls apart."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graph_fsdp.passes import fake_values
-from graph_fsdp.passes.fake_values import Kinds, kind
+from graph_fsdp.passes import dialect, fake_values
+from graph_fsdp.passes.fake_values import FakeValues, Kinds, kind
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ class Calls:
     """Calls on fake values, and how many of them were run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.graph, self.kinds, self.run = fx.Graph(), Kinds(), 0
+        self.graph, self.kinds, self.values, self.run = fx.Graph(), Kinds(), FakeValues(), 0
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
         evaluate = fake_values.evaluate
 
@@ -39,6 +39,9 @@ class Calls:
 
     def computed(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         return self.kinds.computed(self.graph.call_function(target, args, kwargs))
+
+    def value(self, target: Any, *args: Any) -> Any:
+        return self.values.of(self.graph.call_function(target, args))
 
 
 @pytest.fixture
@@ -94,3 +97,41 @@ def test_symbolic_sizes_and_operators_that_write_are_run_each_time(calls: Calls)
         assert calls.computed(aten.neg.default, symbolic) == kind(symbolic.meta["val"])
         calls.computed(aten.copy_.default, plain, plain)
     assert calls.run == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "view"),
+    [
+        (aten.slice.Tensor, (0, 1, 3), True),
+        (aten.view.default, ([2, 16],), True),
+        (aten.t.default, (), True),
+        (aten.add.Tensor, (1,), False),
+        (torch.ops.prims.convert_element_type.default, (torch.bfloat16,), False),
+        (dialect.all_gather_wait, (), True),
+    ],
+    ids=str,
+)
+def test_a_value_made_from_an_equal_calls_is_what_the_operator_gives(
+    calls: Calls, target: Any, arguments: tuple[Any, ...], view: bool
+) -> None:
+    inputs = [calls.input(lambda: torch.empty(48)[8:40].view(4, 8)) for _ in range(2)]
+    ran, made = (calls.value(target, x, *arguments) for x in inputs)
+    assert calls.run == 1
+    facts = [
+        (type(v), v.shape, v.stride(), v.storage_offset(), v.dtype, v.device, v.requires_grad, v.fake_mode)
+        for v in (ran, made)
+    ]
+    assert facts[0] == facts[1]
+    storages = [v.untyped_storage() for v in (ran, made)]
+    assert storages[0].nbytes() == storages[1].nbytes()
+    shares = [s._cdata == x.meta["val"].untyped_storage()._cdata for s, x in zip(storages, inputs, strict=True)]
+    assert shares == [view, view]
+    assert storages[0]._cdata != storages[1]._cdata, "equal calls on other memory have values in other memory"
+
+
+def test_reshape_gives_a_view_or_a_copy_whichever_strides_allow(calls: Calls) -> None:
+    for make in (FLOATS, lambda: torch.empty(8, 4).t()):
+        inputs = [calls.input(make) for _ in range(2)]
+        values = [calls.value(aten.reshape.default, x, [32]) for x in inputs]
+        shares = [fake_values.compat.same_memory(v, x.meta["val"]) for v, x in zip(values, inputs, strict=True)]
+        assert shares == [make is FLOATS] * 2

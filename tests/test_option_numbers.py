@@ -10,11 +10,17 @@ import torch.distributed as dist
 from launch import run_ranks
 from models import MLP
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes import Hardware, Link, default_pipeline, find_hardware
+
+# A message costs nothing: every parameter has one of its own and lands in place.
+CHEAP_MESSAGES = Hardware(
+    **{**vars(find_hardware("cpu")), "name": "free messages", "intra": Link(1e9, 0.0), "collective_launch": 0.0}
+)
 
 OPTIONS = {
     "default": {},
@@ -26,6 +32,17 @@ OPTIONS = {
     "units by size": {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=600)},
     "one unit": {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={MLP})},
     "dynamic shapes": {"dynamic": True},
+    "a bucket per parameter": {"passes": default_pipeline(bucket="none")},
+    "buckets of 700 bytes": {"passes": default_pipeline(bucket=700)},
+    "buckets of 10,000 bytes": {"passes": default_pipeline(bucket=10_000)},
+    "automatic buckets": {"passes": default_pipeline(bucket="auto")},
+    "messages of their own": {"passes": default_pipeline(hardware=CHEAP_MESSAGES)},
+    "BACKWARD_PRE": {"passes": default_pipeline(prefetch=BackwardPrefetch.BACKWARD_PRE)},
+    "BACKWARD_POST": {"passes": default_pipeline(prefetch=BackwardPrefetch.BACKWARD_POST)},
+    "no backward prefetch, forward prefetch": {"passes": default_pipeline(prefetch=None, forward_prefetch=2)},
+    "two ahead within a budget": {"passes": default_pipeline(prefetch=2, budget=10_000)},
+    "automatic within a budget": {"passes": default_pipeline(budget=10_000)},
+    "kept within a budget": {"passes": default_pipeline(budget=11_000), "reshard_after_forward": "auto"},
 }
 
 

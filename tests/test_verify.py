@@ -19,7 +19,7 @@ import graph_fsdp
 from graph_fsdp import VerificationError
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
 from graph_fsdp.passes.dialect import free
-from graph_fsdp.passes.graph import evaluate
+from graph_fsdp.passes.fake_values import evaluate
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

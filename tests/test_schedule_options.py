@@ -1,0 +1,207 @@
+"""What each option of ``default_pipeline`` changes in the printed program of a three-block MLP on 8 ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import MLP
+from torch.distributed.fsdp import BackwardPrefetch
+
+import graph_fsdp
+from graph_fsdp.passes import Hardware, Link, default_pipeline, find_hardware
+from graph_fsdp.report import GraphReport
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def report_of(reshard: bool | str | None = True, model: MLP | None = None, **options: Any) -> GraphReport:
+    passes = default_pipeline(**options)
+    model = graph_fsdp.compile(
+        model or MLP(depth=3),
+        backend="eager",
+        passes=passes,
+        reshard_after_forward=reshard,  # type: ignore[arg-type]
+    )
+    model(torch.randn(4, 16)).sum().backward()
+    return graph_fsdp.inspect(model)
+
+
+def events(report: GraphReport, *phases: str) -> str:
+    """Per graph, the buckets in the order of what happens to them: > starts, . has arrived, x is freed, and - a
+    reduction starts."""
+    signs = {"gather_start": ">", "gather_wait": ".", "free": "x", "reduce_start": "-"}
+    lines = []
+    for phase in phases or ("forward", "backward"):
+        graph = getattr(report, phase).stages["free"].graph
+        records = [node.meta["fsdp"] for node in graph.nodes if "fsdp" in node.meta]
+        found = [f"{signs[r.role.value]}{r.bucket}" for r in records if r.role.value in signs]
+        lines.append(f"{phase}: {' '.join(found)}")
+    return "\n".join(lines)
+
+
+def starts(report: GraphReport, phase: str = "forward") -> str:
+    body = getattr(report, phase).stages["free"].body
+    return "\n".join(line.strip() for line in body.splitlines() if "all_gather_start" in line)
+
+
+def test_bucket_none_gathers_each_parameter() -> None:
+    assert_expected_inline(
+        events(report_of(bucket="none", model=MLP(depth=2))),
+        """\
+forward: >blocks.0.up.weight .blocks.0.up.weight >blocks.0.up.bias .blocks.0.up.bias >blocks.0.down.weight xblocks.0.up.weight xblocks.0.up.bias .blocks.0.down.weight >blocks.0.down.bias .blocks.0.down.bias >blocks.1.up.weight xblocks.0.down.weight xblocks.0.down.bias .blocks.1.up.weight >blocks.1.up.bias .blocks.1.up.bias >blocks.1.down.weight xblocks.1.up.weight xblocks.1.up.bias .blocks.1.down.weight >blocks.1.down.bias .blocks.1.down.bias >head.weight xblocks.1.down.weight xblocks.1.down.bias .head.weight >head.bias .head.bias xhead.weight xhead.bias
+backward: >head.weight .head.weight >blocks.1.down.weight xhead.weight -head.bias -head.weight .blocks.1.down.weight >blocks.1.up.weight xblocks.1.down.weight -blocks.1.down.bias -blocks.1.down.weight .blocks.1.up.weight >blocks.0.down.weight xblocks.1.up.weight -blocks.1.up.bias -blocks.1.up.weight .blocks.0.down.weight xblocks.0.down.weight -blocks.0.down.bias -blocks.0.down.weight -blocks.0.up.bias -blocks.0.up.weight""",
+    )
+
+
+def test_bucket_of_a_size_divides_and_joins_units() -> None:
+    assert_expected_inline(
+        events(report_of(bucket=3000, model=MLP(depth=2))),
+        """\
+forward: >blocks.0 .blocks.0 >blocks.0#1 xblocks.0 .blocks.0#1 >blocks.1 xblocks.0#1 .blocks.1 >blocks.1#1 xblocks.1 .blocks.1#1 >root xblocks.1#1 .root xroot
+backward: >root .root >blocks.1#1 xroot -root .blocks.1#1 >blocks.1 xblocks.1#1 -blocks.1#1 .blocks.1 >blocks.0#1 xblocks.1 -blocks.1 .blocks.0#1 xblocks.0#1 -blocks.0#1 -blocks.0""",
+    )
+    assert_expected_inline(
+        events(report_of(bucket=11_000)),
+        """\
+forward: >blocks.0..blocks.1 .blocks.0..blocks.1 >blocks.2..root xblocks.0..blocks.1 .blocks.2..root xblocks.2..root
+backward: >blocks.2..root .blocks.2..root >blocks.0..blocks.1 xblocks.2..root -blocks.2..root .blocks.0..blocks.1 xblocks.0..blocks.1 -blocks.0..blocks.1""",
+    )
+
+
+def link(latency: float, bandwidth: float = 1e9) -> Hardware:
+    """A processor with ``bandwidth`` bytes/s to its neighbours and ``latency`` seconds per step of a collective."""
+    base = {**vars(find_hardware("cpu")), "island": 8, "collective_launch": 0.0}
+    return Hardware(**{**base, "name": "a link", "intra": Link(bandwidth, latency)})
+
+
+def test_bucket_auto_is_as_large_as_the_hardware_needs() -> None:
+    assert_expected_inline(
+        events(report_of(bucket="auto", hardware=link(3e-8)), "forward"),
+        """forward: >blocks.0 >blocks.0#1 .blocks.0 .blocks.0#1 >blocks.0#2 >blocks.0#3 xblocks.0 xblocks.0#1 .blocks.0#2 .blocks.0#3 >blocks.1 >blocks.1#1 xblocks.0#2 xblocks.0#3 .blocks.1 .blocks.1#1 >blocks.1#2 >blocks.1#3 xblocks.1 xblocks.1#1 .blocks.1#2 .blocks.1#3 >blocks.2 >blocks.2#1 xblocks.1#2 xblocks.1#3 .blocks.2 .blocks.2#1 >blocks.2#2 >blocks.2#3 xblocks.2 xblocks.2#1 .blocks.2#2 .blocks.2#3 >root xblocks.2#2 xblocks.2#3 .root xroot""",
+    )
+    assert_expected_inline(
+        events(report_of(bucket="auto", hardware=link(1e-3)), "forward"),
+        """forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot""",
+    )
+
+
+def test_messages_show_which_parameters_land_in_place() -> None:
+    wide = MLP()
+    wide.blocks[0].up = torch.nn.Linear(16, 8192)
+    wide.blocks[0].down = torch.nn.Linear(8192, 16)
+    assert_expected_inline(
+        starts(report_of(model=wide, hardware=link(1e-6))),
+        """\
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 16384, 17408, 33792], 33808, torch.float32, 8, '0', [0, 16384, 16384, 1024, 17408, 16384, 33792, 2])
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0', [0, 64, 64, 4, 80, 64, 144, 2])
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0', [0, 16, 16, 1])""",
+    )
+
+
+def heavy_first_block() -> MLP:
+    """Its first block computes for longer than all gathers take at 0.1 GB/s, the others for less than one of them."""
+    model = MLP(depth=4)
+    there, back = torch.ones(32, 16384), torch.ones(16384, 32)
+    model.blocks[0].up.register_forward_hook(lambda _, args, y: y @ there @ back)
+    return model
+
+
+def test_prefetch_auto_starts_gathers_as_late_as_hides_them() -> None:
+    # Gathers that take next to nothing: one unit ahead hides them, and holds least.
+    assert_expected_inline(
+        events(report_of(hardware=link(0.0, 1e15))),
+        """\
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot
+backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+    )
+    # With room for it the gathers run beside the first block, which computes for long; without, one unit ahead.
+    slow = link(1e-7, 1e8)
+    assert_expected_inline(
+        events(report_of(model=heavy_first_block(), hardware=slow, budget=100_000)),
+        """\
+forward: >blocks.0 .blocks.0 >blocks.1 >blocks.2 >blocks.3 xblocks.0 .blocks.1 xblocks.1 .blocks.2 xblocks.2 .blocks.3 >root xblocks.3 .root xroot
+backward: >root >blocks.3 >blocks.2 >blocks.1 >blocks.0 .root xroot -root .blocks.3 xblocks.3 -blocks.3 .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+    )
+    within = report_of(model=heavy_first_block(), hardware=slow)
+    assert within.peak_gathered_bytes == report_of(model=heavy_first_block(), prefetch=1).peak_gathered_bytes
+    assert_expected_inline(
+        events(within),
+        """\
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >blocks.3 xblocks.2 .blocks.3 >root xblocks.3 .root xroot
+backward: >root .root >blocks.3 xroot -root .blocks.3 >blocks.2 xblocks.3 -blocks.3 .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+    )
+
+
+def test_prefetch_takes_the_settings_of_fsdp1() -> None:
+    assert_expected_inline(
+        events(report_of(prefetch=BackwardPrefetch.BACKWARD_PRE), "backward"),
+        """backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+    )
+    assert_expected_inline(
+        events(report_of(prefetch=BackwardPrefetch.BACKWARD_POST), "backward"),
+        """backward: >root .root xroot >blocks.2 -root .blocks.2 xblocks.2 >blocks.1 -blocks.2 .blocks.1 xblocks.1 >blocks.0 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+    )
+    assert events(report_of(prefetch=None), "backward") == events(report_of(prefetch=0), "backward")
+
+
+def test_backward_post_never_holds_two_buckets() -> None:
+    post = report_of(prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=0)
+    pre = report_of(prefetch=BackwardPrefetch.BACKWARD_PRE)
+    assert post.peak_gathered_bytes == 5120
+    assert pre.peak_gathered_bytes == 2 * 5120
+
+
+def test_forward_prefetch_is_for_forward_alone() -> None:
+    serial, ahead = report_of(prefetch=1, forward_prefetch=0), report_of(prefetch=1, forward_prefetch=2)
+    assert events(serial, "forward") == events(report_of(prefetch=0), "forward")
+    assert events(ahead, "forward") == events(report_of(prefetch=2), "forward")
+    assert events(serial, "backward") == events(ahead, "backward") == events(report_of(prefetch=1), "backward")
+    defaults = events(report_of(prefetch=BackwardPrefetch.BACKWARD_POST), "forward")
+    assert defaults == events(report_of(prefetch=1), "forward")
+
+
+def test_reshard_auto_keeps_what_the_budget_has_room_for() -> None:
+    unit, head = 5120, 1024
+    for budget, kept in (
+        (unit, ["root"]),
+        (2 * unit, ["blocks.2", "root"]),
+        (3 * unit, ["blocks.1", "blocks.2", "root"]),
+        (3 * unit + head, ["blocks.0", "blocks.1", "blocks.2", "root"]),
+    ):
+        report = report_of("auto", budget=budget)
+        assert [row.name for row in report.forward.buckets if row.escapes] == kept
+        assert report.peak_gathered_bytes <= budget
+    assert_expected_inline(
+        events(report_of("auto", budget=3 * unit + head)),
+        """\
+forward: >blocks.0 .blocks.0 >blocks.1 .blocks.1 >blocks.2 .blocks.2 >root .root
+backward: xroot -root xblocks.2 -blocks.2 xblocks.1 -blocks.1 xblocks.0 -blocks.0""",
+    )
+
+
+def test_reshard_auto_without_a_budget_is_refused_before_anything_changes() -> None:
+    model = MLP()
+    with pytest.raises(ValueError, match=r"reshard_after_forward='auto'.*default_pipeline\(budget=…\)"):
+        graph_fsdp.compile(model, reshard_after_forward="auto")
+    with pytest.raises(ValueError, match=r"reshard_after_forward='auto'"):
+        graph_fsdp.compile(model, reshard_after_forward="auto", passes=default_pipeline(prefetch=2))
+    assert type(model) is MLP
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefetch": "soon"}, "prefetch must be 0 or more buckets or 'auto', got 'soon'"),
+        ({"prefetch": True}, "prefetch must be 0 or more buckets or 'auto', got True"),
+        ({"forward_prefetch": -2}, "forward_prefetch must be 0 or more buckets or 'auto', got -2"),
+        ({"forward_prefetch": BackwardPrefetch.BACKWARD_PRE}, "forward_prefetch must be a number of buckets"),
+        ({"budget": 0}, "budget must be a positive number of bytes or None, got 0"),
+        ({"hardware": "h900"}, "h900"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline(**arguments))
