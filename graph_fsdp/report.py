@@ -11,7 +11,8 @@ from torch import nn
 from graph_fsdp.passes.dialect import WAITING, NodeRecord, Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.memory import MemoryProfile
-from graph_fsdp.passes.pipeline import PHASES
+from graph_fsdp.passes.pipeline import PHASES, PassContext
+from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.runtime import GatheredBytes, Program
@@ -34,13 +35,14 @@ class BucketRow:
 
 
 class GraphView:
-    """One graph of a capture: its stages by pass name, its buckets, the program that runs it, and the bytes that it is
-    predicted to hold."""
+    """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
+    program that runs it, and the bytes that it is predicted to hold."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.buckets: list[BucketRow] = []
+        self.slots = SlotTable()
         self.program: str | None = None
         self.memory: MemoryProfile | None = None
         self.nodes = 0
@@ -83,14 +85,15 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(self, graph: Graph, program: Program, memory: MemoryProfile) -> None:
-        self.add_graph(graph)
+    def add_program(self, graph: Graph, context: PassContext, program: Program, memory: MemoryProfile) -> None:
+        self.add_graph(graph, context)
         self.view(graph.phase).program = program.source
         self.view(graph.phase).memory = memory
 
-    def add_graph(self, graph: Graph) -> None:
+    def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
         view.buckets = _bucket_rows(graph)
+        view.slots = slot_table(graph, context)
         view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:
@@ -164,6 +167,7 @@ class GraphReport:
                     continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
+                lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 lines += [f"  {line}" for line in str(view.memory).splitlines()]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)

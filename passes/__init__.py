@@ -20,12 +20,14 @@ from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
 from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.simulate import Timeline, simulate
+from graph_fsdp.passes.slots import AssignSlots, SlotTable
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.passes.verify import VerificationError
 
 __all__ = [
     "HARDWARE",
     "Annotate",
+    "AssignSlots",
     "Bucket",
     "BudgetError",
     "CostModel",
@@ -47,6 +49,7 @@ __all__ = [
     "Prefetch",
     "Reshard",
     "Role",
+    "SlotTable",
     "Stage",
     "TagRecompute",
     "Timeline",
@@ -96,5 +99,6 @@ def default_pipeline(
         Reshard(budget),
         Prefetch(prefetch, reductions_in_flight, budget, forward_prefetch),
         Free(),
+        AssignSlots(),
     ]
     return PassPipeline(passes, hardware=hardware, measured=measured)
