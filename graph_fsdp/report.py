@@ -6,9 +6,9 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from graph_fsdp.passes.dialect import WAITING, NodeRecord, Role, has_role
+from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
@@ -197,37 +197,25 @@ def engine_of(model: nn.Module) -> Any:
 
 def _bucket_rows(graph: Graph) -> list[BucketRow]:
     positions = graph.positions()
-    rows = []
-    roots = graph.alias_roots()
-    events: dict[Any, dict[str, int]] = {}
-    for node, at in positions.items():
-        record: NodeRecord | None = node.meta.get("fsdp")
-        for source in node.all_input_nodes:
-            for root in roots[source]:
-                if record is not None and record.role is Role.GATHER_WAIT:
-                    events.setdefault(root, {})["wait"] = at
-                elif record is not None and record.role is Role.FREE:
-                    events.setdefault(root, {})["free"] = at
-                elif node.op != "output":
-                    events.setdefault(root, {}).setdefault("first_use", at)
-    for node in graph.with_role(*ROW_KINDS):
-        record = node.meta["fsdp"]
-        kind = ROW_KINDS[record.role]
-        found = _reduction_events(node, positions) if kind in ("reduce", "replicate") else events.get(node, {})
-        rows.append(
-            BucketRow(
-                record.bucket,
-                kind,
-                record.params,
-                record.nbytes,
-                None if kind == "kept" else positions[node],
-                found.get("wait"),
-                found.get("first_use"),
-                found.get("free"),
-                record.escapes and kind == "gather",
-            )
-        )
-    return rows
+
+    def at(node: fx.Node | None) -> int | None:
+        return None if node is None else positions[node]
+
+    rows: dict[int, BucketRow] = {}
+    for g in graph.gathers:
+        kind = "kept" if g.start is None else "gather"
+        times = (at(g.start), at(g.wait), at(next(iter(g.reads), None)), at(g.free))
+        escapes = g.escapes and kind == "gather"
+        rows[positions[g.start or g.buffer]] = BucketRow(g.bucket, kind, g.params, g.nbytes, *times, escapes)
+    for r in graph.reductions:
+        stages = {"reduce": (r.start, r.wait), "replicate": (r.replicate_start, r.replicate_wait)}
+        for kind, (start, wait) in stages.items():
+            if start is not None and wait is not None:
+                first_use = min((positions[user] for user in wait.users if user.op != "output"), default=None)
+                times = (positions[start], positions[wait], first_use, None)
+                nbytes = start.meta["fsdp"].nbytes
+                rows[positions[start]] = BucketRow(r.bucket, kind, r.params, nbytes, *times, False)
+    return [rows[position] for position in sorted(rows)]
 
 
 ROW_KINDS = {
@@ -236,15 +224,6 @@ ROW_KINDS = {
     Role.REDUCE_START: "reduce",
     Role.REPLICATE_START: "replicate",
 }
-
-
-def _reduction_events(start: Any, positions: dict[Any, int]) -> dict[str, int]:
-    """By the data, not the memory: a bucket's two reductions work on one buffer."""
-    wait = next((user for user in start.users if has_role(user, *WAITING)), None)
-    if wait is None:
-        return {}
-    uses = [positions[user] for user in wait.users if user.op != "output"]
-    return {"wait": positions[wait], **({"first_use": min(uses)} if uses else {})}
 
 
 def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

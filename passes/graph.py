@@ -18,6 +18,7 @@ from graph_fsdp.passes.fake_values import FakeValues, iterate_tensors
 from graph_fsdp.passes.fake_values import evaluate as evaluate  # this module's users find it here
 
 if TYPE_CHECKING:
+    from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
     from graph_fsdp.passes.cost import CostModel
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
@@ -125,6 +126,27 @@ class Graph:
         """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
         starts = self.with_role(*dialect.STARTING)
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
+
+    @property
+    def gathers(self) -> list[Gather]:
+        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
+        from graph_fsdp.passes import accessors  # knows graphs, as this module cannot know it
+
+        return accessors.find_gathers(self)
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_reductions(self)
+
+    @property
+    def buckets(self) -> dict[str, BucketNodes]:
+        """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_buckets(self)
 
     def positions(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}
