@@ -272,6 +272,7 @@ class Engine:
         return lines
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
+        graph.cost = context.cost
         program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program

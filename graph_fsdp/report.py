@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
+from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
@@ -45,7 +47,25 @@ class GraphView:
         self.slots = SlotTable()
         self.program: str | None = None
         self.memory: MemoryProfile | None = None
+        self.graph: Graph | None = None  # after all passes
         self.nodes = 0
+
+    @functools.cached_property
+    def timeline(self) -> Timeline | None:
+        """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
+        cost = self.graph.cost if self.graph is not None else None
+        return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+
+    def predicted(self) -> str:
+        """One line on the timeline."""
+        if self.timeline is None or self.graph is None or self.graph.cost is None:
+            return "predicted: no cost model"
+        t, milliseconds = self.timeline, 1e3
+        return (
+            f"predicted on {self.graph.cost.hardware.name}: {t.seconds * milliseconds:.3f} ms, compute "
+            f"{t.compute * milliseconds:.3f}, communication {t.communication * milliseconds:.3f}, of it exposed "
+            f"{t.exposed * milliseconds:.3f}"
+        )
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
@@ -92,6 +112,7 @@ class CapturedGraph:
 
     def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
+        view.graph = graph
         view.buckets = _bucket_rows(graph)
         view.slots = slot_table(graph, context)
         view.nodes = len(graph.fx_graph.nodes)
@@ -169,6 +190,7 @@ class GraphReport:
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 lines += [f"  {line}" for line in str(view.memory).splitlines()]
+                lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)
                 lines += [f"  passes: {names} ({total:.1f} ms)"]
