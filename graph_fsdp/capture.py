@@ -215,7 +215,7 @@ class Engine:
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
-            captured.add_graph(graph)
+            captured.add_graph(graph, context)
         raise PassesHaveRun(graphs, context)
 
     def _schedule(self, graphs: list[Graph], context: PassContext, kind: str) -> None:
@@ -246,7 +246,7 @@ class Engine:
         if failed:
             raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
-            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
+            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs, self.pipeline))
@@ -272,8 +272,9 @@ class Engine:
         return lines
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
-        program = Program(graph, self.regions, self.counter)
-        captured.add_program(graph, program, memory_profile(graph, context))
+        graph.cost = context.cost
+        program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
+        captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import fx, nn
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.memory import MemoryProfile
-from graph_fsdp.passes.pipeline import PHASES
+from graph_fsdp.passes.pipeline import PHASES, PassContext
+from graph_fsdp.passes.simulate import Timeline, simulate
+from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.runtime import GatheredBytes, Program
@@ -34,16 +37,35 @@ class BucketRow:
 
 
 class GraphView:
-    """One graph of a capture: its stages by pass name, its buckets, the program that runs it, and the bytes that it is
-    predicted to hold."""
+    """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
+    program that runs it, and the bytes that it is predicted to hold."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.buckets: list[BucketRow] = []
+        self.slots = SlotTable()
         self.program: str | None = None
         self.memory: MemoryProfile | None = None
+        self.graph: Graph | None = None  # after all passes
         self.nodes = 0
+
+    @functools.cached_property
+    def timeline(self) -> Timeline | None:
+        """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
+        cost = self.graph.cost if self.graph is not None else None
+        return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+
+    def predicted(self) -> str:
+        """One line on the timeline."""
+        if self.timeline is None or self.graph is None or self.graph.cost is None:
+            return "predicted: no cost model"
+        t, milliseconds = self.timeline, 1e3
+        return (
+            f"predicted on {self.graph.cost.hardware.name}: {t.seconds * milliseconds:.3f} ms, compute "
+            f"{t.compute * milliseconds:.3f}, communication {t.communication * milliseconds:.3f}, of it exposed "
+            f"{t.exposed * milliseconds:.3f}"
+        )
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
@@ -83,14 +105,16 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(self, graph: Graph, program: Program, memory: MemoryProfile) -> None:
-        self.add_graph(graph)
+    def add_program(self, graph: Graph, context: PassContext, program: Program, memory: MemoryProfile) -> None:
+        self.add_graph(graph, context)
         self.view(graph.phase).program = program.source
         self.view(graph.phase).memory = memory
 
-    def add_graph(self, graph: Graph) -> None:
+    def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
+        view.graph = graph
         view.buckets = _bucket_rows(graph)
+        view.slots = slot_table(graph, context)
         view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:
@@ -164,7 +188,9 @@ class GraphReport:
                     continue
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
+                lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 lines += [f"  {line}" for line in str(view.memory).splitlines()]
+                lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)
                 lines += [f"  passes: {names} ({total:.1f} ms)"]

@@ -22,12 +22,14 @@ from graph_fsdp.passes.recompute import TagRecompute
 from graph_fsdp.passes.reductions import defer_reductions
 from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.simulate import Timeline, simulate
+from graph_fsdp.passes.slots import AssignSlots, SlotTable
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.passes.verify import VerificationError
 
 __all__ = [
     "HARDWARE",
     "Annotate",
+    "AssignSlots",
     "Bucket",
     "BucketNodes",
     "BudgetError",
@@ -54,6 +56,7 @@ __all__ = [
     "Reduction",
     "Reshard",
     "Role",
+    "SlotTable",
     "Stage",
     "TagRecompute",
     "Timeline",
@@ -104,5 +107,6 @@ def default_pipeline(
         Reshard(budget),
         Prefetch(prefetch, reductions_in_flight, budget, forward_prefetch),
         Free(),
+        AssignSlots(),
     ]
     return PassPipeline(passes, hardware=hardware, measured=measured)

@@ -21,18 +21,25 @@ BucketSize = Literal["unit", "none", "auto"] | int
 
 _Members = list[ParameterSpec]
 
+_PARTS, _WORTH = 4, 0.75  # see _divide_first
+
 
 def arrange_buckets(
     model: ModelSpec, size: BucketSize, cost: CostModel | None = None, budget: int | None = None
 ) -> ModelSpec:
-    """``model`` with buckets of ``size``: ``"unit"``, one per unit; ``"none"``, one per parameter; a number of
-    gathered bytes that a bucket of several parameters does not exceed; or ``"auto"``, the smallest such number at
-    which an all-gather reaches nine tenths of the link's bandwidth by the cost model. Where that is more than the
-    largest unit it is the largest unit; with a ``budget`` it is at most half of that (one bucket in use, one under
-    way).
+    """``model`` with buckets of ``size``:
+
+    - ``"unit"``: one per unit, and see :func:`_divide_first`;
+    - ``"none"``: one per parameter;
+    - a number of gathered bytes that a bucket of several parameters does not exceed;
+    - ``"auto"``: the smallest such number at which an all-gather reaches nine tenths of the link's bandwidth by the
+      cost model. Where that is more than the largest unit it is the largest unit; with a ``budget`` it is at most half
+      of that (one bucket in use, one under way).
     """
     if size == "unit":
         buckets = unit_buckets(model.parameters.values())
+        if cost is not None and cost.hardware.overlaps and model.world_size > 1:
+            buckets = _divide_first(buckets, cost, model.group)
     elif size == "none":
         sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
         buckets = named_buckets((p.name, p.unit, (p,)) for p in sharded)
@@ -41,6 +48,23 @@ def arrange_buckets(
     if cost is not None and model.world_size > 1:
         buckets = tuple(dataclasses.replace(b, messages=choose_messages(b, cost, model.group)) for b in buckets)
     return dataclasses.replace(model, buckets=buckets)
+
+
+def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) -> tuple[BucketSpec, ...]:
+    """The first unit's bucket in about four, where that is worth its launches. No compute comes before its gather in
+    forward and none after its reduction in backward to hide them; a part of it is there sooner, and all but the last
+    part is reduced earlier. Worth it: the first part takes at most three quarters of the whole's time."""
+    first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
+    if first is None:
+        return buckets
+    whole = buckets[first]
+    nbytes = sum(map(gathered_nbytes, whole.parameters))
+    parts = _fill([[p] for p in whole.parameters], nbytes // _PARTS)
+    seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
+    if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
+        return buckets
+    divided = named_buckets((whole.name, whole.unit, tuple(part)) for part in parts)
+    return (*buckets[:first], *divided, *buckets[first + 1 :])
 
 
 def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | None) -> int:

@@ -100,7 +100,9 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, or the reduced one."""
+    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, or the reduced one. ``slot`` and
+    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of their
+    own, or where there is no such buffer."""
 
     role: Role
     unit: str
@@ -108,6 +110,8 @@ class NodeRecord:
     params: tuple[str, ...]
     nbytes: int = 0
     escapes: bool = False  # the buffer outlives the graph: kept for backward, or returned to the user
+    slot: int | None = None
+    landing_slot: int | None = None
 
 
 def record(node: fx.Node) -> NodeRecord | None:

@@ -65,6 +65,7 @@ class Hardware:
     memory_efficiency: what large kernels reach of these peaks, in (0, 1]. launch: seconds that one kernel takes at
     the least. collective_launch: seconds that one collective takes at the least, besides its steps. island: devices
     joined by ``intra`` (a node, an NVLink domain, a pod slice). inter: what one device has to other islands.
+    overlaps: collectives run beside compute, on engines or processors of their own; False where they take its cores.
     Raises ValueError on figures that cannot be.
     """
 
@@ -79,6 +80,7 @@ class Hardware:
     intra: Link
     inter: Link
     collective_launch: float = 10e-6
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "memory_bandwidth", "memory", "island")
@@ -234,6 +236,7 @@ HARDWARE: dict[str, Hardware] = {
             intra=Link(2e9, latency=60e-6, efficiency=0.5),
             inter=Link(1.25e9, latency=100e-6),
             collective_launch=150e-6,
+            overlaps=False,
         ),
     )
 }

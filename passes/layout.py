@@ -63,6 +63,11 @@ class GatherLayout:
         return self.world_size * sum(m.numel for m in self.messages if not m.lands_in_place)
 
 
+def landing_nbytes(start: fx.Node) -> int:
+    """Bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked from there."""
+    return layout_of(start).landing_numel * int(start.meta["val"].dtype.itemsize)
+
+
 def layout_of(start: fx.Node) -> GatherLayout:
     """The layout that an ``all_gather_start`` describes."""
     shards, offsets, length, world_size = (

@@ -16,7 +16,9 @@ What is live when follows the executor, which drops a value after its last use, 
   though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the cast
   shards that it sends, the packed gradients that a reduction sends.
-- a freed buffer is still allocated until a later gather of its size takes it, or the run ends (``_pooled_buffers``).
+- a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between
+  (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated until a later gather of its
+  size takes it, or the run ends (``_pooled_buffers``).
 
 Values are counted as if every operator writes its result to memory: so ``backend="eager"`` runs, and it is more than a
 compiler that fuses needs. What an operator or a collective allocates inside itself (workspace: convolutions, bfloat16
@@ -37,14 +39,16 @@ from torch import fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs, iterate_tensors
-from graph_fsdp.passes.layout import layout_of
+from graph_fsdp.passes.layout import landing_nbytes
 from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.slots import Slot, slot_table
 from graph_fsdp.passes.spec import ModelSpec, aligned
 
 # shards: the storage of all parameters of the model, live throughout.
 # gathered: unsharded buckets, from the start of their gather to their free.
 # landing: what a gather receives rank by rank, from its start to its wait, where it does not land in place.
-# pooled: buffers that were freed and wait for the next gather of their size.
+# pooled: what is allocated for gathered buffers and holds none now: what is unused of slots, and, where there are
+#     none, buffers that were freed and wait for the next gather of their size.
 # inputs: the batch, buffers, constants; in backward, the gradients of outputs.
 # saved: what goes from forward to backward.
 # reducing: full gradients until their reduction starts, and the copy of them that it sends, until its wait.
@@ -122,7 +126,8 @@ def memory_profile(graph: Graph, context: PassContext) -> MemoryProfile:
             "forward, backward or inference graph first"
         )
     nodes = graph.nodes
-    storages = [*_values(graph, context), *_collective_buffers(nodes), *_pooled_buffers(nodes)]
+    slots = slot_table(graph, context).slots
+    storages = [*_values(graph, context), *_collective_buffers(nodes), *_pooled_buffers(nodes), *_idle_slots(slots)]
     timeline = _timeline(storages, len(nodes), shard_nbytes(context.model))
     total = [sum(values) for values in zip(*timeline.values(), strict=True)]
     at = max(range(len(nodes)), key=total.__getitem__)
@@ -150,11 +155,6 @@ def step_peak(forward: MemoryProfile, backward: MemoryProfile, resident: int = 0
 def shard_nbytes(model: ModelSpec) -> int:
     """Bytes of the storage of all parameters on one rank, with its padding."""
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
-
-
-def landing_nbytes(start: fx.Node) -> int:
-    """Bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked from there."""
-    return layout_of(start).landing_numel * start.meta["val"].dtype.itemsize
 
 
 @dataclass
@@ -309,8 +309,8 @@ def _cast_nbytes(start: fx.Node) -> int:
 
 
 def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
-    """Buffers that nothing uses and that are not given back to the device: within a run, a freed buffer waits for the
-    next gather of its size and dtype."""
+    """Of the buffers without a slot, those that nothing uses and that are not given back to the device: within a run,
+    a freed buffer waits for the next gather of its size and dtype."""
     unused: dict[tuple[int, torch.dtype], list[_Storage]] = {}
     pooled = []
 
@@ -325,14 +325,34 @@ def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
 
     for index, node in enumerate(nodes):
         if node.target is dialect.all_gather_start:
-            if not node.meta["fsdp"].escapes:
+            record = node.meta["fsdp"]
+            if record.slot is None and not record.escapes:
                 take(_nbytes(node.meta["val"]), node, index)
-            take(landing_nbytes(node), node, index)
+            if record.landing_slot is None:
+                take(landing_nbytes(node), node, index)
         elif node.target is dialect.all_gather_wait:
-            give(landing_nbytes(node.args[0]), node.args[0], index)  # type: ignore[arg-type]
+            start: fx.Node = node.args[0]  # type: ignore[assignment]
+            if start.meta["fsdp"].landing_slot is None:
+                give(landing_nbytes(start), start, index)
         elif node.target is dialect.free and not has_role(node.args[0], Role.KEPT):  # type: ignore[arg-type]
-            give(_nbytes(node.args[0].meta["val"]), node.args[0].args[0], index)  # type: ignore[union-attr,arg-type]
+            start = node.args[0].args[0]  # type: ignore[union-attr,assignment]
+            if start.meta["fsdp"].slot is None:
+                give(_nbytes(start.meta["val"]), start, index)
     return pooled
+
+
+def _idle_slots(slots: Sequence[Slot]) -> list[_Storage]:
+    """What is allocated of slots and holds nothing: between two buffers the whole slot, and what a buffer is smaller
+    than its slot."""
+    idle = []
+    for slot in slots:
+        free = slot.begin
+        for buffer in slot.buffers:
+            start, used = buffer.start, buffer.used_nbytes
+            idle.append(_Storage(start, slot.nbytes, free, buffer.begin - 1, "pooled"))
+            idle.append(_Storage(start, slot.nbytes - used, buffer.begin, buffer.end, "pooled"))
+            free = buffer.end + 1
+    return [storage for storage in idle if storage.nbytes and storage.begin <= storage.end]
 
 
 def _timeline(storages: Iterable[_Storage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:

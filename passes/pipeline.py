@@ -57,6 +57,7 @@ class PassContext:
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
     ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
+    ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -71,6 +72,7 @@ class PassContext:
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
     kept_shards: dict[str, fx.Node] = field(default_factory=dict)
+    slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})

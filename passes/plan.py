@@ -20,16 +20,18 @@ from graph_fsdp.passes.dialect import STARTS, Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.spec import ModelSpec
 
+SlotsOfBuckets = dict[str, tuple[int | None, int | None]]  # bucket → slot of its buffer, of its landing buffer
 Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
 
 
 @dataclass
 class Plan:
     """Decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered from
-    forward to backward, None before the reshard pass has decided."""
+    forward to backward, None before the reshard pass has decided; ``slots``: per phase, those of gathered buffers."""
 
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
+    slots: dict[Phase, SlotsOfBuckets] = field(default_factory=dict)
 
     def keep(self, graph: Graph) -> bool:
         """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
@@ -39,7 +41,7 @@ class Plan:
         return planned is None or follow(graph, planned)
 
     def copy(self) -> Plan:
-        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept))
+        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept), dict(self.slots))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -48,7 +50,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         value = json.loads(text)
         collectives = {phase: [(k, b) for k, b in entries] for phase, entries in value["collectives"].items()}
-        return cls(collectives, value["kept"])
+        slots = {phase: {b: tuple(pair) for b, pair in buckets.items()} for phase, buckets in value["slots"].items()}
+        return cls(collectives, value["kept"], slots)
 
 
 def kind_of(graph: Graph, model: ModelSpec) -> str:
@@ -66,9 +69,9 @@ def follow(graph: Graph, planned: Sequence) -> bool:
     gathers down as far as their waits. False, and the order as it is, where the graph has other collectives or
     needs them in another order."""
     starts = {_entry(node): node for node in graph.fx_graph.nodes if node.target in STARTS}
-    if sorted(starts) != sorted(map(tuple, planned)):
+    if sorted(starts) != sorted(planned):
         return False
-    ordered = [starts[role, bucket] for role, bucket in planned]
+    ordered = [starts[entry] for entry in planned]
     positions = graph.positions()
     if ordered == sorted(ordered, key=positions.__getitem__):
         return True

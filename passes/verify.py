@@ -16,6 +16,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import scale_of
 from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.slots import first_overlap, lifetimes
 
 
 class VerificationError(RuntimeError):
@@ -70,6 +71,7 @@ class Verifier:
         self._returned()
         if self.graph.phase in ("forward", "backward", "inference"):
             self._buffers()
+            self._slots()
             self._collectives()
             self._budget()
 
@@ -170,6 +172,28 @@ class Verifier:
             is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
             if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _slots(self) -> None:
+        """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
+        phase = self.graph.phase
+        if "slotted" not in self.context.facts[phase]:
+            return
+        sizes = self.context.slots.get(phase, ())
+        buffers = lifetimes(self.graph)
+        for buffer in buffers:
+            start, slot = buffer.start, buffer.slot
+            if slot is not None and not (0 <= slot < len(sizes) and buffer.nbytes <= sizes[slot]):
+                there = f"has {sizes[slot]:,}" if 0 <= slot < len(sizes) else "does not exist"
+                wrong = f"{buffer} takes {buffer.nbytes:,} bytes, slot {slot} {there}"
+                self._fail("each buffer fits its slot", start, wrong)
+        for start in self.graph.with_role(Role.GATHER_START):
+            if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
+                wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
+                self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
+        if (shared := first_overlap(buffers)) is not None:
+            before, buffer = shared
+            wrong = f"{buffer} starts in slot {buffer.slot} while {before} is live in it"
+            self._fail("live buffers do not share a slot", buffer.start, wrong)
 
     def _layout(self, node: fx.Node) -> None:
         """Chunks go into a gather, and parameters come out of it, at the places that the bucket's layout says."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import keyword
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.regions import Compiled, Region, RegionCache, cut
-from graph_fsdp.runtime.slots import GatheredBytes, Slots
+from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class GatherPlan:
     dtype: torch.dtype
     group: dist.ProcessGroup
     escapes: bool
+    slot: int | None
+    landing_slot: int | None
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class ReducePlan:
 class Frame:
     """One run of a program."""
 
-    def __init__(self, counter: GatheredBytes) -> None:
+    def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
         self.counter = counter
-        self.slots = Slots(counter)
+        self.slots = Slots(counter, plan)
         self.pending: dict[int, Pending] = {}
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
@@ -63,11 +66,12 @@ class Frame:
 
         def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             # The first allocation is the bucket's buffer, the second the landing buffer.
-            take = self.slots.take_landing if taken else self.slots.take
-            if plan.escapes and not taken:
+            if taken:
+                taken.append(self.slots.take_landing(numel, dtype, device, plan.landing_slot))
+            elif plan.escapes:
                 taken.append(collectives.allocate(numel, dtype, device))
             else:
-                taken.append(take(numel, dtype, device))
+                taken.append(self.slots.take(numel, dtype, device, plan.slot))
             return taken[-1]
 
         pending = collectives.start_all_gather(
@@ -100,29 +104,34 @@ class Frame:
             self.slots.close()
 
 
-class Program:
-    """A compiled graph. Call it with the list of the graph's inputs, which it empties."""
+MakeFrame = Callable[[GatheredBytes, SlotPlan], Frame]
 
-    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
+
+class Program:
+    """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
+    that the records of the graph's gathers name."""
+
+    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes, slots: Sequence[int] = ()) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
         self._boxed_call = True
         self.graph, self.counter = graph, counter
+        self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.source, self.constants = _generate(graph, cache)
-        self._frame: Callable[[GatheredBytes], Frame] = Frame
+        self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self._run = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
-        frame = self._frame(self.counter)
+        frame = self._frame(self.counter, self.slots)
         try:
             return self._run(frame, args)
         finally:
             frame.close()
 
     @contextlib.contextmanager
-    def instrumented(self, regions: Mapping[str, Compiled], frame: Callable[[GatheredBytes], Frame]) -> Iterator[None]:
+    def instrumented(self, regions: Mapping[str, Compiled], frame: MakeFrame) -> Iterator[None]:
         """For a time, the same program with other functions for ``regions`` (``"region_3"``, as in ``source``) and
         frames of another kind. Runs that are under way go on as they began."""
         before = self._run, self._frame
@@ -132,6 +141,13 @@ class Program:
             yield
         finally:
             self._run, self._frame = before
+
+
+def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
+    """How many buffers each slot holds in a run."""
+    records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
+    uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
+    return tuple(uses[slot] for slot in range(slots))
 
 
 def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
@@ -188,7 +204,8 @@ def _generate_call(
 
 def _gather_plan(node: fx.Node) -> GatherPlan:
     record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
-    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes)
+    slots = (record.slot, record.landing_slot)
+    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots)
 
 
 def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:

@@ -1,8 +1,13 @@
 """Buffers for gathered parameters, and the count of what is gathered.
 
-Within one run of a graph, buffers that were freed are used again for later gathers of the same size: a model of
-equal layers runs in as many buffers as layers are gathered at once. At the end of the run they go back to the
-device's allocator, so that between steps a rank holds its shards and nothing else.
+A graph's plan says in which slot each buffer lies and how large the slots are. A run allocates a slot for the first
+buffer in it and gives it back after the last, so that between steps a rank holds its shards and nothing else.
+
+Buffers without a slot (a pipeline without the pass that assigns them) come from a pool: those that were freed are used
+again for later gathers of the same size, until the end of the run.
+
+On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the process group's stream
+waits for it at the start of a collective; and what is given back to the allocator was waited for on that stream.
 """
 
 from __future__ import annotations
@@ -17,12 +22,14 @@ from torch import Tensor
 @dataclass
 class GatheredBytes:
     """Bytes of unsharded parameters that a model holds, and the most that it has held. Landing buffers, in which
-    a collective's result waits to be unpacked, are counted apart."""
+    a collective's result waits to be unpacked, are counted apart, and so are the slots that both lie in."""
 
     current: int = 0
     peak: int = 0
     landing_current: int = 0
     landing_peak: int = 0
+    slot_current: int = 0
+    slot_peak: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, nbytes: int) -> None:
@@ -33,34 +40,63 @@ class GatheredBytes:
         self.landing_current += nbytes
         self.landing_peak = max(self.landing_peak, self.landing_current)
 
+    def add_slot(self, nbytes: int) -> None:
+        self.slot_current += nbytes
+        self.slot_peak = max(self.slot_peak, self.slot_current)
+
     def count(self, kind: str) -> None:
         self.collectives[kind] = self.collectives.get(kind, 0) + 1
 
     def reset(self) -> None:
         """Forget the peaks and counts; what is held now stays counted."""
-        self.peak, self.landing_peak = self.current, self.landing_current
+        self.peak, self.landing_peak, self.slot_peak = self.current, self.landing_current, self.slot_current
         self.collectives.clear()
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """The slots of a graph: bytes of each, and how many buffers lie in it in the course of a run."""
+
+    nbytes: tuple[int, ...] = ()
+    uses: tuple[int, ...] = ()
 
 
 class Slots:
     """The buffers of one run of a graph."""
 
-    def __init__(self, counter: GatheredBytes) -> None:
-        self.counter = counter
+    def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
+        self.counter, self.plan = counter, plan
+        self._storage: dict[int, Tensor] = {}  # allocated slots
+        self._uses = list(plan.uses)  # still to come, or under way
+        self._slot_of: dict[int, int] = {}  # by the id of the buffer
         self._unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._gathered: dict[int, int] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         """A buffer of the run: given back with ``give``."""
-        unused = self._unused.get((numel, dtype))
-        return unused.pop() if unused else torch.empty(numel, dtype=dtype, device=device)
+        if slot is None:
+            unused = self._unused.get((numel, dtype))
+            return unused.pop() if unused else torch.empty(numel, dtype=dtype, device=device)
+        if slot not in self._storage:
+            self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
+            self.counter.add_slot(self.plan.nbytes[slot])
+        buffer = self._storage[slot][: numel * dtype.itemsize].view(dtype)
+        self._slot_of[id(buffer)] = slot
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
-        self._unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        slot = self._slot_of.pop(id(buffer), None)
+        if slot is None:
+            self._unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            return
+        self._uses[slot] -= 1
+        if not self._uses[slot]:
+            del self._storage[slot]
+            self.counter.add_slot(-self.plan.nbytes[slot])
 
-    def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         self.counter.add_landing(numel * dtype.itemsize)
-        return self.take(numel, dtype, device)
+        return self.take(numel, dtype, device, slot)
 
     def give_landing(self, buffer: Tensor) -> None:
         self.counter.add_landing(-buffer.nbytes)
@@ -84,6 +120,10 @@ class Slots:
         """End of the run, orderly or not: nothing of it stays counted or held."""
         for nbytes in self._gathered.values():
             self.counter.add(-nbytes)
+        for slot in self._storage:
+            self.counter.add_slot(-self.plan.nbytes[slot])
         self.counter.landing_current = 0
+        self._storage.clear()
+        self._slot_of.clear()
         self._gathered.clear()
         self._unused.clear()

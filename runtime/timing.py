@@ -22,7 +22,7 @@ from torch import Tensor
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.executor import Frame, GatherPlan, Program, ReducePlan
 from graph_fsdp.runtime.regions import Compiled, Region, cut
-from graph_fsdp.runtime.slots import GatheredBytes
+from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
 
 Place = tuple[Program, int]  # a step of a program, by its index in ``cut(program.graph)``
 
@@ -81,7 +81,7 @@ class Recorder:
                 regions[name] = partial(self._run_region, (program, index), program.constants[name])
         record = lambda plan, begin, end: self._marks.append(((program, plans[id(plan)]), begin, end))  # noqa: E731
         # Bytes and collectives of timed runs are counted by themselves: reports tell of training.
-        return program.instrumented(regions, lambda _: _TimedFrame(GatheredBytes(), self.clock, record))
+        return program.instrumented(regions, lambda _, slots: _TimedFrame(GatheredBytes(), slots, self.clock, record))
 
     def _run_region(self, place: Place, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
         begin = self.clock.mark()
@@ -93,8 +93,10 @@ class Recorder:
 class _TimedFrame(Frame):
     """A run in which collectives end where they start."""
 
-    def __init__(self, counter: GatheredBytes, clock: Clock, record: Callable[[Any, Any, Any], None]) -> None:
-        super().__init__(counter)
+    def __init__(
+        self, counter: GatheredBytes, slots: SlotPlan, clock: Clock, record: Callable[[Any, Any, Any], None]
+    ) -> None:
+        super().__init__(counter, slots)
         self.clock, self.record = clock, record
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:

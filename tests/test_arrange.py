@@ -97,6 +97,23 @@ def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
     assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
 
 
+def test_the_first_unit_is_divided_where_its_gather_takes_its_bytes_time() -> None:
+    h100 = CostModel(find_hardware("h100"), {"0": GroupShape(WORLD)})
+    mib = KIB
+    large = model(parameter("embed", "", 64 * mib), *layers(2, 64 * mib, 64 * mib, 64 * mib, 64 * mib))
+    assert buckets(arrange_buckets(large, "unit", h100)) == {
+        "root": ["embed"],
+        "layers.0": ["layers.0.0"],
+        "layers.0#1": ["layers.0.1"],
+        "layers.0#2": ["layers.0.2"],
+        "layers.0#3": ["layers.0.3"],
+        "layers.1": ["layers.1.0", "layers.1.1", "layers.1.2", "layers.1.3"],
+    }
+    small = model(parameter("embed", "", 1), *layers(2, 4, 4, 4, 4))
+    assert list(buckets(arrange_buckets(small, "unit", h100))) == ["root", "layers.0", "layers.1"], "all latency"
+    assert list(buckets(arrange_buckets(large, "unit", CPU))) == ["root", "layers.0", "layers.1"], "nothing overlaps"
+
+
 def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() -> None:
     spec = arrange_buckets(model(*layers(1, 1, 1, 64 * KIB, 1, 1, 32 * KIB)), "unit", CPU)
     (bucket,) = spec.buckets

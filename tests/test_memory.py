@@ -32,10 +32,14 @@ def profile_of(view: GraphView) -> MemoryProfile:
     return view.memory
 
 
-def trained(case: str, *, rows: int = 4, prefetch: int = 1, **options: object) -> nn.Module:
+def trained(case: str, *, rows: int = 4, slots: bool = True, **options: object) -> nn.Module:
     """A case's model after a step, without gradients."""
+    pipeline = default_pipeline(prefetch=1)
     model = graph_fsdp.compile(
-        SMALL_CASES[case].model(), backend="eager", passes=default_pipeline(prefetch=prefetch), **options
+        SMALL_CASES[case].model(),
+        backend="eager",
+        passes=pipeline if slots else pipeline.remove("slots"),
+        **options,
     )
     loss_of(model, SMALL_CASES[case].batch(rows, 0)).backward()
     model.zero_grad(set_to_none=True)
@@ -91,18 +95,18 @@ def test_bytes_at_each_node_of_forward(fake_group: None) -> None:
     assert_expected_inline(
         table(two_layers()[0]),
         """\
-                 shards  gathered  pooled  inputs  saved  temporary
-gather_layers_0     256      1024       .     256      .          .
-full_layers_0       256      1024       .     256      .          .
-mm                  256      1024       .     256      .        256
-tanh                256      1024       .     256    256        256
-free_layers_0       256      1024       .     256    256          .
-gather_layers_1     256      1024       .     256    256          .
-full_layers_1       256      1024       .     256    256          .
-mm_1                256      1024       .     256    256        256
-tanh_1              256      1024       .     256    512        256
-free_layers_1       256      1024       .     256    512          .
-output              256         .    1024     256    512          .""",
+                 shards  gathered  inputs  saved  temporary
+gather_layers_0     256      1024     256      .          .
+full_layers_0       256      1024     256      .          .
+mm                  256      1024     256      .        256
+tanh                256      1024     256    256        256
+free_layers_0       256      1024     256    256          .
+gather_layers_1     256      1024     256    256          .
+full_layers_1       256      1024     256    256          .
+mm_1                256      1024     256    256        256
+tanh_1              256      1024     256    512        256
+free_layers_1       256      1024     256    512          .
+output              256         .     256    512          .""",
     )
 
 
@@ -110,20 +114,20 @@ def test_bytes_at_each_node_of_backward(fake_group: None) -> None:
     assert_expected_inline(
         table(two_layers()[1]),
         """\
-                  shards  gathered  pooled  inputs  saved  reducing  gradients  temporary
-tanh_backward        256         .       .     256    768         .          .        256
-mm_2                 256         .       .       .    512      1024          .        256
-gather_layers_1      256      1024       .       .    512      1024          .        256
-full_layers_1        256      1024       .       .    512      1024          .        256
-mm_3                 256      1024       .       .    512      1024          .        512
-free_layers_1        256      1024       .       .    512      1024          .        256
-reduce_layers_1      256         .    1024       .    512      2048        128        256
-tanh_backward_1      256         .    1024       .    512      1024        128        512
-mm_4                 256         .    1024       .    256      2048        128        256
-reduce_layers_0      256         .    1024       .      .      3072        256          .
-reduced_layers_1     256         .    1024       .      .      2048        256          .
-reduced_layers_0     256         .    1024       .      .      1024        256          .
-output               256         .    1024       .      .         .        256          .""",
+                  shards  gathered  inputs  saved  reducing  gradients  temporary
+tanh_backward        256         .     256    768         .          .        256
+mm_2                 256         .       .    512      1024          .        256
+gather_layers_1      256      1024       .    512      1024          .        256
+full_layers_1        256      1024       .    512      1024          .        256
+mm_3                 256      1024       .    512      1024          .        512
+free_layers_1        256      1024       .    512      1024          .        256
+reduce_layers_1      256         .       .    512      2048        128        256
+tanh_backward_1      256         .       .    512      1024        128        512
+mm_4                 256         .       .    256      2048        128        256
+reduce_layers_0      256         .       .      .      3072        256          .
+reduced_layers_1     256         .       .      .      2048        256          .
+reduced_layers_0     256         .       .      .      1024        256          .
+output               256         .       .      .         .        256          .""",
     )
 
 
@@ -131,18 +135,18 @@ def test_a_bucket_of_two_parameters_lands_elsewhere_and_its_landing_buffer_is_us
     assert_expected_inline(
         table(two_layers(bias=True, prefetch=1)[0]),
         """\
-                 shards  gathered  landing  pooled  inputs  saved  temporary
-gather_layers_0     384      1536     1536       .     256      .          .
-full_layers_0       384      1536     1536       .     256      .          .
-gather_layers_1     384      3072     1536       .     256      .          .
-addmm               384      3072     1536       .     256      .        256
-tanh                384      3072     1536       .     256    256        256
-free_layers_0       384      3072     1536       .     256    256          .
-full_layers_1       384      1536     1536    1536     256    256          .
-addmm_1             384      1536        .    3072     256    256        256
-tanh_1              384      1536        .    3072     256    512        256
-free_layers_1       384      1536        .    3072     256    512          .
-output              384         .        .    4608     256    512          .""",
+                 shards  gathered  landing  inputs  saved  temporary
+gather_layers_0     384      1536     1536     256      .          .
+full_layers_0       384      1536     1536     256      .          .
+gather_layers_1     384      3072     1536     256      .          .
+addmm               384      3072     1536     256      .        256
+tanh                384      3072     1536     256    256        256
+free_layers_0       384      3072     1536     256    256          .
+full_layers_1       384      1536     1536     256    256          .
+addmm_1             384      1536        .     256    256        256
+tanh_1              384      1536        .     256    512        256
+free_layers_1       384      1536        .     256    512          .
+output              384         .        .     256    512          .""",
     )
 
 
@@ -152,33 +156,33 @@ def test_shards_are_cast_and_gradients_reduced_in_their_own_dtypes(fake_group: N
     assert_expected_inline(
         table(forward) + "\n\n" + table(backward),
         """\
-                 shards  gathered  pooled  inputs  saved  temporary
-gather_layers_0     256       512       .     128      .         64
-full_layers_0       256       512       .     128      .         64
-mm                  256       512       .     128      .        128
-tanh                256       512       .     128    128        128
-free_layers_0       256       512       .     128    128          .
-gather_layers_1     256       512       .     128    128         64
-full_layers_1       256       512       .     128    128         64
-mm_1                256       512       .     128    128        128
-tanh_1              256       512       .     128    256        128
-free_layers_1       256       512       .     128    256          .
-output              256         .     512     128    256          .
+                 shards  gathered  inputs  saved  temporary
+gather_layers_0     256       512     128      .         64
+full_layers_0       256       512     128      .         64
+mm                  256       512     128      .        128
+tanh                256       512     128    128        128
+free_layers_0       256       512     128    128          .
+gather_layers_1     256       512     128    128         64
+full_layers_1       256       512     128    128         64
+mm_1                256       512     128    128        128
+tanh_1              256       512     128    256        128
+free_layers_1       256       512     128    256          .
+output              256         .     128    256          .
 
-                  shards  gathered  pooled  inputs  saved  reducing  gradients  temporary
-tanh_backward        256         .       .     128    384         .          .        128
-mm_2                 256         .       .       .    256       512          .        128
-gather_layers_1      256       512       .       .    256       512          .        192
-full_layers_1        256       512       .       .    256       512          .        192
-mm_3                 256       512       .       .    256       512          .        256
-free_layers_1        256       512       .       .    256       512          .        128
-reduce_layers_1      256         .     512       .    256      1536        128        128
-tanh_backward_1      256         .     512       .    256      1024        128        256
-mm_4                 256         .     512       .    128      1536        128        128
-reduce_layers_0      256         .     512       .      .      2560        256          .
-reduced_layers_1     256         .     512       .      .      2048        256          .
-reduced_layers_0     256         .     512       .      .      1024        256          .
-output               256         .     512       .      .         .        256          .""",
+                  shards  gathered  inputs  saved  reducing  gradients  temporary
+tanh_backward        256         .     128    384         .          .        128
+mm_2                 256         .       .    256       512          .        128
+gather_layers_1      256       512       .    256       512          .        192
+full_layers_1        256       512       .    256       512          .        192
+mm_3                 256       512       .    256       512          .        256
+free_layers_1        256       512       .    256       512          .        128
+reduce_layers_1      256         .       .    256      1536        128        128
+tanh_backward_1      256         .       .    256      1024        128        256
+mm_4                 256         .       .    128      1536        128        128
+reduce_layers_0      256         .       .      .      2560        256          .
+reduced_layers_1     256         .       .      .      2048        256          .
+reduced_layers_0     256         .       .      .      1024        256          .
+output               256         .       .      .         .        256          .""",
     )
 
 
@@ -242,8 +246,14 @@ def test_a_step_allocates_what_was_predicted(fake_group: None, case: str, reshar
     allocated_as_predicted(case, reshard)
 
 
-def allocated_as_predicted(case: str, reshard: bool | None) -> None:
-    model = trained(case, rows=64, reshard_after_forward=reshard)
+@pytest.mark.parametrize(("case", "reshard"), [("mlp", None), ("mlp", True), ("gpt", True)])
+def test_a_step_without_slots_allocates_what_was_predicted(fake_group: None, case: str, reshard: bool | None) -> None:
+    """Freed buffers then wait in a pool until the end of the run."""
+    allocated_as_predicted(case, reshard, slots=False)
+
+
+def allocated_as_predicted(case: str, reshard: bool | None, *, slots: bool = True) -> None:
+    model = trained(case, rows=64, slots=slots, reshard_after_forward=reshard)
     batch = SMALL_CASES[case].batch(64, 0)
     measured = measure(lambda: loss_of(model, batch).backward())
     forward, backward = profiles(model)
@@ -254,6 +264,7 @@ def allocated_as_predicted(case: str, reshard: bool | None) -> None:
     assert measured[1].peak in (backward.peak - backward.total[0], max(holding) - backward.total[0])
     assert measured[0].end == forward.total[-1] - forward.timeline["pooled"][-1] - forward.total[0]
     assert all(m.peak > 0 for m in measured)
+    assert all((profile.timeline["pooled"][-1] == 0) == slots for profile in (forward, backward))
 
 
 # The profile

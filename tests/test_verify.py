@@ -5,6 +5,7 @@ Each ``Mistake`` is a pass that a user could have written, with one thing wrong:
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any, ClassVar
 
@@ -448,13 +449,69 @@ class ReordersCollectives(Mistake):
         node_of(graph, Role.GATHER_START, "blocks.0").prepend(node_of(graph, Role.GATHER_START, "blocks.1"))
 
 
+# Slots
+
+
+class SharesSlot(Mistake):
+    """Two buffers that are live at once lie in one slot."""
+
+    after, parameters = "slots", BLOCK1
+    invariant, node = "live buffers do not share a slot", "gather_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        slot = node_of(graph, Role.GATHER_START, "blocks.0").meta["fsdp"].slot
+        change_record(node_of(graph, Role.GATHER_START, "blocks.1"), slot=slot)
+
+
+class SharesLandingSlot(SharesSlot):
+    """A bucket lands where its own buffer is."""
+
+    phases, node, parameters = ("backward",), "gather_blocks_0", BLOCK0
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        start = node_of(graph, Role.GATHER_START, "blocks.0")
+        change_record(start, landing_slot=start.meta["fsdp"].slot)
+
+
+class SlotTooSmall(Mistake):
+    """A slot has fewer bytes than its buffer."""
+
+    after, invariant, node = "slots", "each buffer fits its slot", "gather_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        context.slots["forward"] = tuple(size - 64 for size in context.slots["forward"])
+
+
+class SlotThatIsNone(Mistake):
+    """A buffer lies in a slot that there is not."""
+
+    after, invariant, node = "slots", "each buffer fits its slot", "gather_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        change_record(node_of(graph, Role.GATHER_START), slot=len(context.slots["forward"]))
+
+
+class KeptInSlot(Mistake):
+    """A bucket that goes to backward lies in a slot of forward."""
+
+    after, parameters = "slots", ROOT
+    invariant, node = "a buffer that outlives the graph has memory of its own", "gather_root"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        change_record(node_of(graph, Role.GATHER_START, "root"), slot=0)
+
+
+def change_record(node: fx.Node, **changes: int) -> None:
+    node.meta["fsdp"] = dataclasses.replace(node.meta["fsdp"], **changes)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_the_verifier_names_the_mistake(fake_group: None, mistake: type[Mistake]) -> None:
     pipeline = default_pipeline(**mistake.options).insert_after(mistake.after, mistake())
     model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
     for _ in range(2):  # nothing of the first attempt is left behind
         with pytest.raises(VerificationError) as raised:
-            model(batch())
+            model(batch()).sum().backward()
         error = raised.value
         assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
         assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))

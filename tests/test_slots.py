@@ -1,0 +1,413 @@
+"""Slots: how intervals are coloured, which buckets share memory, and that a run allocates what was planned.
+
+On a fake process group of 8 ranks; what needs real collectives on two gloo ranks.
+"""
+
+from __future__ import annotations
+
+import random
+
+import networkx as nx
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check
+from models import GPT, MLP, SMALL_CASES, VOCABULARY, loss_of
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import graph_fsdp
+from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes.slots import Interval, assign, colour, most_at_once
+from graph_fsdp.passes.spec import ALIGNMENT
+from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.runtime import GatheredBytes
+
+FACTS = Facts(__name__)
+
+
+def step(model: nn.Module, prefetch: int = 1, **options: object) -> GraphReport:
+    """The report of a model after a step on 4 rows."""
+    model = graph_fsdp.compile(model, backend="eager", passes=default_pipeline(prefetch=prefetch), **options)
+    model(torch.ones(4, 16)).sum().backward()
+    return graph_fsdp.inspect(model)
+
+
+def printed(report: GraphReport) -> str:
+    return f"{report.forward.slots}\n{report.backward.slots}"
+
+
+def slots_of(view: GraphView) -> dict[str, tuple[int | None, int | None]]:
+    """Bucket → slot of its buffer and of its landing buffer."""
+    starts = [n for n in view.stages["slots"].graph.nodes if n.meta.get("fsdp") and n.meta["fsdp"].role in STARTS]
+    return {r.bucket: (r.slot, r.landing_slot) for r in (start.meta["fsdp"] for start in starts)}
+
+
+STARTS = (Role.GATHER_START,)
+
+
+# Colouring. Intervals are (begin, end, bytes).
+
+
+@pytest.mark.parametrize(
+    ("intervals", "slots", "sizes"),
+    [
+        ([], [], []),
+        ([(0, 3, 64), (4, 6, 64)], [0, 0], [64]),
+        ([(0, 3, 64), (3, 6, 64)], [0, 1], [64, 64]),  # both are live at 3
+        ([(0, 9, 64), (2, 5, 64), (4, 8, 64), (6, 9, 64)], [0, 1, 2, 1], [64, 64, 64]),
+        ([(0, 5, 64), (3, 8, 64), (6, 11, 64), (9, 14, 64)], [0, 1, 0, 1], [64, 64]),  # layers, one gathered ahead
+        ([(0, 4, 192), (1, 4, 128), (5, 9, 128)], [0, 1, 1], [192, 128]),  # the smallest that is large enough
+        ([(0, 4, 128), (5, 9, 192)], [0, 0], [192]),  # grown
+        ([(0, 2, 1024), (3, 9, 64)], [0, 1], [1024, 64]),  # 64 bytes do not hold 1,024
+        ([(0, 2, 1024), (4, 6, 64), (7, 9, 1024)], [0, 0, 0], [1024]),  # what is idle anyway costs nothing
+    ],
+)
+def test_slots_of_intervals(intervals: list[Interval], slots: list[int], sizes: list[int]) -> None:
+    assert assign(intervals) == (slots, sizes)
+
+
+def test_a_large_buffer_at_each_end_takes_one_large_slot() -> None:
+    """An embedding, an even number of layers, a head, each gathered while the one before it is used. In order of
+    ``begin`` the head would find the layers' slot free and double what is allocated."""
+    ends = [(0, 10, 4096), *((10 * k + 5, 10 * k + 20, 128) for k in range(4)), (45, 60, 4096)]
+    assert sum(colour(ends, [0] * len(ends))[1]) == 2 * 4096
+    slots, sizes = assign(ends)
+    assert (sizes, slots) == ([4096, 128, 128], [0, 1, 2, 1, 2, 0])
+
+
+def intervals_at_random(generator: random.Random, sizes: list[int]) -> list[Interval]:
+    begins = sorted(generator.randrange(30) for _ in range(generator.randrange(1, 25)))
+    return [(begin, begin + generator.randrange(12), generator.choice(sizes)) for begin in begins]
+
+
+def overlaps(intervals: list[Interval]) -> nx.Graph:
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(intervals)))
+    pairs = ((i, k) for k in graph for i in range(k))
+    graph.add_edges_from(
+        (i, k) for i, k in pairs if max(intervals[i][0], intervals[k][0]) <= min(intervals[i][1], intervals[k][1])
+    )
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_equal_buffers_need_as_many_slots_as_are_live_at_once(seed: int) -> None:
+    intervals = intervals_at_random(random.Random(seed), [128])
+    graph = overlaps(intervals)
+    slots, sizes = assign(intervals)
+    assert all(slots[i] != slots[k] for i, k in graph.edges)
+    assert sizes == [128] * max(len(clique) for clique in nx.find_cliques(graph))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_bytes_allocated_at_once_are_bounded(seed: int) -> None:
+    """By the bytes of the k largest buffers where k are live at once, and by twice the live bytes per power of two."""
+    intervals = intervals_at_random(random.Random(seed), [64, 128, 192, 1024, 4096])
+    graph = overlaps(intervals)
+    slots, sizes = assign(intervals)
+    assert all(slots[i] != slots[k] for i, k in graph.edges)
+    assert all(nbytes <= sizes[slot] for (_, _, nbytes), slot in zip(intervals, slots, strict=True))
+    held = [[i for i, s in zip(intervals, slots, strict=True) if s == slot] for slot in range(len(sizes))]
+    allocated = [(min(i[0] for i in own), max(i[1] for i in own), max(i[2] for i in own)) for own in held]
+    assert [size for _, _, size in allocated] == sizes, "no slot is larger than its largest buffer"
+    at_once = most_at_once(allocated)
+    count = max(len(clique) for clique in nx.find_cliques(graph))
+    largest = sorted((nbytes for _, _, nbytes in intervals), reverse=True)[:count]
+    alike = [[i for i in intervals if i[2].bit_length() == power] for power in range(14)]
+    assert most_at_once(intervals) <= at_once <= min(sum(largest), 2 * sum(map(most_at_once, alike)))
+
+
+# Assignments
+
+
+class Layers(nn.Module):
+    """Units of 16x16 floats without bias: 1,024 bytes each, and a gather lands in place."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_layers_gathered_one_ahead_run_in_two_slots(fake_group: None) -> None:
+    report = step(Layers(), auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
+    assert_expected_inline(
+        printed(report),
+        """\
+slots: 2, 2,048 bytes, at most 2,048 at once
+  slot 0, 1,024 bytes: layers.0, layers.2
+  slot 1, 1,024 bytes: layers.1, layers.3
+slots: 2, 2,048 bytes, at most 2,048 at once
+  slot 0, 1,024 bytes: layers.3, layers.1
+  slot 1, 1,024 bytes: layers.2""",
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_as_many_slots_as_layers_are_gathered_at_once(fake_group: None, prefetch: int) -> None:
+    report = step(Layers(depth=6), prefetch, auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
+    for view in (report.forward, report.backward):
+        assert (len(view.slots), view.slots.nbytes, view.slots.peak) == (prefetch + 1, *2 * [1024 * (prefetch + 1)])
+
+
+def test_landing_buffers_take_turns_with_the_buckets(fake_group: None) -> None:
+    report = step(MLP(depth=4), reshard_after_forward=True)
+    assert_expected_inline(
+        printed(report),
+        """\
+slots: 5, 17,408 bytes, at most 15,360 at once
+  slot 0, 5,120 bytes: blocks.0, blocks.2
+  slot 1, 5,120 bytes: landing of blocks.0, blocks.1, blocks.3
+  slot 2, 5,120 bytes: landing of blocks.1, landing of blocks.2, landing of blocks.3
+  slot 3, 1,024 bytes: root
+  slot 4, 1,024 bytes: landing of root
+slots: 5, 17,408 bytes, at most 15,360 at once
+  slot 0, 1,024 bytes: root
+  slot 1, 1,024 bytes: landing of root
+  slot 2, 5,120 bytes: blocks.3, blocks.1
+  slot 3, 5,120 bytes: landing of blocks.3, blocks.2, blocks.0
+  slot 4, 5,120 bytes: landing of blocks.2, landing of blocks.1, landing of blocks.0""",
+    )
+
+
+class Vocabulary(nn.Module):
+    """An embedding and a head of 32 times the bytes of each of the four layers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(512, 16)
+        self.layers = Layers().layers
+        self.head = nn.Linear(16, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_an_embedding_and_a_head_share_a_slot_that_layers_stay_out_of(fake_group: None) -> None:
+    model = graph_fsdp.compile(
+        Vocabulary(),
+        backend="eager",
+        passes=default_pipeline(prefetch=1),
+        auto_wrap_policy={nn.Linear, nn.Embedding},
+        reshard_after_forward=True,
+    )
+    model(torch.arange(8).expand(4, 8)).sum().backward()
+    assert_expected_inline(
+        printed(graph_fsdp.inspect(model)),
+        """\
+slots: 3, 34,816 bytes, at most 34,816 at once
+  slot 0, 32,768 bytes: tokens, head
+  slot 1, 1,024 bytes: layers.0, layers.2
+  slot 2, 1,024 bytes: layers.1, layers.3
+slots: 3, 34,816 bytes, at most 33,792 at once
+  slot 0, 32,768 bytes: head
+  slot 1, 1,024 bytes: layers.3, layers.1
+  slot 2, 1,024 bytes: layers.2, layers.0""",
+    )
+
+
+def test_what_outlives_the_graph_has_memory_of_its_own(fake_group: None) -> None:
+    kept_last = step(Layers(), auto_wrap_policy={nn.Linear})
+    kept_all = step(Layers(), auto_wrap_policy={nn.Linear}, reshard_after_forward=False)
+    assert slots_of(kept_last.forward)["layers.3"] == (None, None)
+    assert set(slots_of(kept_all.forward).values()) == {(None, None)}
+    assert len(kept_all.forward.slots) == len(kept_all.backward.slots) == 0
+    assert "slots:" not in str(kept_all)
+
+
+def test_only_the_landing_buffer_of_a_kept_bucket_has_a_slot(fake_group: None) -> None:
+    report = step(MLP(), reshard_after_forward=False)
+    assert all(own is None and landing is not None for own, landing in slots_of(report.forward).values())
+
+
+def test_slots_are_aligned(fake_group: None) -> None:
+    model = graph_fsdp.compile(SMALL_CASES["uneven"].model().to(torch.bfloat16), backend="eager")
+    batch = {
+        k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in SMALL_CASES["uneven"].batch(4, 0).items()
+    }
+    loss_of(model, batch).backward()
+    table = graph_fsdp.inspect(model).forward.slots
+    assert len(table) > 0 and all(slot.nbytes % ALIGNMENT == 0 for slot in table.slots)
+
+
+def test_buckets_of_different_dtypes_share_slots(fake_group: None) -> None:
+    model = MLP(depth=4)
+    model.blocks[0].to(torch.float64)
+    model.blocks[2].to(torch.float64)
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda _, args, d=(torch.float64, torch.float32)[index % 2]: (args[0].to(d),))
+    report = step(model, reshard_after_forward=True)
+    (double,) = {slot.nbytes for slot in report.forward.slots.slots if "blocks.0" in slot.buckets}
+    assert report.spec.bucket_of["blocks.0.up.weight"].full_nbytes == double
+
+
+# The report
+
+
+def test_the_report_names_the_buckets_of_each_slot(fake_group: None) -> None:
+    report = step(MLP(depth=12), reshard_after_forward=True)
+    assert str(report.forward.slots).replace("\n", "\n  ") in str(report)
+    assert " more\n" in str(report), "of a deep model, the first ones"
+    held = [name for slot in report.forward.slots.slots for name in slot.buckets]
+    buckets = [bucket.name for bucket in report.spec.buckets]
+    assert sorted(held) == sorted([*buckets, *(f"landing of {name}" for name in buckets)])
+
+
+# The plan
+
+
+class Planned(GraphPass):
+    """As if an earlier graph had had these slots."""
+
+    name = "planned"
+
+    def __init__(self, slots: dict[str, tuple[int | None, int | None]]) -> None:
+        self.slots = slots
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        context.plan.slots[graph.phase] = self.slots
+
+
+def layers_planned(*slots: int) -> dict[str, tuple[int | None, int | None]]:
+    pipeline = default_pipeline(prefetch=1).insert_before(
+        "slots", Planned({f"layers.{i}": (slot, None) for i, slot in enumerate(slots)})
+    )
+    model = graph_fsdp.compile(
+        Layers(), backend="eager", reshard_after_forward=True, passes=pipeline, auto_wrap_policy={nn.Linear}
+    )
+    model(torch.ones(4, 16))
+    return slots_of(graph_fsdp.inspect(model).forward)
+
+
+def test_planned_slots_are_kept_where_they_fit(fake_group: None) -> None:
+    own = layers_planned()
+    assert [slot for slot, _ in own.values()] == [0, 1, 0, 1]
+    assert [slot for slot, _ in layers_planned(1, 2, 0, 1).values()] == [1, 2, 0, 1]
+    assert layers_planned(0, 0, 1, 1) == own, "two live buffers in one slot"
+    assert layers_planned(0, 2, 0, 2) == own, "a slot that nothing lies in"
+    assert layers_planned(0, 1, 0) == own, "a bucket that was not planned"
+
+
+def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(depth=4), backend="eager", dynamic=False)
+    for rows in (4, 6):
+        model(torch.ones(rows, 16)).sum().backward()
+    (plan,) = model._graph_fsdp.plans.values()
+    first, second = graph_fsdp.inspect(model).graphs
+    for phase in ("forward", "backward"):
+        assert slots_of(first.views[phase]) == slots_of(second.views[phase]) == plan.slots[phase]
+
+
+# What a run allocates
+
+
+ALLOCATED = [("mlp", reshard, prefetch) for reshard in (None, True, False) for prefetch in (0, 1, 3)]
+ALLOCATED += [
+    ("gpt", True, 1),
+    ("gpt_tied", None, 1),
+    ("gpt_checkpoint", True, 3),
+    ("uneven", False, 0),
+    ("frozen", None, 3),
+]
+
+
+@pytest.mark.parametrize(("case", "reshard", "prefetch"), ALLOCATED)
+def test_a_run_allocates_each_slot_once_and_gives_all_back(
+    fake_group: None, case: str, reshard: bool | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+    add_slot = GatheredBytes.add_slot
+
+    def recorded(counter: GatheredBytes, nbytes: int) -> None:
+        allocated.append(nbytes)
+        add_slot(counter, nbytes)
+
+    monkeypatch.setattr(GatheredBytes, "add_slot", recorded)
+    model = graph_fsdp.compile(
+        SMALL_CASES[case].model(),
+        backend="eager",
+        passes=default_pipeline(prefetch=prefetch),
+        reshard_after_forward=reshard,
+    )
+    counter = model._graph_fsdp.counter
+    loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
+    found = []
+    for run in (lambda: None, loss.backward):
+        run()
+        found.append((counter.slot_peak, sorted(n for n in allocated if n > 0)))
+        assert (counter.slot_current, sum(allocated)) == (0, 0)
+        counter.reset()
+        allocated.clear()
+    report = graph_fsdp.inspect(model)
+    tables = [view.slots for view in (report.forward, report.backward)]
+    assert found == [(table.peak, sorted(slot.nbytes for slot in table.slots)) for table in tables]
+    assert sum(table.nbytes for table in tables) > 0
+
+
+def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
+    model = graph_fsdp.compile(GPT(), backend="eager")
+    with pytest.raises(IndexError, match="out of range"):
+        model(torch.arange(8).expand(2, 8) + VOCABULARY)
+    counter = model._graph_fsdp.counter
+    assert (counter.slot_current, counter.slot_peak > 0) == (0, True)
+
+
+# Without the pass
+
+
+def test_without_the_pass_there_are_no_slots(fake_group: None) -> None:
+    pipeline = default_pipeline().remove("slots")
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    model(torch.ones(4, 16)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    assert len(report.forward.slots) == len(report.backward.slots) == 0
+    assert "slots" not in str(report)
+    assert model._graph_fsdp.counter.slot_peak == 0 and model._graph_fsdp.counter.current == 0
+
+
+def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
+    """Losses and parameters of two steps."""
+    torch.manual_seed(0)
+    pipeline = default_pipeline(prefetch=1)
+    model = graph_fsdp.compile(
+        SMALL_CASES[case].model(),
+        backend="eager",
+        passes=pipeline if slots else pipeline.remove("slots"),
+        reshard_after_forward=reshard,
+    )
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for index in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, SMALL_CASES[case].batch(4, index))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert (model._graph_fsdp.counter.slot_peak > 0) == slots
+    return [*losses, *(p.to_local() for p in model.parameters())]
+
+
+@FACTS
+def numbers_do_not_depend_on_slots() -> None:
+    for case in ("mlp", "gpt", "uneven"):
+        for reshard in (None, True, False):
+            pairs = zip(trained(case, reshard, slots=True), trained(case, reshard, slots=False), strict=True)
+            assert all(torch.equal(with_slots, without) for with_slots, without in pairs), (case, reshard)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
