@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import fx
-
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
@@ -25,12 +23,7 @@ class Free(GraphPass):
     provides = ("freed",)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        next_collective: dict[fx.Node, fx.Node] = {}
-        upcoming = graph.output
-        for node in reversed(graph.fx_graph.nodes):
-            next_collective[node] = upcoming
-            if node.target in dialect.STARTS or node.target in dialect.WAITS:
-                upcoming = node
+        next_communication = graph.next_communication()
         gathers, inputs = graph.gathers, graph.placeholders
         freed = 0
         for gather in gathers:
@@ -40,7 +33,7 @@ class Free(GraphPass):
                 continue
             # A bucket that was received and is not used is freed at once.
             last = [gather.wait or inputs[-1], *gather.reads][-1]
-            with graph.fx_graph.inserting_before(next_collective[last]):
+            with graph.fx_graph.inserting_before(next_communication[last]):
                 node = graph.fx_graph.create_node(
                     "call_function", dialect.free, (gather.buffer,), name=f"free_{gather.bucket}"
                 )

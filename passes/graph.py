@@ -151,6 +151,16 @@ class Graph:
     def positions(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}
 
+    def next_communication(self) -> dict[fx.Node, fx.Node]:
+        """Node → the next start or wait behind it, or the output: where the compute regions are cut anyway."""
+        found: dict[fx.Node, fx.Node] = {}
+        upcoming = self.output
+        for node in reversed(self.fx_graph.nodes):
+            found[node] = upcoming
+            if node.target in dialect.STARTS or node.target in dialect.WAITS:
+                upcoming = node
+        return found
+
     def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
