@@ -154,7 +154,7 @@ class Extra(GraphPass):
 @FACTS
 def another_pipeline() -> None:
     pipeline = default_pipeline()
-    words = ("pass Extra('extra')", "'bucket blocks.0 in 1 messages")
+    words = ("pass Extra('extra')", "pass AssignSlots('slots')")
     disagree(MLP(), *words, passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
 
 
