@@ -155,7 +155,7 @@ class Extra(GraphPass):
 def another_pipeline() -> None:
     pipeline = default_pipeline()
     words = ("pass Extra('extra')", "'bucket blocks.0 in 1 messages")
-    disagree(MLP(), *words, passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
+    disagree(MLP(), *words, passes=pipeline.insert_after("slots", Extra()) if rank() else pipeline)
 
 
 class Backwards(GraphPass):
