@@ -249,7 +249,7 @@ class Engine:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
-        fingerprint = tuple(_fingerprint(graphs))
+        fingerprint = tuple(_fingerprint(graphs, self.pipeline))
         if shared and fingerprint not in self._agreed:
             agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks)
         self._agreed.add(fingerprint)
@@ -272,23 +272,26 @@ class Engine:
         return lines
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
+        graph.cost = context.cost
         program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
 
 
-def _fingerprint(graphs: list[Graph]) -> list[str]:
-    """Every collective with its size, in order."""
+def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
+    """Every collective with its size and the pass that put it there, in order."""
     lines = []
     for graph in graphs:
+        schedules = (p.name for p in pipeline if "scheduled" in p.provides and graph.phase in p.runs_in())
+        by = f", scheduled by pass {next(schedules, 'bucket')}"
         for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
             if record is not None and record.role in STARTING:
                 dtype = node.meta["val"].dtype
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
-                    f"of {', '.join(record.params)}"
+                    f"of {', '.join(record.params)}{by}"
                 )
     return lines
 

@@ -69,8 +69,7 @@ def trace(
             too; only their shapes and dtypes count, and they are not changed.
         device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. Without a GPU
             a graph for it cannot be had: autograd asks the device for its streams even when tracing. The CPU's graph
-            has the same collectives and the same operators, but for those that torch chooses by device: attention
-            is ``_scaled_dot_product_flash_attention_for_cpu``, one operator like the GPU's.
+            has the same collectives; attention is ``_scaled_dot_product_flash_attention_for_cpu`` in it.
         loss: of the model's outputs; becomes part of the graph. None if the model computes it, or if its gradients
             shall be inputs of the backward graph.
         compile_options: of :func:`graph_fsdp.compile`.

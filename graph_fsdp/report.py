@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from graph_fsdp.passes.dialect import WAITING, NodeRecord, Role, has_role
+from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
+from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
@@ -45,7 +47,25 @@ class GraphView:
         self.slots = SlotTable()
         self.program: str | None = None
         self.memory: MemoryProfile | None = None
+        self.graph: Graph | None = None  # after all passes
         self.nodes = 0
+
+    @functools.cached_property
+    def timeline(self) -> Timeline | None:
+        """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
+        cost = self.graph.cost if self.graph is not None else None
+        return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+
+    def predicted(self) -> str:
+        """One line on the timeline."""
+        if self.timeline is None or self.graph is None or self.graph.cost is None:
+            return "predicted: no cost model"
+        t, milliseconds = self.timeline, 1e3
+        return (
+            f"predicted on {self.graph.cost.hardware.name}: {t.seconds * milliseconds:.3f} ms, compute "
+            f"{t.compute * milliseconds:.3f}, communication {t.communication * milliseconds:.3f}, of it exposed "
+            f"{t.exposed * milliseconds:.3f}"
+        )
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
@@ -92,6 +112,7 @@ class CapturedGraph:
 
     def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
+        view.graph = graph
         view.buckets = _bucket_rows(graph)
         view.slots = slot_table(graph, context)
         view.nodes = len(graph.fx_graph.nodes)
@@ -169,6 +190,7 @@ class GraphReport:
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 lines += [f"  {line}" for line in str(view.memory).splitlines()]
+                lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)
                 lines += [f"  passes: {names} ({total:.1f} ms)"]
@@ -197,37 +219,25 @@ def engine_of(model: nn.Module) -> Any:
 
 def _bucket_rows(graph: Graph) -> list[BucketRow]:
     positions = graph.positions()
-    rows = []
-    roots = graph.alias_roots()
-    events: dict[Any, dict[str, int]] = {}
-    for node, at in positions.items():
-        record: NodeRecord | None = node.meta.get("fsdp")
-        for source in node.all_input_nodes:
-            for root in roots[source]:
-                if record is not None and record.role is Role.GATHER_WAIT:
-                    events.setdefault(root, {})["wait"] = at
-                elif record is not None and record.role is Role.FREE:
-                    events.setdefault(root, {})["free"] = at
-                elif node.op != "output":
-                    events.setdefault(root, {}).setdefault("first_use", at)
-    for node in graph.with_role(*ROW_KINDS):
-        record = node.meta["fsdp"]
-        kind = ROW_KINDS[record.role]
-        found = _reduction_events(node, positions) if kind in ("reduce", "replicate") else events.get(node, {})
-        rows.append(
-            BucketRow(
-                record.bucket,
-                kind,
-                record.params,
-                record.nbytes,
-                None if kind == "kept" else positions[node],
-                found.get("wait"),
-                found.get("first_use"),
-                found.get("free"),
-                record.escapes and kind == "gather",
-            )
-        )
-    return rows
+
+    def at(node: fx.Node | None) -> int | None:
+        return None if node is None else positions[node]
+
+    rows: dict[int, BucketRow] = {}
+    for g in graph.gathers:
+        kind = "kept" if g.start is None else "gather"
+        times = (at(g.start), at(g.wait), at(next(iter(g.reads), None)), at(g.free))
+        escapes = g.escapes and kind == "gather"
+        rows[positions[g.start or g.buffer]] = BucketRow(g.bucket, kind, g.params, g.nbytes, *times, escapes)
+    for r in graph.reductions:
+        stages = {"reduce": (r.start, r.wait), "replicate": (r.replicate_start, r.replicate_wait)}
+        for kind, (start, wait) in stages.items():
+            if start is not None and wait is not None:
+                first_use = min((positions[user] for user in wait.users if user.op != "output"), default=None)
+                times = (positions[start], positions[wait], first_use, None)
+                nbytes = start.meta["fsdp"].nbytes
+                rows[positions[start]] = BucketRow(r.bucket, kind, r.params, nbytes, *times, False)
+    return [rows[position] for position in sorted(rows)]
 
 
 ROW_KINDS = {
@@ -236,15 +246,6 @@ ROW_KINDS = {
     Role.REDUCE_START: "reduce",
     Role.REPLICATE_START: "replicate",
 }
-
-
-def _reduction_events(start: Any, positions: dict[Any, int]) -> dict[str, int]:
-    """By the data, not the memory: a bucket's two reductions work on one buffer."""
-    wait = next((user for user in start.users if has_role(user, *WAITING)), None)
-    if wait is None:
-        return {}
-    uses = [positions[user] for user in wait.users if user.op != "output"]
-    return {"wait": positions[wait], **({"first_use": min(uses)} if uses else {})}
 
 
 def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

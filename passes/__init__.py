@@ -3,21 +3,23 @@
 from typing import Literal
 
 import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
+from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.arrange import BucketSize
 from graph_fsdp.passes.bucket import Bucket
 from graph_fsdp.passes.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.dialect import NodeRecord, Role
 from graph_fsdp.passes.free import Free
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.memory import MemoryProfile, memory_profile
-from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline, PipelineError, Profiled
+from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassError, PassPipeline, PipelineError, Profiled
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
 from graph_fsdp.passes.recompute import TagRecompute
+from graph_fsdp.passes.reductions import defer_reductions
 from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import AssignSlots, SlotTable
@@ -29,9 +31,11 @@ __all__ = [
     "Annotate",
     "AssignSlots",
     "Bucket",
+    "BucketNodes",
     "BudgetError",
     "CostModel",
     "Free",
+    "Gather",
     "Graph",
     "GraphPass",
     "GroupShape",
@@ -43,10 +47,13 @@ __all__ = [
     "MemoryProfile",
     "NodeRecord",
     "PassContext",
+    "PassError",
     "PassPipeline",
+    "Phase",
     "PipelineError",
     "Plan",
     "Prefetch",
+    "Reduction",
     "Reshard",
     "Role",
     "SlotTable",
@@ -55,6 +62,7 @@ __all__ = [
     "Timeline",
     "VerificationError",
     "default_pipeline",
+    "defer_reductions",
     "detect_hardware",
     "find_hardware",
     "memory_profile",

@@ -56,6 +56,7 @@ class Bucket(GraphPass):
         return arrange_buckets(model, self.size, cost, self.budget)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
+        context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it
         positions = graph.positions()
         unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
         gathers: dict[str, list[fx.Node]] = {}

@@ -260,8 +260,7 @@ def tracing_options() -> Iterator[None]:
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor that is told apart from an ordinary one only by who reads its memory: there is none, and
-    the process crashes. A FakeTensor would do as well, if Dynamo did not refuse those of another mode than its own,
-    and if autograd did not ask for the streams of a device that this build of torch does not have."""
+    the process crashes. (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""
     like = torch.empty(shape, dtype=dtype, device="meta")
     construct: Any = torch._C._construct_storage_from_data_pointer
     storage = construct(0, device, like.numel() * like.element_size())

@@ -18,6 +18,7 @@ from graph_fsdp.passes.fake_values import FakeValues, iterate_tensors
 from graph_fsdp.passes.fake_values import evaluate as evaluate  # this module's users find it here
 
 if TYPE_CHECKING:
+    from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
     from graph_fsdp.passes.cost import CostModel
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
@@ -126,8 +127,39 @@ class Graph:
         starts = self.with_role(*dialect.STARTING)
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
 
+    @property
+    def gathers(self) -> list[Gather]:
+        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
+        from graph_fsdp.passes import accessors  # knows graphs, as this module cannot know it
+
+        return accessors.find_gathers(self)
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_reductions(self)
+
+    @property
+    def buckets(self) -> dict[str, BucketNodes]:
+        """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
+        from graph_fsdp.passes import accessors
+
+        return accessors.find_buckets(self)
+
     def positions(self) -> dict[fx.Node, int]:
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}
+
+    def next_communication(self) -> dict[fx.Node, fx.Node]:
+        """Node → the next start or wait behind it, or the output: where the compute regions are cut anyway."""
+        found: dict[fx.Node, fx.Node] = {}
+        upcoming = self.output
+        for node in reversed(self.fx_graph.nodes):
+            found[node] = upcoming
+            if node.target in dialect.STARTS or node.target in dialect.WAITS:
+                upcoming = node
+        return found
 
     def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""

@@ -40,15 +40,10 @@ def keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> Non
         if node.op != "output":
             for root in {root for source in node.all_input_nodes for root in roots[source]} & starts.keys():
                 last_use[starts[root]] = node
-    next_collective: dict[fx.Node, fx.Node] = {}
-    upcoming = graph.output
-    for node in reversed(graph.fx_graph.nodes):
-        next_collective[node] = upcoming
-        if node.target in dialect.STARTS or node.target in dialect.WAITS:
-            upcoming = node
+    next_communication = graph.next_communication()
     for wait in waits:
         bucket = context.bucket_of(wait.meta["fsdp"].params[0])
-        with graph.fx_graph.inserting_before(next_collective[last_use[wait]]):
+        with graph.fx_graph.inserting_before(next_communication[last_use[wait]]):
             kept = _keep_shard(graph, wait, bucket, context)
         context.kept_shards[bucket.name] = kept
     outputs = list(graph.output.args[0])  # type: ignore[arg-type]

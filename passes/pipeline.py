@@ -84,17 +84,36 @@ class PassContext:
 class GraphPass:
     """One rewrite or reordering with a single job.
 
-    Subclasses set ``name``, the ``phases`` that they run in, the facts that they ``requires`` and ``provides`` of
-    the graph, and implement ``run``, which edits the graph and may return one line on what it changed.
+    Subclasses set ``name``, the ``phases`` that they run in (or one ``phase``), the facts that they ``requires`` and
+    ``provides`` of the graph, and implement ``run``, which edits the graph and may return one line on what it changed.
     """
 
     name: str = ""
+    phase: str | None = None
     phases: Collection[str] = ("forward", "backward", "inference")
     requires: Collection[str] = ()
     provides: Collection[str] = ()
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context)")
+
+    def runs_in(self) -> tuple[str, ...]:
+        """The phases, as ``phase`` or ``phases`` say: what the object sets, or else its class, or else a base of it.
+
+        Raises:
+            PipelineError: both are set in one place, and differ.
+        """
+        places = (vars(self), *map(vars, type(self).__mro__))
+        place = next(p for p in places if p.get("phase") is not None or p.get("phases") is not None)
+        phase, phases = place.get("phase"), place.get("phases")
+        if phase is None:
+            return _names(self, "phases", phases)
+        if not isinstance(phase, str):
+            known = ", ".join(PHASES)
+            raise PipelineError(f"{self!r}: phase must be one of {known}, got {phase!r}; set phases to name several")
+        if phases is not None and set(_names(self, "phases", phases)) != {phase}:
+            raise PipelineError(f"{self!r} sets phase to {phase!r} and phases to {phases!r}; set one of them")
+        return (phase,)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
         """Before anything is traced: the model with other buckets, in which the shards then lie in storage."""
@@ -108,6 +127,32 @@ class GraphPass:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+def _names(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
+    """A pass's collection of strings. One string is a collection of letters, and never what was meant."""
+    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(v, str) for v in value):
+        hint = f"; write ({value!r},)" if isinstance(value, str) else ""
+        raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}{hint}")
+    return tuple(value)
+
+
+def _check_buckets(p: GraphPass, model: object) -> None:
+    if not isinstance(model, ModelSpec):
+        raise PipelineError(f"{p!r}: arrange must return a ModelSpec, got {model!r}")
+    seen: set[str] = set()
+    for bucket in model.buckets:
+        for parameter in bucket.parameters:
+            if parameter.name in seen:
+                raise PipelineError(f"{p!r}: arrange put {parameter.name} into bucket {bucket.name!r} and another")
+            seen.add(parameter.name)
+        if len({(parameter.dtype, parameter.param_dtype) for parameter in bucket.parameters}) != 1:
+            raise PipelineError(
+                f"{p!r}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none"
+            )
+    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in seen]
+    if missing:
+        raise PipelineError(f"{p!r}: arrange left {', '.join(missing)} in no bucket")
 
 
 class Profiled(Protocol):
@@ -166,9 +211,14 @@ class PassPipeline:
         return self._with([*self.passes[:index], *self.passes[index + 1 :]])
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        """The model with the buckets that the passes want."""
+        """The model with the buckets that the passes want.
+
+        Raises:
+            PipelineError: a pass returned buckets that cannot be.
+        """
         for p in self.passes:
             model = p.arrange(model, cost)
+            _check_buckets(p, model)
         return model
 
     def _with(self, passes: Sequence[GraphPass]) -> PassPipeline:
@@ -187,22 +237,23 @@ class PassPipeline:
                 raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
             if not p.name or p.name in seen:
                 raise PipelineError(f"{p!r}: each pass needs a name of its own in the pipeline")
-            unknown = set(p.phases) - set(PHASES)
+            unknown = set(p.runs_in()) - set(PHASES)
             if unknown:
                 raise PipelineError(f"{p!r}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
             seen.add(p.name)
         for phase in PHASES:
             facts = set(GIVEN[phase])
             for p in self.passes:
-                if phase not in p.phases:
+                required, provided = _names(p, "requires", p.requires), _names(p, "provides", p.provides)
+                if phase not in p.runs_in():
                     continue
-                missing = set(p.requires) - facts
+                missing = set(required) - facts
                 if missing:
                     raise PipelineError(
                         f"pass {p.name!r} requires {sorted(missing)} of the {phase} graph, and no pass before it "
                         f"provides that; order: {', '.join(q.name for q in self.passes)}"
                     )
-                facts |= set(p.provides)
+                facts |= set(provided)
             for fact in ("bucketed", "freed") if phase in ("forward", "backward", "inference") else ():
                 if fact not in facts:
                     raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
@@ -226,7 +277,7 @@ class PassPipeline:
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
-                if graph.phase not in p.phases:
+                if graph.phase not in p.runs_in():
                     continue
                 begin = time.perf_counter()
                 try:

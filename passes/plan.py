@@ -33,6 +33,13 @@ class Plan:
     kept: list[str] | None = None
     slots: dict[Phase, SlotsOfBuckets] = field(default_factory=dict)
 
+    def keep(self, graph: Graph) -> bool:
+        """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
+        pass that schedules ends with it. True where nothing is planned yet; False where the graph cannot keep the
+        plan: the ranks then have to agree on another."""
+        planned = self.collectives.get(graph.phase)
+        return planned is None or follow(graph, planned)
+
     def copy(self) -> Plan:
         return Plan(dict(self.collectives), None if self.kept is None else list(self.kept), dict(self.slots))
 

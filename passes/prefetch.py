@@ -20,7 +20,6 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
-from graph_fsdp.passes.plan import follow
 from graph_fsdp.passes.reductions import defer_reductions, wait_of
 from graph_fsdp.passes.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
 
@@ -70,7 +69,7 @@ class Prefetch(GraphPass):
         self.reductions_in_flight = reductions_in_flight
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        context.budget = self.budget
+        context.budget = self.budget if self.budget is not None else context.budget
         planned = context.plan.collectives.get(graph.phase)
         gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
@@ -78,8 +77,7 @@ class Prefetch(GraphPass):
         self._place(graph, gathers, distance, context)
         defer_reductions(graph, reductions, self.reductions_in_flight)
         _hoist_waits(graph)
-        if planned is not None:
-            follow(graph, planned)
+        context.plan.keep(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
         return f"{ahead}, at most {self.reductions_in_flight} reductions in flight{limit}"
@@ -125,21 +123,17 @@ def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.N
     """Each gather starts when the bucket before it was used last, just before that bucket's reduction: nothing of
     the wait is hidden but what the reduction and what follows take, and no two buckets are held."""
     positions = graph.positions()
-    roots = graph.alias_roots()
-    last: dict[fx.Node, fx.Node] = {}
-    known = set(starts)
-    for node in graph.fx_graph.nodes:
-        for source in node.all_input_nodes:
-            for root in roots[source]:
-                if root in known:
-                    last[root] = node
-    reductions = {node.meta["fsdp"].bucket: node for node in graph.with_role(Role.REDUCE_START)}
+    buckets = graph.buckets
     for before, start, wait in zip(starts, starts[1:], waits[1:], strict=False):
-        reduction = reductions.get(before.meta["fsdp"].bucket)
-        if reduction is not None and positions[last[before]] < positions[reduction] < positions[wait]:
-            reduction.prepend(start)
-        elif positions[last[before]] < positions[wait]:
-            last[before].append(start)
+        gather, reduction = buckets[before.meta["fsdp"].bucket]
+        assert gather is not None
+        if gather.escapes:  # it is held to the end
+            continue
+        last = [gather.buffer, *gather.reads][-1]
+        if reduction is not None and positions[last] < positions[reduction.start] < positions[wait]:
+            reduction.start.prepend(start)
+        elif positions[last] < positions[wait]:
+            last.append(start)
 
 
 def _hoist_waits(graph: Graph) -> None:

@@ -14,12 +14,14 @@ from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import scale_of
+from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
 
 
 class VerificationError(RuntimeError):
-    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters."""
+    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters: those
+    that the node's record names, or else those that it is computed from most directly."""
 
     def __init__(
         self,
@@ -32,8 +34,7 @@ class VerificationError(RuntimeError):
     ) -> None:
         self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
         self.node = node.name if node is not None else None
-        found = record(node) if node is not None else None
-        self.parameters = parameters or (found.params if found is not None else ())
+        self.parameters = parameters or (_parameters(node) if node is not None else ())
         where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
         params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
         super().__init__(
@@ -52,6 +53,11 @@ class Verifier:
             index: value.meta["fsdp"].params
             for index, value in enumerate(_outputs(graph))
             if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
+        }
+        self.place_of_gradient = {
+            str(dialect.argument(value, "param")): index
+            for index, value in enumerate(_outputs(graph))
+            if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
         }
 
     def check(self, pass_name: str) -> None:
@@ -78,7 +84,9 @@ class Verifier:
         for node in self.graph.fx_graph.nodes:
             for source in node.all_input_nodes:
                 if source not in seen:
-                    self._fail("the order is topological", node, f"{node} uses {source} before it exists")
+                    is_wait = source.target in dialect.WAITS
+                    invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
+                    self._fail(invariant, node, f"{node} uses {source} before it exists")
             if node.op == "placeholder" and body:
                 self._fail("inputs come first", node, f"input {node} stands among the operators")
             body |= node.op != "placeholder"
@@ -308,13 +316,19 @@ class Verifier:
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
             invariant = "each gradient is reduced exactly once"
-            self._fail(invariant, None, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
-        starts = self.graph.with_role(Role.REDUCE_START)
-        started = {name for s in starts for name in s.meta["fsdp"].params}
-        if starts and started - produced:
-            missing = ", ".join(sorted(started - produced))
-            invariant = "each reduced gradient is returned"
-            self._fail(invariant, None, f"reduced and dropped: {missing}", tuple(sorted(started - produced)))
+            node = self._returned_for(wrong[0])
+            self._fail(invariant, node, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
+        for start in self.graph.with_role(Role.REDUCE_START):
+            dropped = tuple(name for name in start.meta["fsdp"].params if name not in produced)
+            if dropped:
+                invariant = "each reduced gradient is returned"
+                self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
+
+    def _returned_for(self, parameter: str) -> fx.Node:
+        """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
+        index, values = self.place_of_gradient.get(parameter), _outputs(self.graph)
+        value = values[index] if index is not None and index < len(values) else None
+        return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
         """Along the data, each gradient goes through one reduction over the group that shards and one over the
@@ -358,6 +372,30 @@ class Verifier:
                 starts[index] if index < len(starts) else None,
                 f"entry {index} is {entry(sequence)}, planned was {entry(planned)}",
             )
+
+
+def _parameters(node: fx.Node) -> tuple[str, ...]:
+    """The parameters of the node's record, or of the records that are the fewest operators above it; views are none."""
+    level = [node] if node.op != "output" else []
+    seen: set[fx.Node] = set()
+    while level:
+        names: list[str] = []
+        above: list[fx.Node] = []
+        for current in level:  # grows
+            if current in seen:
+                continue
+            seen.add(current)
+            found = record(current)
+            if found is not None and found.params:
+                names += found.params
+            elif is_view(current):
+                level += current.all_input_nodes
+            else:
+                above += current.all_input_nodes
+        if names:
+            return tuple(dict.fromkeys(names))
+        level = above
+    return ()
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:

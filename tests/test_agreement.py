@@ -174,6 +174,7 @@ class Backwards(GraphPass):
 @FACTS
 def a_pass_that_reorders_collectives_on_one_rank() -> None:
     words = ("'forward gather_start blocks.1", "on rank 1", "'forward gather_start blocks.0", "on rank 0")
+    words += ("blocks.1.up.weight", "scheduled by pass backwards")
     disagree(MLP(), *words, passes=default_pipeline().replace("prefetch", Backwards()))
 
 

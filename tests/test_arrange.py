@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from graph_fsdp.passes import CostModel, GroupShape, default_pipeline, find_hardware
+from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
 from graph_fsdp.passes.arrange import arrange_buckets, gathered_nbytes
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
 
@@ -130,3 +132,29 @@ def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() ->
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got"):
         default_pipeline(bucket=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda spec: spec.buckets, "arrange must return a ModelSpec"),
+        (lambda spec: dataclasses.replace(spec, buckets=spec.buckets[1:]), "arrange left a in no bucket"),
+        (lambda spec: dataclasses.replace(spec, buckets=spec.buckets * 2), "arrange put a into bucket 'u' and another"),
+        (
+            lambda spec: dataclasses.replace(
+                spec, buckets=(dataclasses.replace(spec.buckets[0], parameters=tuple(spec.parameters.values())),)
+            ),
+            "arrange made bucket 'u' of parameters of several dtypes",
+        ),
+    ],
+    ids=["no model", "one left out", "one twice", "two dtypes"],
+)
+def test_buckets_of_a_users_pass_are_checked(change: Callable[[ModelSpec], Any], message: str) -> None:
+    class Mine(Bucket):
+        def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
+            return change(super().arrange(model, cost))
+
+    spec = model(parameter("a", "u", 4), parameter("b", "u", 4, torch.bfloat16))
+    with pytest.raises(PipelineError, match=message) as raised:
+        default_pipeline().replace("bucket", Mine()).arrange(spec, CPU)
+    assert "Mine('bucket')" in str(raised.value)

@@ -97,6 +97,21 @@ def test_a_pass_that_exceeds_the_budget_is_rejected() -> None:
         model(torch.randn(4, 16))
 
 
+def test_a_users_schedule_is_held_to_the_budget_of_the_pipeline() -> None:
+    class AllAtOnce(graph_fsdp.passes.GraphPass):
+        name, requires, provides = "all_at_once", {"bucketed"}, {"scheduled"}
+
+        def run(self, graph: graph_fsdp.passes.Graph, context: graph_fsdp.passes.PassContext) -> None:
+            assert context.budget == 2 * BLOCK
+            for gather in reversed(graph.gathers):
+                graph.placeholders[-1].append(gather.start)
+
+    passes = default_pipeline(budget=2 * BLOCK).replace("prefetch", AllAtOnce())
+    model = graph_fsdp.compile(MLP(depth=3), backend="eager", passes=passes)
+    with pytest.raises(graph_fsdp.VerificationError, match=r"'all_at_once' .*15,360 bytes are gathered at once"):
+        model(torch.randn(4, 16))
+
+
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_that_is_not_positive_is_refused(budget: int) -> None:
     with pytest.raises(ValueError, match="budget must be a positive number of bytes"):

@@ -88,6 +88,55 @@ def test_unknown_phases_and_things_that_are_no_passes() -> None:
     refuse(lambda: PassPipeline([*default_pipeline(), Free]), "must be GraphPass objects", "Free")  # type: ignore[list-item]
 
 
+def test_one_phase_is_shorthand_for_phases() -> None:
+    seen = []
+
+    class Look(GraphPass):
+        name, phase = "look", "backward"
+
+        def run(self, graph: Graph, context: PassContext) -> None:
+            seen.append(graph.phase)
+
+    class LookThere(Look):
+        name, phases = "look_there", ["forward", "inference"]
+
+    class LookHere(LookThere):
+        name, phase = "look_here", "forward"
+
+    assert [p.runs_in() for p in (Look(), LookThere(), LookHere())] == [
+        ("backward",),
+        ("forward", "inference"),
+        ("forward",),
+    ], "what a subclass says counts"
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline().insert_after("free", Look()))
+    model(torch.ones(4, 16)).sum().backward()
+    assert seen == ["backward"]
+
+
+@pytest.mark.parametrize(
+    "contract, words",
+    [
+        ({"phase": "backward", "phases": ("forward",)}, ("phase to 'backward'", "phases to ('forward',)")),
+        ({"phase": ("forward", "backward")}, ("phase must be one of capture, joint", "set phases to name several")),
+        ({"phase": "backwards"}, ("unknown phases ['backwards']",)),
+        ({"phases": "backward"}, ("phases must be a set, tuple or list", "'backward'", "write ('backward',)")),
+        ({"requires": "bucketed"}, ("requires must be a set, tuple or list", "write ('bucketed',)")),
+        ({"provides": "scheduled"}, ("provides must be a set, tuple or list", "write ('scheduled',)")),
+        ({"requires": None}, ("requires must be a set, tuple or list of strings, got None",)),
+        ({"provides": [Role.FREE]}, ("provides must be a set, tuple or list of strings",)),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else " ".join(value),
+)
+def test_contracts_that_say_nothing_or_two_things(contract: dict[str, Any], words: tuple[str, ...]) -> None:
+    refuse(lambda: default_pipeline().insert_after("free", Nothing(**contract)), "Nothing('nothing')", *words)
+
+
+@pytest.mark.parametrize("kind", [set, tuple, list, frozenset])
+def test_contracts_are_any_collection_of_strings(kind: type) -> None:
+    contract = {"phases": kind(["backward"]), "requires": kind(["bucketed"]), "provides": kind(["mine"])}
+    default_pipeline().insert_after("bucket", Nothing(**contract))
+
+
 # Dependencies
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ BLOCK0, BLOCK1 = (
     tuple(f"blocks.{i}.{leaf}" for leaf in ("up.weight", "up.bias", "down.weight", "down.bias")) for i in (0, 1)
 )
 ROOT = ("head.weight", "head.bias")
+UP = BLOCK0[:2]
 
 
 class Mistake(GraphPass):
@@ -35,8 +36,9 @@ class Mistake(GraphPass):
 
     phases: ClassVar = ("forward",)
     after = "free"
+    options: ClassVar[dict[str, Any]] = {}  # of the pipeline
     invariant: str
-    node: str | None
+    node: str
     parameters: tuple[str, ...] = BLOCK0
 
     def __init_subclass__(cls) -> None:
@@ -121,6 +123,29 @@ class UsesAfterFree(Mistake):
             graph.call(aten.sum.default, (call_of(graph, aten.t.default),), name="late")
 
 
+class OrdersAUseBeforeItsWait(Mistake):
+    """In the new order the wait stands behind the first view of what it waits for."""
+
+    after, invariant, node = "bucket", "a buffer is used after its wait", "blocks_0_up_weight"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        order, wait = graph.nodes, graph.gathers[0].wait
+        order.remove(wait)
+        order.insert(order.index(next(iter(wait.users))) + 1, wait)
+        graph.reorder(order)
+
+
+class ExceedsTheBudget(Mistake):
+    """All gathers start at the top. The pipeline allows one and a half blocks."""
+
+    after, options, parameters = "prefetch", {"budget": 7000}, BLOCK1
+    invariant, node = "bytes gathered and in flight stay under the budget", "gather_blocks_1"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        for gather in reversed(graph.gathers):
+            graph.placeholders[-1].append(gather.start)
+
+
 class UsesBeforeWait(Mistake):
     """An operator reads the buffer while the gather is under way."""
 
@@ -203,7 +228,7 @@ class GathersTwice(Mistake):
 class ChangesDtype(Mistake):
     """A cast to bfloat16 whose fake value is the float32 one of before."""
 
-    after, parameters = "bucket", ()
+    after, parameters = "bucket", UP
     invariant, node = "shapes, dtypes and devices agree with the fake tensors", "cast"
 
     def run(self, graph: Graph, context: PassContext) -> None:
@@ -214,10 +239,23 @@ class ChangesDtype(Mistake):
         gelu.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
 
 
+class ChangesShape(Mistake):
+    """A weight is transposed, and what reads it has the fake values of before."""
+
+    invariant, node = "shapes, dtypes and devices agree with the fake tensors", "addmm"
+    parameters = UP
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        weight = call_of(graph, aten.t.default)
+        with graph.fx_graph.inserting_after(weight):
+            transposed = graph.call(aten.t.default, (weight,))
+        weight.replace_all_uses_with(transposed, delete_user_cb=lambda user: user is not transposed)
+
+
 class DropsTranspose(Mistake):
     """The shapes do not fit any more: the operator cannot run."""
 
-    after, parameters = "bucket", ()
+    after, parameters = "bucket", UP
     invariant, node = "shapes, dtypes and devices agree with the fake tensors", "addmm"
 
     def run(self, graph: Graph, context: PassContext) -> None:
@@ -229,7 +267,7 @@ class DropsTranspose(Mistake):
 class AnnotatesTheSecondOfTwoEqualCallsWrongly(Mistake):
     """The first one's value is right."""
 
-    after, parameters = "bucket", ()
+    after, parameters = "bucket", UP
     invariant, node = "shapes, dtypes and devices agree with the fake tensors", "again"
 
     def run(self, graph: Graph, context: PassContext) -> None:
@@ -241,7 +279,7 @@ class AnnotatesTheSecondOfTwoEqualCallsWrongly(Mistake):
 class ChangesWhatAnOperatorReads(Mistake):
     """A weight is viewed in another shape, and has the fake value of it; its transpose has that of before."""
 
-    after, parameters = "bucket", ()
+    after, parameters = "bucket", UP[:1]
     invariant, node = "shapes, dtypes and devices agree with the fake tensors", "t"
 
     def run(self, graph: Graph, context: PassContext) -> None:
@@ -253,7 +291,7 @@ class ChangesWhatAnOperatorReads(Mistake):
 class LeavesOutFakeValue(Mistake):
     """A new node without a value for the passes that follow."""
 
-    after, parameters, invariant, node = "bucket", (), "every node has a fake value", "new"
+    after, parameters, invariant, node = "bucket", UP, "every node has a fake value", "new"
 
     def run(self, graph: Graph, context: PassContext) -> None:
         gelu = call_of(graph, aten.gelu.default)
@@ -264,7 +302,7 @@ class LeavesOutFakeValue(Mistake):
 class ReversesOrder(Mistake):
     """All operators come in the opposite order."""
 
-    after, parameters, invariant, node = "bucket", (), "the order is topological", "addmm_4"
+    after, parameters, invariant, node = "bucket", ROOT, "the order is topological", "addmm_4"
 
     def run(self, graph: Graph, context: PassContext) -> None:
         inputs = len(graph.placeholders)
@@ -348,15 +386,39 @@ class DropsReduction(Mistake):
     """Each rank would keep its own gradient of a parameter."""
 
     phases, after, parameters = ("backward",), "just_in_time", ("blocks.0.up.weight",)
-    invariant, node = "each gradient is reduced exactly once", None
+    invariant, node = "each gradient is reduced exactly once", "own"
 
     def run(self, graph: Graph, context: PassContext) -> None:
         reduction = graph.with_role(Role.REDUCE)[-1]
         gradient, shard_shape = reduction.args[:2]
         with graph.fx_graph.inserting_before(reduction):
-            own = graph.call(aten.slice.Tensor, (gradient, 0, 0, shard_shape[0]))
+            own = graph.call(aten.slice.Tensor, (gradient, 0, 0, shard_shape[0]), name="own")
         reduction.replace_all_uses_with(own)
         graph.fx_graph.erase_node(reduction)
+
+
+class DropsReductionAndReturnsNothing(Mistake):
+    """A parameter gets None, and nothing reduces its gradient."""
+
+    phases, after, parameters = ("backward",), "just_in_time", ("blocks.0.up.weight",)
+    invariant, node = "each gradient is reduced exactly once", "output"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        reduction = graph.with_role(Role.REDUCE)[-1]
+        reduction.replace_all_uses_with(None)
+        graph.fx_graph.erase_node(reduction)
+
+
+class DropsReducedGradient(Mistake):
+    """What comes out of a reduction goes nowhere."""
+
+    phases, after, parameters = ("backward",), "bucket", ("blocks.0.up.weight",)
+    invariant, node = "each reduced gradient is returned", "reduce_blocks_0"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        result = graph.buckets["blocks.0"].reduction.results[0]
+        result.replace_all_uses_with(None)
+        graph.fx_graph.erase_node(result)
 
 
 class DropsReductionFromJointGraph(DropsReduction):
@@ -445,7 +507,7 @@ def change_record(node: fx.Node, **changes: int) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_the_verifier_names_the_mistake(fake_group: None, mistake: type[Mistake]) -> None:
-    pipeline = default_pipeline().insert_after(mistake.after, mistake())
+    pipeline = default_pipeline(**mistake.options).insert_after(mistake.after, mistake())
     model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
     for _ in range(2):  # nothing of the first attempt is left behind
         with pytest.raises(VerificationError) as raised:
@@ -453,7 +515,7 @@ def test_the_verifier_names_the_mistake(fake_group: None, mistake: type[Mistake]
         error = raised.value
         assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
         assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))
-        named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node or "", *mistake.parameters]
+        named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node, *mistake.parameters]
         assert [word for word in named if word not in str(error)] == []
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert model._graph_fsdp.counter.current == 0
