@@ -70,7 +70,9 @@ def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) 
 def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | None) -> int:
     if cost is None:
         raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
-    size = cost.saturating_bytes(model.group) if model.world_size > 1 else 0
+    # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
+    group = model.group if model.world_size > 1 else model.replicate_group
+    size = cost.saturating_bytes(group) if model.ranks > 1 else 0
     units = [sum(map(gathered_nbytes, run)) for _, run in unit_runs(model.parameters.values())]
     return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 

@@ -97,6 +97,16 @@ def test_auto_is_no_larger_than_the_largest_unit_and_half_the_budget() -> None:
     assert max(sum(gathered_nbytes(p) for p in bucket.parameters) for bucket in bounded.buckets) == 64 * KIB
 
 
+def test_auto_buckets_of_a_replicated_model_saturate_its_all_reduce() -> None:
+    sharded = [parameter("large", "large", 16 * 1024), *layers(40, 64)]
+    whole = [dataclasses.replace(p, world_size=1) for p in sharded]
+    spec = dataclasses.replace(make_model_spec(whole, "", 1), replicate_group="r", replicas=WORLD)
+    cost = CostModel(find_hardware("cpu"), {"": GroupShape(1), "r": GroupShape(WORLD)})
+    automatic = arrange_buckets(spec, "auto", cost)
+    assert buckets(automatic) == buckets(arrange_buckets(spec, cost.saturating_bytes("r")))
+    assert len(automatic.buckets) < 40
+
+
 def test_the_first_unit_is_divided_where_its_gather_takes_its_bytes_time() -> None:
     h100 = CostModel(find_hardware("h100"), {"0": GroupShape(WORLD)})
     mib = KIB
