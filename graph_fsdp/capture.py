@@ -239,9 +239,8 @@ class Engine:
             self.pipeline.run(graphs, context)
         except Exception:
             if is_new and decides and shared:
-                publish(
-                    key, json.dumps({"kind": None}), self.ranks
-                )  # the others meet the same error, or say that they did not
+                # The others meet the same error, or say that they did not.
+                publish(key, json.dumps({"kind": None}), self.ranks)
             raise
         if failed:
             raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")

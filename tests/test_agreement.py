@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
-from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassError, Role, default_pipeline
 from graph_fsdp.runtime.agreement import agree
 
 FACTS = Facts(__name__)
@@ -176,6 +176,23 @@ def a_pass_that_reorders_collectives_on_one_rank() -> None:
     words = ("'forward gather_start blocks.1", "on rank 1", "'forward gather_start blocks.0", "on rank 0")
     words += ("blocks.1.up.weight", "scheduled by pass backwards")
     disagree(MLP(), *words, passes=default_pipeline().replace("prefetch", Backwards()))
+
+
+class FailsOnTheFirstRank(GraphPass):
+    name = "fails_on_the_first_rank"
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        if rank() == 0:
+            raise ArithmeticError("of rank 0 alone")
+
+
+@FACTS
+def a_pass_that_fails_on_the_first_rank_is_an_error_on_all_at_once() -> None:
+    passes = default_pipeline().insert_before("free", FailsOnTheFirstRank())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=passes)
+    expected = (PassError, "of rank 0 alone") if rank() == 0 else (RankDisagreement, "rank 0 failed to schedule")
+    with pytest.raises(expected[0], match=expected[1]):
+        model(batch())
 
 
 @FACTS
