@@ -76,7 +76,7 @@ class Prefetch(GraphPass):
         distance = self.distance if graph.phase == "backward" else self.forward
         self._place(graph, gathers, distance, context)
         defer_reductions(graph, reductions, self.reductions_in_flight)
-        _hoist_waits(graph)
+        _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
@@ -136,18 +136,32 @@ def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.N
             last.append(start)
 
 
-def _hoist_waits(graph: Graph) -> None:
+def _hoist_waits(graph: Graph, within_budget: bool) -> None:
+    """Waits, and the gathers that start with them, move up over cheap operators; not over those that read a gathered
+    buffer where that must be free before the gathers start."""
+    readers: set[fx.Node] = set()
+    if within_budget:
+        readers = {node for gather in graph.gathers for node in gather.reads}
     for wait in graph.with_role(Role.GATHER_WAIT):
         start = wait.args[0]
         before = wait.prev
-        while is_cheap(before):
+        while is_cheap(before) and before not in readers:
             before = before.prev
         reached = before.target in dialect.EXECUTED or before.op == "placeholder"
         if reached and before is not wait.prev and before is not start:
-            started_with_it = wait.next
+            started_with_it = _starts_behind(wait)
             before.append(wait)
-            if has_role(started_with_it, Role.GATHER_START):
-                wait.append(started_with_it)
+            for node in reversed(started_with_it):
+                wait.append(node)
+
+
+def _starts_behind(wait: fx.Node) -> list[fx.Node]:
+    found = []
+    node = wait.next
+    while has_role(node, Role.GATHER_START):
+        found.append(node)
+        node = node.next
+    return found
 
 
 def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:

@@ -116,3 +116,25 @@ def test_a_users_schedule_is_held_to_the_budget_of_the_pipeline() -> None:
 def test_a_budget_that_is_not_positive_is_refused(budget: int) -> None:
     with pytest.raises(ValueError, match="budget must be a positive number of bytes"):
         default_pipeline(budget=budget)
+
+
+class Scale(torch.nn.Module):
+    """One pointwise operator, and the last use of its bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_wait_does_not_move_up_over_the_last_use_that_the_budget_waits_for() -> None:
+    unit = 128 * 4
+    for budget in (unit, 2 * unit, 3 * unit):
+        model = torch.nn.Sequential(*(Scale() for _ in range(5)))
+        passes = default_pipeline(prefetch=2, budget=budget)
+        graph_fsdp.compile(model, backend="eager", passes=passes, auto_wrap_policy={Scale})
+        with torch.no_grad():
+            model(torch.randn(4, 128))
+        assert graph_fsdp.inspect(model).peak_gathered_bytes == budget
