@@ -46,7 +46,7 @@ def arrange_buckets(
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
     if cost is not None and model.world_size > 1:
-        buckets = tuple(dataclasses.replace(b, messages=choose_messages(b, cost, model.group)) for b in buckets)
+        buckets = tuple(_in_messages(bucket, cost, model.group) for bucket in buckets)
     return dataclasses.replace(model, buckets=buckets)
 
 
@@ -127,18 +127,18 @@ def gathered_nbytes(p: ParameterSpec) -> int:
     return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
 
 
-def choose_messages(bucket: BucketSpec, cost: CostModel, group: str) -> tuple[tuple[int, int], ...]:
-    """A parameter gets a message of its own where that costs less than unpacking it from a common one; those in a
-    row that do not share one. () where one message does it all."""
-    messages: list[tuple[int, int]] = []
-    shared = False
+def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
+    """A parameter gets a message of its own where that costs less than unpacking it from a common one. The others come
+    last in the bucket and share one, so that there is but one of these. () where one message does it all."""
+    alone, shared = [], []
     for p in bucket.parameters:
-        begin = bucket.offsets[p.name]
-        alone = cost.copy_seconds(gathered_nbytes(p)) > cost.message_seconds(group)
-        if alone or not shared:
-            messages.append((begin, p.shard_numel))
-        else:
-            first = messages[-1][0]
-            messages[-1] = (first, begin + p.shard_numel - first)
-        shared = not alone
-    return tuple(messages) if len(messages) > 1 else ()
+        unpacking = cost.copy_seconds(gathered_nbytes(p))
+        (alone if unpacking > cost.message_seconds(group) else shared).append(p)
+    if not alone or len(bucket.parameters) == 1:
+        return bucket
+    bucket = dataclasses.replace(bucket, parameters=(*alone, *shared))
+    messages = [(bucket.offsets[p.name], p.shard_numel) for p in alone]
+    if shared:
+        begin, last = bucket.offsets[shared[0].name], shared[-1]
+        messages.append((begin, bucket.offsets[last.name] + last.shard_numel - begin))
+    return dataclasses.replace(bucket, messages=tuple(messages))

@@ -127,14 +127,9 @@ def test_the_first_unit_is_divided_where_its_gather_takes_its_bytes_time() -> No
 def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() -> None:
     spec = arrange_buckets(model(*layers(1, 1, 1, 64 * KIB, 1, 1, 32 * KIB)), "unit", CPU)
     (bucket,) = spec.buckets
+    assert [p.name for p in bucket.parameters] == [f"layers.0.{index}" for index in (2, 5, 0, 1, 3, 4)]
     small, large, larger = 64, 32 * KIB * KIB // 4 // WORLD, 64 * KIB * KIB // 4 // WORLD
-    begin = 2 * small
-    assert bucket.messages == (
-        (0, 2 * small),
-        (begin, larger),
-        (begin + larger, 2 * small),
-        (begin + larger + 2 * small, large),
-    )
+    assert bucket.messages == ((0, larger), (larger, large), (larger + large, 4 * small))
     assert arrange_buckets(model(*layers(2, 1, 1)), "unit", CPU).buckets[0].messages == (), "one message does it"
 
 
