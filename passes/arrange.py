@@ -130,7 +130,8 @@ def gathered_nbytes(p: ParameterSpec) -> int:
 def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
     """A parameter gets a message of its own where that costs less than unpacking it from a common one. The others come
     last in the bucket and share one, so that there is but one of these. () where one message does it all."""
-    alone, shared = [], []
+    alone: _Members = []
+    shared: _Members = []
     for p in bucket.parameters:
         unpacking = cost.copy_seconds(gathered_nbytes(p))
         (alone if unpacking > cost.message_seconds(group) else shared).append(p)
