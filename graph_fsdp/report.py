@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.layout import copied_nbytes
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.simulate import Timeline, simulate
@@ -38,13 +39,15 @@ class BucketRow:
 
 class GraphView:
     """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
-    program that runs it, and the bytes that it is predicted to hold."""
+    program that runs it, the bytes that it is predicted to hold, and ``copied_nbytes``: those that packing and
+    unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.layout.copied_nbytes`)."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.buckets: list[BucketRow] = []
         self.slots = SlotTable()
+        self.copied_nbytes = 0
         self.program: str | None = None
         self.memory: MemoryProfile | None = None
         self.graph: Graph | None = None  # after all passes
@@ -115,6 +118,7 @@ class CapturedGraph:
         view.graph = graph
         view.buckets = _bucket_rows(graph)
         view.slots = slot_table(graph, context)
+        view.copied_nbytes = copied_nbytes(graph)
         view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:
@@ -189,6 +193,7 @@ class GraphReport:
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
+                lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"] if view.buckets else []
                 lines += [f"  {line}" for line in str(view.memory).splitlines()]
                 lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3

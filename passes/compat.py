@@ -19,7 +19,7 @@ whole test-suite was run.
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
-| ``distributed_c10d._coalescing_manager`` | grouped all-gathers on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
@@ -39,6 +39,7 @@ whole test-suite was run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -108,6 +109,7 @@ __all__ = [
     "flop_registry",
     "free_symbols",
     "grouped_all_gather",
+    "grouped_reduce_scatter",
     "has_memory",
     "inductor_compile",
     "inductor_decompositions",
@@ -141,17 +143,29 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def grouped_all_gather(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
-) -> list[dist.Work | Any]:
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def grouped_all_gather(pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
     """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
     after the other; what to wait for."""
+    return _grouped(all_gather_single, pairs, group)
+
+
+def grouped_reduce_scatter(
+    pairs: _Pairs, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> list[dist.Work | Any]:
+    """Reduce-scatters of (target, source) pairs, likewise."""
+    return _grouped(functools.partial(reduce_scatter_single, op=op), pairs, group)
+
+
+def _grouped(collective: Callable[..., Any], pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
     if len(pairs) > 1 and pairs[0][1].device.type in ("cuda", "xpu"):
         with _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
-                all_gather_single(target, source, group=group)
+                collective(target, source, group=group)
         return [manager]
-    return [all_gather_single(target, source, group=group, async_op=True) for target, source in pairs]
+    return [collective(target, source, group=group, async_op=True) for target, source in pairs]
 
 
 # 2.9 has it under another name.

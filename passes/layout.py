@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graph_fsdp.passes import dialect
+from graph_fsdp.passes.graph import Graph, nbytes
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,47 @@ def layout_of(start: fx.Node) -> GatherLayout:
     # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
     numels = dialect.argument(start, "numels") or [shard.meta["val"].numel() for shard in shards]
     return GatherLayout.make(offsets, numels, length, world_size, dialect.argument(start, "messages"))
+
+
+def _messages_of(start: fx.Node) -> list[list[fx.Node]]:
+    """The gradients of a ``reduce_scatter_start``, message by message."""
+    grads = iter(dialect.argument(start, "grads"))
+    counts = dialect.argument(start, "messages") or [len(dialect.argument(start, "grads"))]
+    return [list(itertools.islice(grads, count)) for count in counts]
+
+
+def gradients_sent(start: fx.Node) -> list[fx.Node]:
+    """The gradients that a ``reduce_scatter_start`` sends from where they lie."""
+    dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
+    alone = [message[0] for message in _messages_of(start) if len(message) == 1]
+    return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], dtype, world_size)]
+
+
+def packed_nbytes(start: fx.Node) -> int:
+    """Bytes of the copies that a ``reduce_scatter_start`` sends: packed, padded or cast."""
+    dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
+    sent = set(gradients_sent(start))
+    copied = [grad.meta["val"] for grad in dialect.argument(start, "grads") if grad not in sent]
+    return world_size * sum(dialect.chunk_numels(copied, world_size)) * int(dtype.itemsize)
+
+
+def copied_nbytes(graph: Graph) -> int:
+    """Bytes that packing and unpacking for collectives reads and writes in one run of the graph: casts of shards,
+    landing buffers, packed gradients, shards that are kept. What the process group copies itself is not among them."""
+    total = 0
+    for node in graph.fx_graph.nodes:
+        if node.target is dialect.all_gather_start:
+            shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
+            if shard.dtype is not full.dtype:
+                numel = full.numel() // dialect.argument(node, "world_size")
+                total += numel * (shard.dtype.itemsize + full.dtype.itemsize)
+            total += 2 * landing_nbytes(node)
+        elif node.target is dialect.keep_shard:
+            total += 2 * nbytes(node.meta["val"])
+        elif node.target is dialect.reduce_scatter_start:
+            sent = set(gradients_sent(node))
+            read = sum(nbytes(grad.meta["val"]) for grad in dialect.argument(node, "grads") if grad not in sent)
+            total += read + packed_nbytes(node)
+        elif node.target is dialect.all_reduce_start:
+            total += nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads"))
+    return total

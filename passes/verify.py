@@ -209,11 +209,18 @@ class Verifier:
                 found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
                 if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
                     self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-            messages = [scale * value for message in bucket.messages for value in message]
+            messages = bucket.message_arguments(scale)
             found_messages = list(dialect.argument(node, "messages"))
             if found_messages != messages:
                 invariant = "a bucket is gathered in the same messages on all ranks"
                 self._fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
+        elif node.target is dialect.reduce_scatter_start and "bucketed" in self.context.facts[self.graph.phase]:
+            names = node.meta["fsdp"].params
+            bucket = self.context.bucket_of(names[0])
+            expected = bucket.reduced_in([self.context.model.parameters[name] for name in names])
+            if (found := list(dialect.argument(node, "messages"))) != expected:
+                wrong = f"{node} has messages {found}, its bucket {expected}"
+                self._fail("a bucket is reduced in the same messages on all ranks", node, wrong)
         elif has_role(node, Role.KEEP_SHARD):
             self._kept_layout(node, 1)
         elif has_role(node, Role.UNPACK):
