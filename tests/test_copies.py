@@ -41,12 +41,8 @@ def traced(mp_policy: MixedPrecisionPolicy | None = None, rows: int = WIDTH) -> 
 
 def reduction(report: graph_fsdp.GraphReport) -> str:
     (line,) = (line for line in report.backward.stages["free"].body.splitlines() if "reduce_scatter_start" in line)
-    return line.strip().replace(f"'{dist.group.WORLD.group_name}'", "group").replace("torch.ops.graph_fsdp.", "")
-    return (
-        line.partition("= ")[2]
-        .replace(f"'{dist.group.WORLD.group_name}'", "group")
-        .replace("torch.ops.graph_fsdp.", "")
-    )
+    call = line.partition("torch.ops.graph_fsdp.")[2]
+    return call.replace(f"'{dist.group.WORLD.group_name}'", "group")
 
 
 @pytest.mark.usefixtures("fake_group")
