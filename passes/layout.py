@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Message:
         """One chunk that fills the message, or none that is used: rank-major and parameter-major are the same."""
         return not self.offsets or (self.offsets == (self.begin,) and self.numels == (self.numel,))
 
+    @functools.cached_property
     def splits(self) -> list[int]:
         """Sizes of the message's pieces: chunks and the gaps between them, in order."""
         sizes, end = [], self.begin
@@ -59,7 +61,7 @@ class GatherLayout:
             made.append(Message(begin, numel, tuple(o for o, _ in inside), tuple(n for _, n in inside)))
         return cls(tuple(offsets), tuple(numels), length, world_size, tuple(made))
 
-    @property
+    @functools.cached_property
     def landing_numel(self) -> int:
         """Elements of the buffer for what is gathered first and unpacked then."""
         return self.world_size * sum(m.numel for m in self.messages if not m.lands_in_place)

@@ -136,7 +136,7 @@ def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
 
 def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
-    sizes = message.splits()
+    sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
     pieces = [
         piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
