@@ -74,7 +74,8 @@ def start_all_gather(
             used += world * message.numel
             unpacked.append((target, message))
         targets.append((target, source[message.begin : message.begin + message.numel]))
-    works = _exchange_all_gather(targets, group) if _is_pair(group) else compat.grouped_all_gather(targets, group)
+    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
+    works = gather(targets, group)
 
     def finish(keep_alive: Any = (source, targets)) -> None:
         for work in works:
@@ -87,9 +88,9 @@ def start_all_gather(
     return Pending(buffer, finish)
 
 
-def _is_pair(group: dist.ProcessGroup) -> bool:
+def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
     """See [Note: two ranks on gloo]."""
-    return group.size() == 2 and group.name() == "gloo"
+    return group.size() == 2 and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Any]:
@@ -178,7 +179,7 @@ def start_reduce_scatter(
         pairs.append((out[offsets[begin] : offsets[begin] + len(sent) // world], sent))
         begin += count
     after = after if replicas == 1 else None
-    if _is_pair(group):
+    if _is_pair(group, out.device):
         return _exchange_reduce_scatter(out, pairs, group, 2.0 if before is None else after)
     works = compat.grouped_reduce_scatter(pairs, _operator(dtype), group)
     return Pending(out, _finish_reduction(works, out, after, keep_alive=pairs))
