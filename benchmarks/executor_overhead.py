@@ -4,10 +4,10 @@
 
 The GPT of ``examples/gpt.py`` is compiled on a fake process group of eight ranks, whose collectives return at once.
 Then its forward and backward programs run with other functions in the place of their regions: they return the tensors
-that the region returned once. What is left is the executor: the generated function, buffers, slots, and the
-calls into torch.distributed. CPU times of the thread within the frame's methods (start, wait, free) count for collectives, all others for
-regions. The model is so narrow that copying its parameters takes no time. Not shown: what a region's own call costs,
-and what a real process group's call does.
+that the region returned once. What is left is the executor: the generated function, buffers, slots, and the calls into
+torch.distributed. CPU time of the thread within the frame's methods (start, wait, free) counts for collectives, all
+other for regions. The model is so narrow that copying its parameters takes no time. Not shown: what a region's own call
+costs, and what a real process group's call does.
 """
 
 from __future__ import annotations
