@@ -4,8 +4,8 @@
 
 The collectives of both run on a simulated process group (``simulated_group.py``): they take the time that the cluster's
 link would take, beside compute, and every rank is taken to hold what this one holds. Shapes are those of Llama-3-8B,
-with one sequence of 8,192 tokens per rank; bfloat16 gathers and compute, float32 reductions, AdamW. On the CPU the model
-is small, and links are slower by ``--bandwidth-scale`` and ``--latency-scale`` so that communication matters.
+with one sequence of 8,192 tokens per rank; bfloat16 gathers and compute, float32 reductions, AdamW. On the CPU the
+model is small, and links are slower by ``--bandwidth-scale`` and ``--latency-scale`` so that communication matters.
 
 The two take turns in one process, on the same weights and tokens, a step with the link and a step with collectives that
 take no time. Per implementation:
@@ -17,9 +17,9 @@ take no time. Per implementation:
 - peak: bytes that the device's allocator had at once in a step, without what the other implementation holds. Not
   measured on the CPU.
 
-A run in which the first losses differ by more than TOLERANCE fails. FSDP2 is set up as torchtitan does it: every block compiled
-and sharded, the embedding sharded by itself, norm and head together and kept for backward. On the CPU, FSDP2 waits for
-every collective where it starts it, since its overlap needs streams: its figures there say nothing of a GPU.
+A run in which the first losses differ by more than TOLERANCE fails. FSDP2 is set up as torchtitan does it: every block
+compiled and sharded, the embedding sharded by itself, norm and head together and kept for backward. On the CPU, FSDP2
+waits for every collective where it starts it, since its overlap needs streams: the CPU's figures say nothing of a GPU.
 
 The cost model of graph_fsdp is told what the link is (``hardware``). Not run on CUDA yet.
 """
@@ -40,7 +40,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from simulated_group import INSTANT, Link, SimulatedGroup, simulated_group
+from simulated_group import SimulatedGroup, simulated_group
+from simulated_link import INSTANT, Link
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -296,7 +297,7 @@ def row(trainer: Trainer, group: SimulatedGroup, link: Link) -> dict[str, Any]:
         "step_s": step,
         "compute_s": compute,
         "link_s": seconds,
-        "busy": sum(launch.occupied() for launch in launches) / seconds if trainer.memory.device.type != "cpu" else None,
+        "busy": sum(launch.occupied() for launch in launches) / seconds if trainer.memory.counts else None,
         "bound_s": bound,
         "over_bound": step / bound,
         "collectives": len(launches),
@@ -373,10 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for cluster_name in options.clusters:
         cluster = CLUSTERS[cluster_name]
         link = Link(cluster.link.bandwidth * options.bandwidth_scale, cluster.link.latency * options.latency_scale)
-        print(
-            f"{cluster_name}: {cluster.ranks} ranks, {link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} microseconds",
-            flush=True,
-        )
+        print(f"{cluster_name}: {cluster.ranks} ranks, {link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} µs")
         results[cluster_name] = run_cluster(Cluster(cluster.ranks, link), options)
         print(table(results[cluster_name]), flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)

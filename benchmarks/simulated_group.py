@@ -4,67 +4,29 @@
         ...  # fully_shard, graph_fsdp.compile, torch.distributed: as on the 64 ranks
 
 It is the backend "simulated" of torch.distributed. A collective takes the time that it would take on the link, beside
-what the device computes, and writes what it would write if every rank held what this one holds: an all-gather repeats
-this rank's shard, a mean is this rank's own chunk, a sum is that times N. Two programs that shard alike therefore
-compute alike.
+what the device computes (``simulated_link.py``), and writes what it would write if every rank held what this one holds:
+an all-gather repeats this rank's shard, a mean is this rank's own chunk, a sum is that times N. Two programs that shard
+alike therefore compute alike.
 
-**Time.** A ring moves (N-1)/N of the full buffer over each rank's link for an all-gather or a reduce-scatter, and twice
-that for an all-reduce; all of a tensor for a broadcast. ``latency + bytes moved / bandwidth``, where a group of messages
-(``_coalescing_manager``) has one latency. A group's collectives run one after the other, in the order in which they are
-started; different groups do not share a link.
-
-**Streams** (any accelerator whose torch module has ``_sleep``; of those in torch 2.13 that is CUDA's). A collective
-waits for what the current stream has queued, occupies a stream of the group's with a kernel that spins for the time,
-and its output is written on another stream meanwhile. The work's ``wait`` makes the current stream wait. The spinning
-kernel takes one block of one multiprocessor; what NCCL's kernels take from compute is not simulated. Not run on CUDA
-yet.
-
-**CPU.** A thread of the group's sleeps until the collective's end and then writes its output; ``wait`` blocks the host.
-Copies come on top of the time, and take a core and memory bandwidth from compute.
+A ring moves (N-1)/N of the full buffer over each rank's link for an all-gather or a reduce-scatter, twice that for an
+all-reduce, all of a tensor for a broadcast; a collective takes ``latency + bytes moved / bandwidth``. A group of
+messages (``_coalescing_manager``) has one latency. Collectives of a process group run one after the other, in the order
+in which they are started; different process groups do not share a link.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from simulated_link import INSTANT, Lane, Link, Message, StreamLane, ThreadLane
 from torch import Tensor
 
 BACKEND = "simulated"
-
-
-@dataclass(frozen=True)
-class Link:
-    """What each rank has to the others. bandwidth: bytes/s, "bus bandwidth" as nccl-tests report it; latency: seconds
-    of a collective besides its bytes."""
-
-    bandwidth: float
-    latency: float
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not self.latency >= 0:
-            raise ValueError(f"Link: bandwidth must be above 0 bytes/s and latency 0 s or more, got {self}")
-
-
-INSTANT = Link(math.inf, 0.0)  # collectives take no time but that of the copies
-
-
-@dataclass(frozen=True)
-class Message:
-    """One collective. ``moved``: bytes over this rank's link. ``fill`` writes the outputs; it reads and writes no
-    tensor but ``tensors``."""
-
-    kind: str
-    moved: float
-    tensors: tuple[Tensor, ...]
-    fill: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -76,136 +38,6 @@ class Launch:
     moved: float
     seconds: float
     occupied: Callable[[], float]
-
-
-class Lane(Protocol):
-    """Where collectives of one device take their time, one after the other."""
-
-    def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
-        """Start a launch that takes ``seconds`` and fills the messages' outputs; the work, and ``Launch.occupied``,
-        which works if ``timed``."""
-
-    def close(self) -> None:
-        """Wait for what was started."""
-
-
-# --- the CPU
-
-
-class HostWork(dist.Work):
-    def __init__(self, done: Future[float]) -> None:
-        super().__init__()
-        self.done = done
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.done.result()
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done.done()
-
-
-class ThreadLane:
-    """The time of a launch begins when it is started and the link is free: what the thread is late with one launch
-    (copies, the interpreter's lock) does not delay the next."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulated link")
-        self._free = 0.0
-
-    def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
-        begin = max(time.perf_counter(), self._free)
-        end = self._free = begin + seconds
-
-        def run() -> float:
-            time.sleep(max(0.0, end - time.perf_counter()))
-            _fill(messages)
-            return time.perf_counter() - begin
-
-        done = self._thread.submit(run)
-        return HostWork(done), done.result
-
-    def close(self) -> None:
-        self._thread.shutdown()
-
-
-# --- devices with streams
-
-
-class StreamWork(dist.Work):
-    """``tensors``: kept until a stream waits, so that the allocator does not give their memory to others before."""
-
-    def __init__(self, done: torch.Event, device: torch.device, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.done, self.device, self.tensors = done, device, tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        torch.accelerator.current_stream(self.device).wait_event(self.done)
-        self.tensors = ()
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done.query()
-
-
-class StreamLane:
-    """Its streams have a high priority: a collective does not wait for a free multiprocessor."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.link, self.copies = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
-        self.spin = _spin_kernel(device)
-        self.cycles_per_second = self._calibrate()
-
-    def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
-        begin, done = (torch.Event(self.device, enable_timing=timed) for _ in range(2))
-        self.link.wait_event(torch.accelerator.current_stream(self.device).record_event())
-        self.link.record_event(begin)
-        self.copies.wait_event(begin)
-        with self.copies:
-            _fill(messages)
-        if seconds:
-            with self.link:
-                self.spin(round(seconds * self.cycles_per_second))
-        self.link.wait_event(self.copies.record_event())
-        self.link.record_event(done)
-
-        def occupied() -> float:
-            done.synchronize()
-            return begin.elapsed_time(done) * 1e-3  # milliseconds
-
-        return StreamWork(done, self.device, [t for message in messages for t in message.tensors]), occupied
-
-    def _calibrate(self, cycles: int = 20_000_000) -> float:
-        """Cycles per second while the device also multiplies matrices: clocks are lower under load."""
-        matrix = torch.ones(4096, 4096, dtype=torch.bfloat16, device=self.device)
-        for _ in range(3):  # the last counts: clocks have settled
-            for _ in range(100):
-                matrix @ matrix
-            begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-            with self.link:
-                begin.record()
-                self.spin(cycles)
-                end.record()
-            torch.accelerator.synchronize(self.device)
-        return cycles / (begin.elapsed_time(end) * 1e-3)
-
-    def close(self) -> None:
-        self.link.synchronize()
-
-
-def _spin_kernel(device: torch.device) -> Callable[[int], None]:
-    """A private name of torch: a kernel that spins for so many cycles, as torch's own tests use it."""
-    kernel: Callable[[int], None] | None = getattr(torch.get_device_module(device), "_sleep", None)
-    if kernel is None:
-        raise NotImplementedError(
-            f"simulated process group: torch.{device.type} has no _sleep, the kernel that occupies a stream for a time; "
-            "use CUDA or the CPU"
-        )
-    return kernel
-
-
-# --- the process group
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -285,8 +117,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _unsupported(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "simulated process group: all-gather, reduce-scatter (of single tensors), all-reduce, broadcast and barrier "
-            "are simulated; others are not"
+            "simulated process group: all-gather, reduce-scatter (of single tensors), all-reduce, broadcast and "
+            "barrier are simulated; others are not"
         )
 
     gather = scatter = reduce = reduce_scatter = _unsupported
@@ -315,7 +147,9 @@ class SimulatedGroup(dist.ProcessGroup):
         """The lane of the messages' device; without tensors, that of what came before."""
         devices = dict.fromkeys(tensor.device for message in messages for tensor in message.tensors)
         if len(devices) > 1:
-            raise ValueError(f"simulated process group: tensors of one collective lie on {', '.join(map(str, devices))}")
+            raise ValueError(
+                f"simulated process group: tensors of one collective lie on {', '.join(map(str, devices))}"
+            )
         device = next(iter([*devices, *self._lanes]), torch.device("cpu"))
         if device not in self._lanes:
             self._lanes[device] = ThreadLane() if device.type == "cpu" else StreamLane(device)
@@ -348,9 +182,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> Message:
         self._check("reduce-scatter", full=input, part=output)
         scale, chunk = self._scale(opts), input.view(self.size(), -1)[self.rank()].view(output.shape)
-        return Message(
-            "reduce_scatter", self._ring_bytes(input), (output, input), lambda: _copy(output, chunk, scale)
-        )
+        return Message("reduce_scatter", self._ring_bytes(input), (output, input), lambda: _copy(output, chunk, scale))
 
     def _scale(self, opts: Any) -> int:
         """What reducing equal tensors of all ranks multiplies them with."""
@@ -367,13 +199,6 @@ class SimulatedGroup(dist.ProcessGroup):
                 f"simulated {name}: {self.size()} ranks' parts of {part.numel()} elements ({part.dtype}) are not the "
                 f"full tensor's {full.numel()} ({full.dtype})"
             )
-
-
-def _fill(messages: Sequence[Message]) -> None:
-    # Inference mode: of this thread and of tensors, so that autograd and its checks see nothing, as with other backends.
-    with torch.inference_mode():
-        for message in messages:
-            message.fill()
 
 
 def _copy(target: Tensor, source: Tensor, scale: int = 1) -> None:

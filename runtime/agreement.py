@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 300.0
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 10.0  # more than the first rank takes to read what the others published
 _RANKS_IN_MESSAGE = 16
-# Backends of which only this process exists: torch's, for planning and tests, and that of benchmarks/simulated_group.py.
+# Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
 _ALONE = frozenset({"fake", "simulated"})
 
 

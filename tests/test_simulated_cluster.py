@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import simulated_cluster
@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from models import CLASSES, MLP, WIDTH
-from simulated_group import INSTANT, Launch, Link, SimulatedGroup, simulated_group
+from simulated_group import Launch, SimulatedGroup, simulated_group
+from simulated_link import INSTANT, Link
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -260,20 +261,24 @@ def test_ranks_that_do_not_exist_are_not_waited_for(group: SimulatedGroup) -> No
     agree("alone", ["gather blocks.0"], range(RANKS), timeout=0.01)
 
 
-def train(model: nn.Module, group: SimulatedGroup, steps: int = 2) -> tuple[list[Tensor], list[Launch]]:
-    """Losses, and the last step's collectives."""
+Trained: TypeAlias = tuple[list[Tensor], dict[str, Tensor], list[Launch]]
+
+
+def train(model: nn.Module, group: SimulatedGroup, steps: int = 2) -> Trained:
+    """Losses, this rank's shards at the end, and the last step's collectives."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(steps):
         group.trace = []
-        x, target = torch.randn(8, WIDTH, generator=generator), torch.randint(CLASSES, (8,), generator=generator)
-        loss = F.cross_entropy(model(x).float(), target)
+        x, target = torch.randn(8, WIDTH, generator=generator), torch.randn(8, CLASSES, generator=generator)
+        loss = F.mse_loss(model(x).float(), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return losses, group.trace
+    shards = {name: p.to_local().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return losses, shards, group.trace
 
 
 POLICIES = {
@@ -296,31 +301,29 @@ def test_fsdp2_and_graph_fsdp_train_alike(shape: tuple[int, ...], policy: MixedP
 
     found = []
     with simulated_group(8, LINK) as world:
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         group = mesh.get_group(mesh.ndim - 1)
         assert isinstance(group, SimulatedGroup)
         for shard_model in (ours, theirs):
             torch.manual_seed(0)
             found.append(train(shard_model(mesh), group))
-        assert group is world or world.trace is None
-    (our_losses, our_launches), (their_losses, their_launches) = found
+        assert (group is world) == (len(shape) == 1)
+    (our_losses, our_shards, our_launches), (their_losses, their_shards, their_launches) = found
     assert our_losses == their_losses, "bit for bit"
     assert our_losses[0] != our_losses[1]
+    assert our_shards.keys() == their_shards.keys() == dict(MLP().named_parameters()).keys()
+    assert all(torch.equal(our_shards[name], shard) for name, shard in their_shards.items())
     for launches in (our_launches, their_launches):
         assert {kind for launch in launches for kind in launch.kinds} == {"all_gather", "reduce_scatter"}
 
 
-@pytest.fixture
-def result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def test_the_benchmark_compares_both_on_each_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    simulated_cluster.main(
-        "--device cpu --size tiny --backend eager --rounds 2 --warmup 1 --latency-scale 1 --out".split() + [str(out)]
-    )
-    print(capsys.readouterr().out)
-    return json.loads(out.read_text())
-
-
-def test_the_benchmark_compares_both_on_each_cluster(result: dict[str, Any]) -> None:
+    options = "--device cpu --size tiny --backend eager --rounds 2 --warmup 1 --latency-scale 1 --out"
+    simulated_cluster.main([*options.split(), str(out)])
+    printed = capsys.readouterr().out
+    assert printed.count("\nratio: step ") == len(simulated_cluster.CLUSTERS)
+    result = json.loads(out.read_text())
     assert result["clusters"].keys() == simulated_cluster.CLUSTERS.keys()
     for name, cluster in result["clusters"].items():
         assert cluster["ranks"] == simulated_cluster.CLUSTERS[name].ranks
@@ -351,10 +354,9 @@ def test_a_run_whose_losses_differ_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setitem(simulated_cluster.IMPLEMENTATIONS, "graph_fsdp", other_weights)
     out = tmp_path / "result.json"
+    options = "--device cpu --size tiny --backend eager --rounds 1 --warmup 1 --clusters nvlink --out"
     with pytest.raises(SystemExit, match=r"losses differ by more than 0.001 on nvlink"):
-        simulated_cluster.main(
-            "--device cpu --size tiny --backend eager --rounds 1 --warmup 1 --clusters nvlink --out".split() + [str(out)]
-        )
+        simulated_cluster.main([*options.split(), str(out)])
     assert out.exists(), "what was measured can be looked at"
 
 
