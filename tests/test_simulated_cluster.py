@@ -328,7 +328,8 @@ def test_the_benchmark_compares_both_on_each_cluster(tmp_path: Path, capsys: pyt
     for name, cluster in result["clusters"].items():
         assert cluster["ranks"] == simulated_cluster.CLUSTERS[name].ranks
         assert cluster["bandwidth"] == simulated_cluster.CLUSTERS[name].link.bandwidth * result["bandwidth_scale"]
-        assert cluster["loss_difference"] <= simulated_cluster.TOLERANCE
+        assert cluster["loss_difference"] <= simulated_cluster.LOSS_TOLERANCE
+        assert cluster["gradient_difference"] <= simulated_cluster.GRADIENT_TOLERANCE
         rows = cluster["implementations"]
         assert rows.keys() == simulated_cluster.IMPLEMENTATIONS.keys()
         for row in rows.values():
@@ -344,22 +345,31 @@ def test_the_benchmark_compares_both_on_each_cluster(tmp_path: Path, capsys: pyt
     assert sixty_four != eight, "other shards make another model"
 
 
-def test_a_run_whose_losses_differ_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = simulated_cluster.IMPLEMENTATIONS["graph_fsdp"]
+def shard_other_weights(model: nn.Module, *arguments: Any) -> nn.Module:
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").mul_(10)
+    return simulated_cluster.shard_ours(model, *arguments)
 
-    def other_weights(model: nn.Module, *arguments: Any) -> nn.Module:
-        with torch.no_grad():
-            next(model.parameters()).mul_(1.5)
-        return shard(model, *arguments)
 
-    monkeypatch.setitem(simulated_cluster.IMPLEMENTATIONS, "graph_fsdp", other_weights)
+def shard_without_gradient(model: nn.Module, *arguments: Any) -> nn.Module:
+    model.get_parameter("model.norm.weight").requires_grad_(False)
+    return simulated_cluster.shard_ours(model, *arguments)
+
+
+@pytest.mark.parametrize("shard_model", [shard_other_weights, shard_without_gradient])
+def test_a_run_whose_numbers_differ_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_model: Callable[..., nn.Module]
+) -> None:
+    monkeypatch.setitem(simulated_cluster.IMPLEMENTATIONS, "graph_fsdp", shard_model)
     out = tmp_path / "result.json"
     options = "--device cpu --size tiny --backend eager --rounds 1 --warmup 1 --clusters nvlink --out"
-    with pytest.raises(SystemExit, match=r"losses differ by more than 0.001 on nvlink"):
+    with pytest.raises(SystemExit, match="losses or gradients differ on nvlink"):
         simulated_cluster.main([*options.split(), str(out)])
     assert out.exists(), "what was measured can be looked at"
 
 
-def test_losses_that_are_not_numbers_differ() -> None:
-    assert simulated_cluster.loss_difference([1.0, float("nan")], [1.0, float("nan")]) == float("inf")
-    assert simulated_cluster.loss_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
+def test_differences_are_relative_and_infinite_where_a_number_is_missing() -> None:
+    difference = simulated_cluster.difference
+    assert difference({0: 1.0, 1: 2.0, 2: 0.0}, {0: 1.0, 1: 1.8, 2: 0.0}) == pytest.approx(0.1)
+    assert difference({0: float("nan")}, {0: float("nan")}) == float("inf")
+    assert difference({0: 1.0}, {0: 1.0, 1: 1.0}) == float("inf")
