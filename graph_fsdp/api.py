@@ -125,7 +125,8 @@ def compile(
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     storage = Storage(model, spec, originals, names, parallel, device)
-    put_values(storage)
+    if storage.has_memory:
+        put_values(storage)
     engine = Engine(
         original_forward(model),
         spec,

@@ -80,7 +80,9 @@ def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn:
         where = f"{on_meta} is on the meta device" if on_meta else "all parameters and buffers have values"
         lines.append(f"{where} (without sync_module_states)")
     if sync_module_states or on_meta:
-        lines += [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t, name in names.items()]
+        for tensor, name in names.items():
+            where = " on the meta device" if tensor.is_meta and not sync_module_states else ""
+            lines.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{where}")
     return lines
 
 
@@ -136,24 +138,27 @@ def _move_buffers(model: nn.Module, device: torch.device, storage: Storage) -> N
             storage.keep_whole(buffer, buffer.detach().to(device))
 
 
-@torch.no_grad()
 def _synchronise(names: Mapping[Tensor, str], mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
-    """Each parameter's shards to the ranks that hold them, and what is not sharded whole to all."""
-    for tensor in names:
-        parameter = storage.by_placeholder.get(id(tensor))
-        if parameter is None:
-            value = tensor.detach().to(device) if mesh.is_first else torch.empty_like(tensor, device=device)
-            value = value.contiguous()
-            if value.numel():
-                mesh.broadcast(value)
-            if not mesh.is_first or tensor.device != device:
-                storage.keep_whole(tensor, value)
-            continue
-        full = tensor.detach().to(device) if mesh.is_first else None
-        if parameter.spec.replicated:
-            if full is not None:
-                storage.fill(parameter, full)
-            mesh.broadcast(parameter.input)
-        elif not parameter.spec.empty:
-            mesh.scatter(parameter.input, full)
-        parameter.filled = True
+    with torch.no_grad():
+        for tensor in names:
+            _receive(tensor, mesh, device, storage)
+
+
+def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
+    """The first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
+    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
+    parameter = storage.by_placeholder.get(id(tensor))
+    if parameter is None:
+        received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if tensor.numel():
+            mesh.broadcast(received)
+        if value is None or tensor.device != device:
+            storage.keep_whole(tensor, received)
+        return
+    if parameter.spec.replicated:
+        if value is not None:
+            storage.fill(parameter, value)
+        mesh.broadcast(parameter.input)
+    elif not parameter.spec.empty:
+        mesh.scatter(parameter.input, value)
+    parameter.filled = True

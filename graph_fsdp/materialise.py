@@ -174,7 +174,7 @@ def _named(call: Call) -> Iterator[None]:
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
-        raise MetaDeviceError(f"{call.what} failed, to give values to a model on the meta device: {reason}") from error
+        raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
 
 
 # Pieces
@@ -253,7 +253,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
 
 
 def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
-    """torch's attention and transformer have it under a private name."""
+    """``nn.MultiheadAttention`` has it under a private name."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):

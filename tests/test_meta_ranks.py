@@ -11,7 +11,7 @@ import torch.distributed as dist
 from allocations import peak_of
 from facts import Facts, Failures, check
 from launch import run_ranks
-from models import CASES, MLP, WIDTH, Batch, UnevenBlock, loss_of
+from models import CASES, CLASSES, MLP, WIDTH, Batch, UnevenBlock, loss_of
 from reference import parameters_of, rows_of, whole
 from test_meta import SLACK, Shift, built, initialised, nbytes, on_meta, with_norm
 from torch import Tensor, nn
@@ -31,14 +31,17 @@ SEED = 5
 MODELS = ["mlp", "gpt_tied", "cnn_batchnorm"]
 
 
-def values_and_random_numbers(shapes: list[tuple[int, ...]]) -> list[tuple[dict[str, Tensor], Tensor]]:
+Mesh = tuple[tuple[int, ...], tuple[str, ...] | None]
+
+
+def values_and_random_numbers(meshes: list[Mesh]) -> list[tuple[dict[str, Tensor], Tensor]]:
     """On a rank, for each model on each mesh: whole parameters and buffers, and what the rank draws next."""
     results = []
-    for shape in shapes:
+    for shape, names in meshes:
         for name in MODELS:
             model = on_meta(CASES[name].make)
             torch.manual_seed(SEED + dist.get_rank())  # as for dropout: ranks have seeds of their own
-            graph_fsdp.compile(model, init_device_mesh("cpu", shape), backend="eager")
+            graph_fsdp.compile(model, init_device_mesh("cpu", shape, mesh_dim_names=names), backend="eager")
             drawn = torch.rand(3)
             results.append((parameters_of(model) | {n: b.clone() for n, b in model.named_buffers()}, drawn))
     return results
@@ -57,11 +60,12 @@ def check_values(results: list[list[tuple[dict[str, Tensor], Tensor]]], meshes: 
 
 
 def test_the_values_on_two_ranks_are_those_of_one_with_the_seed_of_the_first() -> None:
-    check_values(run_ranks(values_and_random_numbers, 2, [(2,)]), meshes=1)
+    check_values(run_ranks(values_and_random_numbers, 2, [((2,), None)]), meshes=1)
 
 
 def test_the_values_on_four_ranks_are_those_of_one_replicated_or_not() -> None:
-    check_values(run_ranks(values_and_random_numbers, 4, [(4,), (2, 2)]), meshes=2)
+    meshes = [((4,), None), ((2, 2), None), ((4,), ("replicate",))]
+    check_values(run_ranks(values_and_random_numbers, 4, meshes), meshes=3)
 
 
 @FACTS
@@ -222,6 +226,14 @@ def a_rank_that_cannot_initialise_its_model_tells_the_others() -> None:
         model[1] = on_meta(Shift)
     error = MetaDeviceError if dist.get_rank() == 1 else RankDisagreement
     with pytest.raises(error, match=r"module '1' \(Norm\) has no reset_parameters"):
+        graph_fsdp.compile(model, backend="eager")
+
+
+@FACTS
+def other_parts_of_the_model_on_the_meta_device() -> None:
+    model = on_meta(MLP)
+    model.head = nn.Linear(WIDTH, CLASSES) if dist.get_rank() else model.head
+    with pytest.raises(RankDisagreement, match=r"parameter 'head.weight' \[5, 16\] float32\" on rank 1"):
         graph_fsdp.compile(model, backend="eager")
 
 
