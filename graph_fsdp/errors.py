@@ -14,6 +14,7 @@ __all__ = [
     "EmptyPlaceholderError",
     "GraphBreakError",
     "MeshError",
+    "MetaDeviceError",
     "ParameterChangedError",
     "PassError",
     "PipelineError",
@@ -25,6 +26,10 @@ __all__ = [
 
 class MeshError(ValueError):
     """The mesh does not fit the model, or there is none where one is needed."""
+
+
+class MetaDeviceError(ValueError):
+    """A parameter or buffer is on the meta device, and nothing gives it a value."""
 
 
 class AlreadyShardedError(ValueError):

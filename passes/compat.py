@@ -34,6 +34,8 @@ whole test-suite was run.
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory, for planning | 2.9 to 2.15 |
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
+| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
@@ -93,6 +96,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OptimizedModule",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
     "Unsupported",
@@ -124,6 +128,7 @@ __all__ = [
     "set_local_tensor",
     "size_hint",
     "storage_id",
+    "swap",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -212,6 +217,13 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = local
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchange all that two tensors are but their Python objects: a reference to one now finds the other's memory.
+    ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
+    of ``nn.LSTM`` to its parameters)."""
+    torch._C._swap_tensor_impl(a, b)
 
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:

@@ -1,4 +1,4 @@
-"""What a training step allocates on the CPU, as torch's profiler counts it."""
+"""What is allocated on the CPU, by a function or a training step, as torch's profiler counts it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,33 @@ def measure(step: Callable[[], None]) -> list[Allocations]:
         with record_function(f"program {next(count)}"):
             return call(program, args)
 
-    with (
-        patch.object(Program, "__call__", marked),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
-        step()
+    with patch.object(Program, "__call__", marked):
+        events = _events(step)
+    spans = {e["name"]: e for e in events if e["name"].startswith("program ") and "dur" in e}
+    changes = _changes(events)
+    return [_allocations(spans[f"program {i}"], changes) for i in range(next(count))]
+
+
+def peak_of(function: Callable[[], object]) -> int:
+    """The most bytes above those at the start while ``function`` runs."""
+    changes = sorted(_changes(_events(function)), key=lambda c: c[0])
+    return max(itertools.accumulate((n for _, n in changes), initial=0))
+
+
+def _events(function: Callable[[], object]) -> list[dict[str, Any]]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    spans = {e["name"]: e for e in events if e["name"].startswith("program ") and "dur" in e}
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def _changes(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """(time, bytes) of each allocation and, negative, of each release."""
     changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]"]
     assert changes, "the profiler saw no allocation"
-    return [_allocations(spans[f"program {i}"], changes) for i in range(next(count))]
+    return changes
 
 
 def _allocations(span: dict[str, Any], changes: list[tuple[float, int]]) -> Allocations:

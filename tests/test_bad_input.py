@@ -1,6 +1,6 @@
 """Bad input to ``compile``: one clear error before anything is changed, and the model is as it was.
 
-What only a forward can know is in ``test_bad_forward.py``.
+What only a forward can know is in ``test_bad_forward.py``, models on the meta device in ``test_meta.py``.
 """
 
 from __future__ import annotations
@@ -176,12 +176,6 @@ def test_a_scripted_model(fake_group: None) -> None:
         graph_fsdp.compile(torch.jit.script(nn.Linear(2, 2)))
 
 
-def test_a_model_on_the_meta_device(fake_group: None) -> None:
-    with torch.device("meta"):
-        model = MLP()
-    refuse(model, UnsupportedError, "parameter 'blocks.0.up.weight'", "meta device", "to_empty", runs=False)
-
-
 def test_a_lazy_module_that_never_ran(fake_group: None) -> None:
     model = nn.Sequential(nn.LazyLinear(5))
     refuse(model, ValueError, "parameter '0.weight' has no shape yet", "run the model once", runs=False)
@@ -238,7 +232,6 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 NOT_AVAILABLE_YET: dict[str, Any] = {
     "offload_policy": CPUOffloadPolicy(),
     "activation_checkpointing": "full",
-    "param_init_fn": nn.Module.to_empty,
 }
 
 
