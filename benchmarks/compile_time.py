@@ -47,11 +47,11 @@ from harness import (
     on_a_rank,
     parser_of,
     process_group,
+    publish,
     say,
     start_ranks,
     synchronize,
     workload_of,
-    write_result,
 )
 from implementations import IMPLEMENTATIONS, Implementation, Setup
 from tables import Table
@@ -297,10 +297,7 @@ def main(
     result = measure_all(options, implementations)
     if result is None:
         return 1
-    found_table = table(result)
-    print(found_table.markdown() if options.markdown else found_table.text(), flush=True)
-    write_result(options, result)
-    plot(result, options.images / f"{options.name}.svg")
+    publish(options, result, table, plot)
     return 0
 
 

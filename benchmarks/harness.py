@@ -20,7 +20,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from tables import Table
 from workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,10 @@ def start_ranks(script: str, arguments: Sequence[str], ranks: int, device: str, 
 
 @contextlib.contextmanager
 def process_group(device: str) -> Iterator[DeviceMesh]:
-    """The default process group of this rank and a mesh of all ranks, for a while."""
+    """The default process group of this rank, where there is none yet, and a mesh of all ranks."""
+    if dist.is_initialized():
+        yield init_device_mesh(device, (dist.get_world_size(),))
+        return
     if device != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(PROCESS_GROUPS[device])
@@ -185,9 +189,16 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def write_result(options: argparse.Namespace, result: dict[str, Any]) -> Path:
-    """Write a benchmark's result; the file."""
+def publish(
+    options: argparse.Namespace,
+    result: dict[str, Any],
+    table: Callable[[dict[str, Any]], Table],
+    plot: Callable[[dict[str, Any], Path], None],
+) -> None:
+    """Print a benchmark's table, write its JSON, draw its plot."""
+    result = _rounded(result)
+    print(table(result).markdown() if options.markdown else table(result).text(), flush=True)
     path = options.results / f"{options.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(result), indent=1) + "\n")
-    return path
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, options.images / f"{options.name}.svg")

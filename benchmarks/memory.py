@@ -35,10 +35,10 @@ from harness import (
     on_a_rank,
     parser_of,
     process_group,
+    publish,
     say,
     start_ranks,
     workload_of,
-    write_result,
 )
 from implementations import IMPLEMENTATIONS, Implementation, Setup
 from tables import Table, bytes_cell
@@ -167,10 +167,7 @@ def main(
         say(f"FAILED: {error}")
         return 1
     if result is not None:
-        found = table(result)
-        print(found.markdown() if options.markdown else found.text(), flush=True)
-        write_result(options, result)
-        plot(result, options.images / f"{options.name}.svg")
+        publish(options, result, table, plot)
     return 0
 
 
