@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tables import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from tables import Table
 from workloads import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +99,7 @@ def default_ranks(device: str) -> int:
 
 def start_ranks(script: str, arguments: Sequence[str], ranks: int, device: str, **environment: str) -> int:
     """Run a script on ranks of this machine; the exit code, which is 0 when all of them succeeded."""
-    inherited = dict(os.environ)
+    inherited = {"KINETO_LOG_LEVEL": "99", **os.environ}  # the profiler says when it starts and stops
     if device == "cpu":
         inherited.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
         if sys.platform == "linux":  # or gloo looks up the host's name, which may not resolve
