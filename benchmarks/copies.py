@@ -1,0 +1,75 @@
+"""Bytes that a training step reads and writes only to bring parameters and gradients into the layout of a collective
+(pack) or out of it (unpack), casts included.
+
+FSDP2 is counted while it runs: each operator that it packs and unpacks with is seen by a dispatch mode, and its
+tensors are added up. What runs inside compiled code or inside the collective itself is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graph_fsdp
+
+
+@dataclass
+class Copies:
+    """Bytes per step on one rank, read and written together."""
+
+    pack: int = 0
+    unpack: int = 0
+
+
+def copies_of(model: nn.Module, step: Callable[[], None]) -> dict[str, int] | None:
+    """Run ``step`` and count; None for an implementation that this module cannot see into."""
+    if isinstance(model, torch.distributed.fsdp.FSDPModule):
+        counted = _ours(model, step) if "_graph_fsdp" in model.__dict__ else _fsdp2(step)
+        return asdict(counted) if counted is not None else None
+    return None
+
+
+def _ours(model: nn.Module, step: Callable[[], None]) -> Copies | None:
+    """What our report says of the step; None while it does not count copies."""
+    step()
+    report: Any = graph_fsdp.inspect(model)
+    counted = getattr(report, "copied_bytes", None)
+    return Copies(counted.pack, counted.unpack) if counted is not None else None
+
+
+def _fsdp2(step: Callable[[], None]) -> Copies:
+    with _FSDP2Copies() as mode:
+        step()
+    return mode.copies
+
+
+class _FSDP2Copies(TorchDispatchMode):
+    """The operators of ``torch.distributed.fsdp._fully_shard._fsdp_collectives``, and the casts beside them, which it
+    makes with ``_foreach_copy_``: neither the models nor AdamW use that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = Copies()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if name == "fsdp::all_gather_copy_in":  # shards → this rank's part of the gathered buffer
+            self.copies.pack += _bytes(args[0]) + _bytes([result[0]])
+        elif name == "aten::_foreach_copy_":  # to, from
+            self.copies.pack += _bytes(args[0]) + _bytes(args[1])
+        elif name == "fsdp::chunk_cat":  # gradients → the buffer to be reduced, in its dtype
+            self.copies.pack += _bytes(args[0]) + _bytes([kwargs["out"]])
+        elif name == "fsdp::split_with_sizes_copy":  # gathered buffer → parameters
+            self.copies.unpack += _bytes([args[0]]) + _bytes(kwargs["out"])
+        return result
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
