@@ -169,6 +169,8 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
     ) -> Callable[..., Any]:
+        partitioned: list[Graph] = []  # until their regions are compiled
+
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -187,9 +189,13 @@ class Engine:
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             self._run_passes(graphs, context, captured, kind)
+            partitioned[:] = graphs
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
+            # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
+            self.regions.prepare(partitioned)
+            partitioned.clear()
             return self._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -198,6 +204,7 @@ class Engine:
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(self.backend.prepare(inference), "inference")
             self._run_passes([graph], context, captured, kind_of(graph, self.spec))
+            self.regions.prepare([graph])
             return self._program(graph, context, captured)
 
         return compat.aot_autograd(

@@ -10,6 +10,7 @@ whole test-suite was run.
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
+| ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
@@ -44,6 +45,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +117,7 @@ __all__ = [
     "grouped_all_gather",
     "grouped_reduce_scatter",
     "has_memory",
+    "inductor_cache_directory",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
@@ -321,6 +324,20 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     return joint_graph_passes(module) or module
+
+
+def inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none, or where
+    nothing can be written."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    try:
+        return Path(cache_dir())  # makes it
+    except OSError:
+        return None
 
 
 def inductor_compile(

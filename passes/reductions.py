@@ -11,6 +11,7 @@ from torch import fx
 
 from graph_fsdp.passes.dialect import WAITING, Role, has_role
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.kernels import Kind, is_view, kind_of
 
 
 def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
@@ -18,6 +19,8 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
 
     The second stages keep that order too: the sequence of all collectives follows from it. Linear.
     """
+    for start in starts:
+        _start_behind_fusible(start)
     # A later reduction of the plan starts no earlier than the one before it: where this graph's gradients come
     # in another order, a start moves down to its predecessor.
     positions = graph.positions()
@@ -30,6 +33,28 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
         latest = start
     _defer_waits(graph, starts, in_flight)
     _defer_waits(graph, [stage for start in starts for stage in _second_stage(start)], in_flight)
+
+
+def _start_behind_fusible(start: fx.Node) -> None:
+    """Move a start, with its wait, over the pointwise operators and reductions that follow it (the rest of a norm's
+    backward, a residual addition). They fuse into the kernels before it; a start in between would cut a compute region
+    for them alone."""
+    group = [start, *_with_results(wait_of(start))]
+    node, inside = start, set(group)
+    while node in inside:
+        inside.discard(node)
+        node = node.next
+    last = None
+    of_inputs: set[fx.Node] = set()  # made of inputs alone: no part of what precedes
+    while not inside and (is_view(node) or kind_of(node) is Kind.FUSIBLE):
+        if all(source.op == "placeholder" or source in of_inputs for source in node.all_input_nodes):
+            of_inputs.add(node)
+        elif not is_view(node):
+            last = node
+        node = node.next
+    if last is not None:
+        for member in reversed(group):
+            last.append(member)
 
 
 def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
@@ -52,11 +77,15 @@ def wait_of(start: fx.Node) -> fx.Node:
 
 
 def _move_group(wait: fx.Node, before: fx.Node) -> None:
-    """Move a wait and what is computed of its result, which only the output reads."""
+    for node in _with_results(wait):
+        before.prepend(node)
+
+
+def _with_results(wait: fx.Node) -> list[fx.Node]:
+    """A wait and what is computed of its result, which only the output reads."""
     group, frontier = [wait], [wait]
     while frontier:
         users = [user for node in frontier for user in node.users if user.op != "output"]
         frontier = list(dict.fromkeys(users))
         group += frontier
-    for node in dict.fromkeys(group):
-        before.prepend(node)
+    return list(dict.fromkeys(group))

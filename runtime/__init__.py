@@ -1,7 +1,7 @@
 """The runtime: collectives, regions, buffers and the executor. Imports the passes, never the top."""
 
 from graph_fsdp.runtime.executor import Program
-from graph_fsdp.runtime.regions import RegionCache
+from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 
 __all__ = ["GatheredBytes", "Program", "RegionCache"]

@@ -26,7 +26,8 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
-from graph_fsdp.runtime.regions import Compiled, Region, RegionCache, cut
+from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 
 

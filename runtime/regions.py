@@ -1,40 +1,65 @@
-"""Compute regions: what lies between two communication nodes, compiled once per distinct shape of computation.
+"""Compute regions: what lies between two communication nodes.
 
 Two regions are equal when their graphs are the same up to the names of nodes: same operators, constants, shapes,
-strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions, so compile time does
-not grow with depth.
+strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.compat import free_symbols
-from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors
+from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.kernels import is_view
+
+_FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Region:
-    """``inputs`` and ``outputs`` are nodes of the whole graph; ``module`` takes and returns them in that order."""
+    """``inputs`` and ``outputs`` are nodes of the whole graph; ``module`` takes and returns them in that order.
+
+    ``nodes`` are those of the region in the graph's order, ``body`` what it computes: constants and views stand right
+    before their first use in it, whichever region the graph has them in. They are repeated where they are read: that
+    is cheaper than to hand them over, and what is handed over makes layers differ of which the first makes it for all.
+    """
 
     nodes: list[fx.Node]
+    body: list[fx.Node]
     inputs: list[fx.Node]
     outputs: list[fx.Node]
-    module: fx.GraphModule
+    owner: fx.GraphModule
 
     @property
     def is_view_only(self) -> bool:
         """Nothing but views: no kernel to compile."""
-        return all(aliased_inputs(n) or n.op == "get_attr" for n in self.nodes)
+        return all(aliased_inputs(n) for n in self.body)
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The region by itself. Made when it is asked for, which is once for all that are equal; and with names that
+        follow from the operators, not from the layer: compilers look graphs up in their caches by their text."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"arg_{index}")
+        for node in self.body:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        for node, copy in copies.items():
+            copy.meta = dict(node.meta)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return fx.GraphModule(self.owner, graph)
 
 
 Step = Region | fx.Node  # a region, or a node that the executor runs itself
@@ -48,7 +73,7 @@ def cut(graph: Graph) -> list[Step]:
     for node in graph.fx_graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.op == "get_attr":  # constants are copied into each region that reads them
+        if node.op == "get_attr":
             continue
         if node.target in dialect.EXECUTED:
             steps.append(node)
@@ -61,42 +86,73 @@ def cut(graph: Graph) -> list[Step]:
             steps.append(region := [])
         region.append(node)
         region_of[node] = region
-    return [step if isinstance(step, fx.Node) else _region(step, graph.module, symbols) for step in steps]
+    kept = set(graph.output.all_input_nodes)  # values that are read outside of regions
+    kept.update(source for step in steps if isinstance(step, fx.Node) for source in step.all_input_nodes)
+    bodies = {id(s): _body(s, [n for n in s if n in kept]) for s in steps if isinstance(s, list)}
+    read = kept.union(*(inputs for _, inputs in bodies.values()))
+    found: list[Step] = []
+    for step in steps:
+        if isinstance(step, fx.Node):
+            found.append(step)
+        elif bodies[id(step)][0]:  # more than views that other regions repeat
+            body, inputs = bodies[id(step)]
+            outputs = [node for node in step if node in read]
+            found.append(Region(step, body, _with_symbols(inputs, body, symbols), outputs, graph.module))
+    return found
 
 
-def _region(nodes: list[fx.Node], owner: fx.GraphModule, symbols: dict[Any, fx.Node]) -> Region:
+def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
+    """The compiler of a region reads its symbolic sizes from its inputs: each symbol must be one of them."""
+    if not symbols:
+        return inputs
+    found = (symbol for node in [*body, *inputs] for symbol in _symbols(node.meta.get("val")))
+    return list(dict.fromkeys([*inputs, *(symbols[symbol] for symbol in found if symbol in symbols)]))
+
+
+def _body(nodes: list[fx.Node], outputs: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a region computes, in order, and the inputs of that, in the order of their first use."""
     inside = set(nodes)
+    body: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
-    constants: dict[fx.Node, None] = {}
-    for node in nodes:
+
+    def need(node: fx.Node) -> None:
+        if node in body:
+            return
+        if node not in inside and not _is_repeated(node):
+            inputs[node] = None
+            return
         for source in node.all_input_nodes:
-            if source.op == "get_attr":
-                constants[source] = None
-            elif source not in inside:
-                inputs[source] = None
-    # The compiler of a region reads its symbolic sizes from its inputs: each symbol must be one of them.
-    for node in [*nodes, *inputs]:
-        for symbol in _symbols(node.meta.get("val")):
-            if symbol in symbols:
-                inputs[symbols[symbol]] = None
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    region_graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for index, node in enumerate(inputs):
-        copies[node] = region_graph.placeholder(f"arg_{index}")
-        copies[node].meta = dict(node.meta)
-    for node in [*constants, *nodes]:
-        copies[node] = region_graph.node_copy(node, copies.__getitem__)
-    region_graph.output(tuple(copies[node] for node in outputs))
-    return Region(nodes, list(inputs), outputs, fx.GraphModule(owner, region_graph))
+            need(source)
+        body[node] = None
+
+    for node in nodes:
+        if not _is_repeated(node):
+            need(node)
+    for node in outputs:
+        need(node)
+    return list(body), list(inputs)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    value = node.meta.get("val")
+    if node.op != "call_function" or node.target in dialect.EXECUTED or not isinstance(value, torch.Tensor):
+        return False
+    if node.target in _FILLS:
+        return not node.all_input_nodes and not any(node in mutated_inputs(user) for user in node.users)
+    if node.target is operator.getitem or len(node.all_input_nodes) != 1 or not is_view(node):
+        return False
+    base = node.all_input_nodes[0].meta.get("val")
+    return isinstance(base, torch.Tensor) and compat.same_memory(value, base)
 
 
 def _symbols(value: Any) -> set[Any]:
     found: set[Any] = set()
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        found |= free_symbols(value)
+        found |= compat.free_symbols(value)
     for tensor in iterate_tensors(value):
-        found |= free_symbols(tensor)
+        found |= compat.free_symbols(tensor)
     return found
 
 
@@ -110,21 +166,50 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
     return found
 
 
-def region_key(region: Region, kind: str) -> Hashable:
-    """Equal for regions that one compiled function can serve."""
+@dataclass(frozen=True)
+class RegionKey:
+    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs;
+    ``returned``: which nodes of it."""
+
+    kind: str
+    body: Hashable
+    returned: tuple[int, ...]
+
+
+def region_key(region: Region, kind: str) -> RegionKey:
     names: dict[fx.Node, int] = {}
-    parts: list[Any] = [kind]
-    for node in region.module.graph.nodes:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))  # type: ignore[arg-type,return-value]
-        if node.op == "get_attr":
-            target: Any = id(_attribute(region.module, str(node.target)))
-        elif node.op == "placeholder":
-            target = None
-        else:
-            target = node.target
-        parts.append((node.op, target, repr(args), _value_key(node.meta.get("val"))))
+    parts: list[Any] = []
+    for node in region.inputs:
+        parts.append(_value_key(node.meta.get("val")))
         names[node] = len(names)
-    return tuple(parts)
+    for node in region.body:
+        if node.op == "get_attr":
+            parts.append((_Constant(id(_attribute(region.owner, str(node.target)))), _value_key(node.meta.get("val"))))
+        else:
+            args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))  # type: ignore[arg-type,return-value]
+            parts.append((node.target, repr(args), _value_key(node.meta.get("val"))))
+        names[node] = len(names)
+    if any(mutated_inputs(node) for node in region.body):
+        parts.append(_shared_memory(region.inputs))
+    return RegionKey(kind, _Parts(tuple(parts)), tuple(names[node] for node in region.outputs))
+
+
+@dataclass(frozen=True)
+class _Constant:
+    identity: int
+
+
+class _Parts:
+    """A long tuple that is hashed once."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Parts) and self._hash == other._hash and self.parts == other.parts
 
 
 class _Name:
@@ -151,23 +236,30 @@ def _value_key(value: Any) -> Hashable:
     return str(value)
 
 
-class RegionCache:
-    """Compiled regions of one model, over all its graphs. ``regions`` counts calls, ``compiled`` compilations."""
+def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
+    """For each input the first one that lies in the same storage. Where nothing is written, it does not matter."""
+    first: dict[Any, int] = {}
+    return tuple(
+        first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
+        for index, (node, value) in enumerate((node, node.meta.get("val")) for node in inputs)
+    )
 
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.regions = 0
-        self.compiled = 0
-        self._cache: dict[Hashable, tuple[Compiled, Any]] = {}
 
-    def compile(self, region: Region, kind: Literal["forward", "backward", "inference"]) -> Compiled:
-        self.regions += 1
-        key = region_key(region, kind)
-        if key not in self._cache:
-            self.compiled += 1
-            compiled = run_as_graph(region.module) if region.is_view_only else self.backend.compile_region(region, kind)
-            self._cache[key] = (compiled, region.module)  # the module keeps what the key knows by id alive
-        return self._cache[key][0]
+def region_digest(key: RegionKey) -> str:
+    """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
+    assert isinstance(key.body, _Parts)
+    lines = [key.kind, str(key.returned), *map(_text, key.body.parts)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, _Constant):
+        return "constant"
+    if callable(value) and not isinstance(value, torch._ops.OpOverload):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    return str(value)
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:

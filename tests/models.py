@@ -148,14 +148,14 @@ class LSTMClassifier(nn.Module):
 # Hugging Face: random weights from small configurations; attention and dropout as they come
 
 
-def llama() -> nn.Module:
+def llama(depth: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=depth,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2 * SEQUENCE,

@@ -74,6 +74,81 @@ def test_just_in_time_moves_what_is_recomputed_to_where_a_gradient_needs_it() ->
     )
 
 
+def test_what_forward_computes_for_backward_alone_stands_behind_its_inputs() -> None:
+    """Two units, and behind them what the partitioner took out of backward and saves."""
+    build = Builder()
+    x = build.input("x", 4, 4)
+    unit_0 = build.call(aten.sin.default, x, name="unit_0")
+    unit_1 = build.call(aten.cos.default, unit_0, name="unit_1")
+    of_input = build.call(aten.neg.default, x, name="saved_of_input")
+    random = build.call(aten.rand_like.default, unit_0, name="saved_random")
+    saved_0 = build.call(aten.exp.default, unit_0, name="saved_of_unit_0")
+    also_0 = build.call(aten.mul.Tensor, saved_0, of_input, name="also_saved_of_unit_0")
+    saved_1 = build.call(aten.exp.default, unit_1, name="saved_of_unit_1")
+    graph = build.done("forward", unit_1, of_input, random, also_0, saved_1)
+    JustInTime().run(graph, PassContext(spec_of("a"), forward_outputs=1))
+    assert_expected_inline(
+        names(graph),
+        """x unit_0 saved_of_unit_0 unit_1 saved_of_unit_1 saved_of_input also_saved_of_unit_0 saved_random output""",
+    )
+
+
+def test_what_is_computed_of_a_parameter_and_what_comes_after_a_write_stay() -> None:
+    build = Builder()
+    x, buffer = build.input("x", 4, 4), build.input("buffer", 4, 4)
+    shard = build.input("shard", 2, 4, role=Role.SHARD)
+    record = NodeRecord(Role.GATHER, "b", "b", ("b.w",), 64)
+    w = build.call(dialect.gather_param, shard, [4, 4], torch.float32, torch.float32, "b.w", "group", record=record)
+    unit_0 = build.call(aten.sin.default, x, name="unit_0")
+    unit_1 = build.call(aten.cos.default, unit_0, name="unit_1")
+    of_parameter = build.call(aten.mul.Tensor, unit_0, w, name="saved_of_parameter")
+    build.call(aten.copy_.default, buffer, unit_1, name="write")
+    saved = build.call(aten.exp.default, unit_0, name="saved_after_write")
+    graph = build.done("forward", unit_1, of_parameter, saved)
+    before = names(graph)
+    JustInTime().run(graph, PassContext(spec_of("a"), forward_outputs=1))
+    assert names(graph) == before
+
+
+def units_that_read(*units: str) -> str:
+    """The last node of each unit reads ``table``, which the first unit computes, and a view of it."""
+    build = Builder()
+    x, index = build.input("x", 4, 4), build.input("index", 4, 4)
+    weights = []
+    for unit in units:
+        shard, record = build.input(f"shard_{unit}", 2, 4), NodeRecord(Role.GATHER, unit, unit, (f"{unit}.w",), 64)
+        arguments = (shard, [4, 4], torch.float32, torch.float32, f"{unit}.w", "group")
+        weights.append(build.call(dialect.gather_param, *arguments, name=f"w_{unit}", record=record))
+    for unit, weight in zip(units, weights, strict=True):
+        x = build.call(aten.mm.default, x, weight, name=f"product_{unit}")
+        if unit == units[0]:
+            angle = build.call(aten.exp.default, index, name="angle")
+            with build.mode:
+                one = build.call(aten.full.default, [], 1.0, name="one")
+            table = build.call(aten.mul.Tensor, build.call(aten.cos.default, angle, name="cos"), one, name="table")
+            view = build.call(aten.t.default, table, name="view")
+            own = build.call(aten.sin.default, angle, name="own")
+            x = build.call(aten.add.Tensor, x, own, name="add")
+        x = build.call(aten.mul.Tensor, x, view, name=f"use_{unit}")
+    graph = build.done("forward", x)
+    JustInTime().run(graph, PassContext(spec_of("a"), forward_outputs=1))
+    return " ".join(node.name for node in graph.fx_graph.nodes if node.op == "call_function")
+
+
+def test_what_several_units_read_and_one_computes_stands_in_front_of_that() -> None:
+    assert_expected_inline(
+        units_that_read("a", "b", "c"),
+        """w_a w_b w_c angle one cos table product_a view own add use_a product_b use_b product_c use_c""",
+    )
+    assert_expected_inline(
+        units_that_read("a", "b"), """w_a w_b product_a angle one cos table view own add use_a product_b use_b"""
+    )
+    assert_expected_inline(
+        units_that_read("", "b", "c"),
+        """w_ w_b w_c product_ angle one cos table view own add use_ product_b use_b product_c use_c""",
+    )
+
+
 def two_gathers(first: str, second: str) -> Graph:
     """Units ``a`` and ``b`` of 8 ranks, used in the order given."""
     build = Builder()
@@ -125,6 +200,29 @@ def gathers_and_reductions() -> Graph:
         wait = replace(record, role=Role.REDUCE_WAIT)
         reduced.append(build.call(dialect.reduce_wait, start, name=f"reduced_{unit}", record=wait))
     return build.done("backward", *reduced)
+
+
+def reduction_between(*following: str) -> str:
+    """Backward of a unit whose gradient is reduced, and the operators that follow; in order, after ``Prefetch``."""
+    build = Builder()
+    tangent, x = build.input("tangent", 16, 16, role=Role.TANGENT), build.input("x", 16, 16)
+    grad = build.call(aten.mm.default, tangent, x, name="grad")
+    record = NodeRecord(Role.REDUCE_START, "a", "a", ("a.w",), 64)
+    start = build.call(dialect.reduce_scatter_start, [grad], torch.float32, 8, "group", name="reduce", record=record)
+    wait = build.call(dialect.reduce_wait, start, name="reduced", record=replace(record, role=Role.REDUCE_WAIT))
+    last = tangent
+    for name in following:
+        operator = {"add": aten.add.Tensor, "t": aten.t.default, "mm": aten.mm.default}[name]
+        last = build.call(operator, last, *(() if name == "t" else (x,)), name=name)
+    graph = build.done("backward", wait, last)
+    Prefetch(1).run(graph, PassContext(spec_of("a")))
+    return names(graph)
+
+
+def test_a_reduction_starts_behind_the_pointwise_operators_that_follow_its_gradients() -> None:
+    assert_expected_inline(reduction_between("add", "t", "mm"), """tangent x grad reduce add t mm reduced output""")
+    assert_expected_inline(reduction_between("t", "mm"), """tangent x grad reduce t mm reduced output""")
+    assert_expected_inline(reduction_between("mm", "add"), """tangent x grad reduce mm add reduced output""")
 
 
 def test_a_gather_moves_up_to_keep_the_plan() -> None:

@@ -191,7 +191,7 @@ def test_bucket_forward(report: GraphReport) -> None:
     assert_expected_inline(
         report.forward.diff("bucket"),
         """\
---- partition
+--- just_in_time
 +++ bucket
 @@ -1,26 +1,39 @@
  def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_9, primals_10, primals_11):

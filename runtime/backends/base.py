@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
-from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.regions import Compiled, Region, RegionKey
 
 
 class Backend(ABC):
@@ -19,6 +19,10 @@ class Backend(ABC):
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:
         """A function from a list of inputs, which it may clear, to the outputs. ``kind`` is the graph's phase."""
+
+    def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
+        """All regions that are new to a program, of which no two are equal."""
+        return {key: self.compile_region(region, key.kind) for key, region in regions.items()}
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
         """Operator → decomposition, for AOTAutograd; None keeps the operators that eager PyTorch runs."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.divide import divide
+from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_digest
 
 
 class InductorBackend(Backend):
@@ -21,8 +23,29 @@ class InductorBackend(Backend):
             region.module, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
         )
 
+    def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
+        """The ranks of a host share Inductor's cache on its disk, and compile about the same regions at the same time:
+        each compiles a part of them, and finds the rest in the cache."""
+        directory = compat.inductor_cache_directory()
+        if directory is None:
+            return super().compile_regions(regions)
+        keys = _dissimilar_first(regions)
+        tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
+        return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
+
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return compat.inductor_joint_passes(module)
+
+
+def _dissimilar_first(regions: Mapping[RegionKey, Region]) -> list[RegionKey]:
+    """The order in which ranks look for work: large regions first, so that all end together, and the largest of each
+    kind before the second largest. Regions that are alike (a layer in the middle and the first one) have most of their
+    kernels in common, and ranks that compile them at the same time wait for each other's."""
+    ranked: list[tuple[int, RegionKey]] = []
+    for kind in dict.fromkeys(key.kind for key in regions):
+        of_kind = sorted((k for k in regions if k.kind == kind), key=lambda k: len(regions[k].nodes), reverse=True)
+        ranked += enumerate(of_kind)
+    return [key for _, key in sorted(ranked, key=lambda pair: pair[0])]

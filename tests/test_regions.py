@@ -1,0 +1,330 @@
+"""Compute regions: which are equal, how many are compiled, and who compiles them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from models import GPT, VOCABULARY, llama
+from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+import graph_fsdp
+from graph_fsdp.passes import Graph
+from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
+from graph_fsdp.runtime.divide import divide
+from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, cut, region_digest, region_key, run_as_graph
+
+aten = torch.ops.aten
+
+Build = Callable[["Computation"], None]
+
+
+class Computation:
+    """A graph that is one region, built node by node."""
+
+    def __init__(self) -> None:
+        self.module = fx.GraphModule(nn.Module(), fx.Graph())
+        self.mode = FakeTensorMode()
+
+    def input(self, value: Callable[[], Tensor]) -> fx.Node:
+        node = self.module.graph.placeholder("x")
+        with self.mode:
+            node.meta["val"] = value()
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        return Graph(self.module, "forward").call(target, args)
+
+    def returns(self, *nodes: fx.Node) -> None:
+        self.module.graph.output(nodes)
+
+
+def region_of(build: Build) -> Region:
+    computation = Computation()
+    build(computation)
+    (region,) = cut(Graph(computation.module, "forward"))
+    assert isinstance(region, Region)
+    return region
+
+
+def key_of(build: Build, kind: str = "forward") -> RegionKey:
+    return region_key(region_of(build), kind)
+
+
+def unary(value: Callable[[], Tensor] = lambda: torch.empty(4, 4), target: Any = aten.mul.Tensor, *args: Any) -> Build:
+    def build(c: Computation) -> None:
+        c.returns(c.call(target, c.input(value), *(args or (2,))))
+
+    return build
+
+
+# Which regions are equal
+
+
+def test_regions_of_other_nodes_that_compute_the_same_are_equal() -> None:
+    def preceded(c: Computation) -> None:
+        c.input(lambda: torch.empty(3))  # not an input of the region
+        unary()(c)
+
+    assert key_of(unary()) == key_of(unary()) == key_of(preceded)
+    assert region_digest(key_of(unary())) == region_digest(key_of(preceded))
+
+
+def test_inputs_are_ordered_by_their_first_use() -> None:
+    def product(swapped: bool, c: Computation) -> None:
+        first, second = c.input(lambda: torch.empty(4)), c.input(lambda: torch.empty(4))
+        c.returns(c.call(aten.sub.Tensor, *((second, first) if swapped else (first, second))))
+
+    def square(c: Computation) -> None:
+        x = c.input(lambda: torch.empty(4))
+        c.returns(c.call(aten.sub.Tensor, x, x))
+
+    assert key_of(partial(product, False)) == key_of(partial(product, True))
+    assert key_of(square) != key_of(partial(product, False))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        unary(target=aten.add.Tensor),
+        unary(lambda: torch.empty(4, 4), aten.mul.Tensor, 2.0),
+        unary(lambda: torch.empty(4, 4), aten.mul.Tensor, True),
+        unary(lambda: torch.empty(2, 8)),
+        unary(lambda: torch.empty(4, 4).t()),
+        unary(lambda: torch.empty(32)[16:].view(4, 4)),
+        unary(lambda: torch.empty(4, 4, dtype=torch.bfloat16)),
+    ],
+    ids=["operator", "float", "bool", "shape", "strides", "offset", "dtype"],
+)
+def test_what_distinguishes_regions(other: Build) -> None:
+    assert key_of(other) != key_of(unary())
+    assert region_digest(key_of(other)) != region_digest(key_of(unary()))
+
+
+def test_regions_of_forward_and_backward_are_not_equal() -> None:
+    assert key_of(unary(), "forward") != key_of(unary(), "backward")
+
+
+def two_inputs(shared: bool, written: bool, c: Computation) -> None:
+    """A buffer and another input, of its memory or not. The other is read after the buffer was written, or not."""
+    with c.mode:
+        memory = torch.empty(8)
+    buffer = c.input(lambda: memory[:4])
+    other = c.input(lambda: memory[:4] if shared else torch.empty(4))
+    total = c.call(aten.add.Tensor, buffer, other)
+    if written:
+        c.call(aten.copy_.default, buffer, total)
+    c.returns(c.call(aten.exp.default, other), total)
+
+
+def test_inputs_that_share_memory_are_told_apart_where_one_is_written() -> None:
+    assert key_of(partial(two_inputs, True, True)) != key_of(partial(two_inputs, False, True))
+    assert key_of(partial(two_inputs, True, False)) == key_of(partial(two_inputs, False, False))
+    assert key_of(partial(two_inputs, False, True)) != key_of(partial(two_inputs, False, False))
+
+
+def test_outputs_that_are_views_of_inputs_are_told_from_copies() -> None:
+    view = unary(lambda: torch.empty(4, 4), aten.view.default, [16])
+    copy = unary(lambda: torch.empty(4, 4), aten._unsafe_view.default, [16])
+    assert key_of(view) != key_of(copy)
+
+
+def returning(names: str, c: Computation) -> None:
+    x = c.input(lambda: torch.empty(4))
+    nodes = {"a": c.call(aten.sin.default, x)}
+    nodes["b"] = c.call(aten.cos.default, nodes["a"])
+    nodes["c"] = c.call(aten.exp.default, nodes["b"])
+    c.returns(*(nodes[name] for name in names))
+
+
+def test_what_is_returned_is_part_of_the_key() -> None:
+    assert key_of(partial(returning, "ac")) != key_of(partial(returning, "c"))
+
+
+# Which function serves which region
+
+
+class NoKernels(InductorBackend):
+    """The graphs that Inductor would be given, run as they are."""
+
+    name = "no_kernels"
+
+    def compile_region(self, region: Region, kind: str) -> Compiled:
+        return run_as_graph(region.module)
+
+
+def chain(*returned: str) -> Graph:
+    """A graph of regions with a collective's wait between them; each is that of ``returning``."""
+    c = Computation()
+    results = []
+    for names in returned:
+        x = c.input(lambda: torch.empty(4))
+        full = c.call(torch.ops.graph_fsdp.all_gather_wait.default, x)
+        nodes = {"a": c.call(aten.sin.default, full)}
+        nodes["b"] = c.call(aten.cos.default, nodes["a"])
+        nodes["c"] = c.call(aten.exp.default, nodes["b"])
+        results += [nodes[name] for name in names]
+    c.returns(*results)
+    return Graph(c.module, "forward")
+
+
+def compiled_for(*returned: str) -> tuple[int, list[list[Tensor]]]:
+    """How many functions are made for the regions of ``chain``, and what each region returns for its own input."""
+    cache, graph = RegionCache(NoKernels()), chain(*returned)
+    cache.prepare([graph])
+    regions = [step for step in cut(graph) if isinstance(step, Region)]
+    results = [list(cache.compile(region, "forward")([torch.ones(4)])) for region in regions]
+    assert cache.regions == len(returned)
+    return cache.compiled, results
+
+
+def test_a_region_that_returns_less_uses_the_function_of_one_that_runs_as_often() -> None:
+    a, c = torch.ones(4).sin(), torch.ones(4).sin().cos().exp()
+    compiled, results = compiled_for("ac", "ac", "c")
+    assert compiled == 1
+    for found, expected in zip(results, ([a, c], [a, c], [c]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_region_that_runs_more_often_is_compiled_for_what_it_returns() -> None:
+    assert compiled_for("ac", "c", "c")[0] == 2
+    assert compiled_for("ac", "bc")[0] == 2, "neither returns all that the other does"
+    assert compiled_for("abc", "ac", "c")[0] == 1
+
+
+def compiled_regions(model: nn.Module, *batch: Tensor, **named: Tensor) -> tuple[int, int]:
+    graph_fsdp.compile(model, backend="no_kernels")
+    output = model(*batch, **named)
+    (output.loss if named else output.sum()).backward()
+    report = graph_fsdp.inspect(model)
+    return report.regions, report.compiled_regions
+
+
+def gpt_regions(depth: int) -> tuple[int, int]:
+    return compiled_regions(GPT(depth=depth), torch.arange(8).expand(2, 8))
+
+
+def llama_regions(depth: int) -> tuple[int, int]:
+    tokens = torch.arange(8).expand(2, 8) % VOCABULARY
+    return compiled_regions(llama(depth), input_ids=tokens, labels=tokens)
+
+
+@pytest.mark.parametrize("regions_of, distinct", [(gpt_regions, 10), (llama_regions, 13)], ids=["gpt", "llama"])
+def test_the_number_of_compiled_regions_does_not_grow_with_depth(
+    fake_group: None, monkeypatch: pytest.MonkeyPatch, regions_of: Callable[[int], tuple[int, int]], distinct: int
+) -> None:
+    monkeypatch.setitem(BACKENDS, "no_kernels", NoKernels)
+    shallow, deep = regions_of(3), regions_of(8)
+    assert deep[0] >= shallow[0] + 15
+    assert (shallow[1], deep[1]) == (distinct, distinct)
+
+
+# Dividing the work between processes
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from graph_fsdp.runtime.divide import divide
+
+def hold():
+    print("holding", flush=True)
+    time.sleep(600)
+
+divide([("held", hold)], Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which has begun the task ``held`` and does not end it."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "holding\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_another_process_has_begun_comes_last(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    done: list[str] = []
+
+    def run(name: str) -> str:
+        done.append(name)
+        if len(done) == 2:
+            holder.kill()  # which gives up its task
+            holder.wait()
+        return name
+
+    tasks = [(name, partial(run, name)) for name in ("held", "first", "second")]
+    assert divide(tasks, tmp_path) == ["held", "first", "second"]
+    assert done == ["first", "second", "held"]
+
+
+def test_patience_has_an_end(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert divide([("held", lambda: 1), ("free", lambda: 2)], tmp_path, patience=0.1) == [1, 2]
+    assert holder.poll() is None
+
+
+def test_tasks_run_without_locks_where_there_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert divide([("task", lambda: 1), ("task", lambda: 2)], tmp_path / "file") == [1, 2]
+
+
+def test_a_task_that_raises_holds_nothing(tmp_path: Path) -> None:
+    def fail() -> int:
+        raise ValueError("no compiler")
+
+    with pytest.raises(ValueError, match="no compiler"):
+        divide([("task", fail)], tmp_path)
+    assert divide([("task", lambda: 1)], tmp_path, patience=0.0) == [1]
+
+
+# With Inductor, on ranks that share a cache
+
+
+def compilations() -> tuple[Counter[str], float]:
+    """On a rank: what Inductor's cache counted in a step of a GPT, and the norm of its gradients."""
+    torch.manual_seed(0)
+    model = GPT(depth=3)
+    graph_fsdp.compile(model)
+    output = model(torch.arange(8).expand(2, 8))
+    output.square().mean().backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    prefix = "fxgraph_cache_"
+    counted = {key.removeprefix(prefix): n for key, n in counters["inductor"].items() if key.startswith(prefix)}
+    return Counter(counted), float(norm.full_tensor())
+
+
+def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    (first, norm), (second, _) = run_ranks(compilations, 2, env=env, timeout=280)
+    regions = first.total()
+    assert regions > 5 and second.total() == regions
+    assert first["miss"] + second["miss"] == regions and first["hit"] == second["miss"], "each by one of them"
+    assert first["miss"] and second["miss"], "both had a part"
+    kernels = sorted(tmp_path.rglob("*.so"))
+    for counted, again in run_ranks(compilations, 2, env=env, timeout=280):
+        assert counted == {"hit": regions} and again == norm
+    assert kernels and sorted(tmp_path.rglob("*.so")) == kernels
+
+
+def test_without_a_cache_each_rank_compiles_for_itself(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+    for counted, norm in run_ranks(compilations, 2, env=env, timeout=280):
+        assert norm > 0 and "hit" not in counted and "miss" not in counted
+    assert not (tmp_path / "graph_fsdp").exists()
