@@ -40,6 +40,7 @@ def compile(
     param_init_fn: Any = None,
     passes: PassPipeline | None = None,
     backend: str = "inductor",
+    regions: Literal["cut", "whole"] = "cut",
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> Model:
@@ -68,6 +69,9 @@ def compile(
         sync_module_states: give every rank the values of the mesh's first rank.
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
         backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
+            collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
+            the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         fullgraph, dynamic: as in ``torch.compile``.
 
     Raises:
@@ -84,6 +88,7 @@ def compile(
         param_init_fn=param_init_fn,
         passes=passes,
         backend=backend,
+        regions=regions,
     )
     ignored = validate.ignored_parameters(model, ignored_params)
     device = validate.device(model, ignored)
@@ -116,6 +121,7 @@ def compile(
         reshard_after_forward=reshard,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        whole=regions == "whole",
     )
     storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None

@@ -17,7 +17,7 @@ from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
-from graph_fsdp.runtime import GatheredBytes, Program
+from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(self, graph: Graph, context: PassContext, program: Program, memory: MemoryProfile) -> None:
+    def add_program(
+        self, graph: Graph, context: PassContext, program: Program | WholeProgram, memory: MemoryProfile
+    ) -> None:
         self.add_graph(graph, context)
         self.view(graph.phase).program = program.source
         self.view(graph.phase).memory = memory

@@ -9,7 +9,11 @@ whole test-suite was run.
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
-| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
+| ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
+| ``_inductor.config``, its names in ``_GRAPH_ORDER`` | graphs whole: Inductor moves no collective | 2.9, 2.13 |
+| ``_inductor.config._pre_fusion_custom_pass``, ``custom_graph_pass`` | likewise, what may be fused | 2.9, 2.13 |
+| ``_inductor.dependencies.WeakDep``, ``ir._CollectiveKernel`` | likewise | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
@@ -113,6 +117,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_joint_passes",
     "is_tracing",
+    "launches_groups",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -141,12 +146,17 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def launches_groups(device: torch.device) -> bool:
+    """Whether the process groups of a device launch several collectives as one."""
+    return device.type in ("cuda", "xpu")
+
+
 def grouped_all_gather(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
 ) -> list[dist.Work | Any]:
     """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
     after the other; what to wait for."""
-    if len(pairs) > 1 and pairs[0][1].device.type in ("cuda", "xpu"):
+    if len(pairs) > 1 and launches_groups(pairs[0][1].device):
         with _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
                 all_gather_single(target, source, group=group)
@@ -293,14 +303,21 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(module) or module
+    with V.set_fake_mode(current_fake_mode()):  # in which seeds of random numbers are made
+        return joint_graph_passes(module) or module
 
 
 def inductor_compile(
-    module: torch.fx.GraphModule, inputs: list[Any], *, is_backward: bool, is_inference: bool
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool = False,
 ) -> Callable[[list[Any]], Any]:
-    """Compile one region with Inductor.
+    """Compile one region with Inductor. ``keep_order``: see :func:`_graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
     taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
@@ -308,7 +325,77 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx_inner
 
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), _graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+# What would move collectives, waits or what runs between them, off; a release without a name does not do that.
+_GRAPH_ORDER: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+    "_micro_pipeline_tp": False,
+    "_fuse_ddp_communication": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,
+    "_collective.auto_select": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+}
+
+
+def _graph_order() -> contextlib.AbstractContextManager[Any]:
+    """Inductor's configuration under which the collectives of a graph, the waits for them, and the kernels that it
+    does not generate itself (products, attention) run in the graph's order. Generated kernels stand where their data
+    lets them; those that would have to run both before and after a collective are not fused."""
+    from torch._inductor import config, custom_graph_pass
+
+    known = {name: value for name, value in _GRAPH_ORDER.items() if _has_setting(config, name)}
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # new after 2.9
+
+    class KeepOrder(base):  # type: ignore[misc]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return _keep_order(nodes)
+
+        def uuid(self) -> str:  # for the key of Inductor's cache: a graph that was compiled in this order is found again
+            return "graph_fsdp: keep order, 1"
+
+    return config.patch({**known, "_pre_fusion_custom_pass": KeepOrder()})
+
+
+def _has_setting(config: Any, name: str) -> bool:
+    *path, last = name.split(".")
+    for part in path:
+        config = getattr(config, part, None)
+    return hasattr(config, last)
+
+
+def _keep_order(nodes: list[Any]) -> list[Any]:
+    """Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in place
+    among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives alone."""
+    from torch._inductor import ir
+    from torch._inductor.dependencies import WeakDep
+
+    def after(node: Any, earlier: Sequence[Any]) -> None:
+        own = next(iter(node.get_buffer_names()))
+        for name in [name for other in earlier for name in other.get_buffer_names()]:
+            node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+
+    communication: list[Any] = []  # the last one
+    since: list[Any] = []  # external kernels after it
+    for node in nodes:
+        if isinstance(node.node, ir._CollectiveKernel):  # a wait is one too
+            after(node, communication + since)
+            communication, since = [node], []
+        elif (node.is_extern() and not isinstance(node.node, ir.MultiOutput)) or node.is_template():
+            after(node, communication)
+            since.append(node)
+    if communication:
+        nodes[0].scheduler.compute_ancestors()  # by which Inductor knows what it must not fuse
+    return nodes

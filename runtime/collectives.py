@@ -48,7 +48,7 @@ def start_all_gather(
     release: Callable[[Tensor], None] = lambda _: None,
 ) -> Pending:
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
-    source = _shard_slice(shards, layout)
+    source = shard_slice(shards, layout)
     source = source if source.dtype is dtype else source.to(dtype)
     world = layout.world_size
     buffer = allocate(world * layout.length, dtype, source.device)
@@ -78,7 +78,7 @@ def start_all_gather(
     return Pending(buffer, finish)
 
 
-def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
+def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
     if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
@@ -128,7 +128,7 @@ def start_reduce_scatter(
     ``replicas``, ``start_shard_all_reduce`` over as many completes the mean."""
     world = group.size()
     packed = pack_gradients(grads, dtype, world)
-    op, before, after = _mean(dtype, world * replicas)
+    op, before, after = mean_of(dtype, world * replicas)
     if before is not None:
         packed.div_(before)
     out = packed.new_empty(packed.numel() // world)
@@ -149,7 +149,7 @@ def start_all_reduce(
 ) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = _mean(dtype, group.size() * replicas)
+    op, before, after = mean_of(dtype, group.size() * replicas)
     if before is not None:
         out.div_(before)
     work = dist.all_reduce(out, op=op, group=group, async_op=True)
@@ -159,7 +159,7 @@ def start_all_reduce(
 def start_shard_all_reduce(shard: Tensor, ranks: int, group: dist.ProcessGroup) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
     reductions, multiplied."""
-    op, _, after = _mean(shard.dtype, ranks)
+    op, _, after = mean_of(shard.dtype, ranks)
     work = dist.all_reduce(shard, op=op, group=group, async_op=True)
     return Pending(shard, _finish_reduction(work, shard, after))
 
@@ -173,7 +173,7 @@ def _finish_reduction(work: Any, out: Tensor, after: float | None, keep_alive: A
     return finish
 
 
-def _mean(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+def mean_of(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
     """The reduction's operator, and the factors to divide by before and after it."""
     if dtype in (torch.float32, torch.bfloat16):
         return dist.ReduceOp.AVG, None, None

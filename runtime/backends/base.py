@@ -15,10 +15,15 @@ class Backend(ABC):
     """Compiles regions, and says how the joint graph is prepared for it."""
 
     name: str
+    compiles_whole = False  # whether there is a compile_whole
 
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:
         """A function from a list of inputs, which it may clear, to the outputs. ``kind`` is the graph's phase."""
+
+    def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
+        """A function of a graph's inputs that runs all of it, functional collectives included, in its order."""
+        raise NotImplementedError(f"backend {self.name!r} compiles regions alone")
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
         """Operator → decomposition, for AOTAutograd; None keeps the operators that eager PyTorch runs."""
