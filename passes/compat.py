@@ -1,4 +1,4 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place.
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py.)
 
 Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -11,9 +11,6 @@ whole test-suite was run.
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
-| ``_inductor.config``, its names in ``_GRAPH_ORDER`` | graphs whole: Inductor moves no collective | 2.9, 2.13 |
-| ``_inductor.config._pre_fusion_custom_pass``, ``custom_graph_pass`` | likewise, what may be fused | 2.9, 2.13 |
-| ``_inductor.dependencies.WeakDep``, ``ir._CollectiveKernel`` | likewise | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
@@ -317,85 +314,18 @@ def inductor_compile(
     is_inference: bool,
     keep_order: bool = False,
 ) -> Callable[[list[Any]], Any]:
-    """Compile one region with Inductor. ``keep_order``: see :func:`_graph_order`.
+    """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.passes.compat_inductor.graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
     taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    from graph_fsdp.passes.compat_inductor import graph_order
+
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
-    with tracing(TracingContext(mode)), _graph_order() if keep_order else contextlib.nullcontext():
+    with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
-
-
-# What would move collectives, waits or what runs between them, off; a release without a name does not do that.
-_GRAPH_ORDER: dict[str, Any] = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-    "reorder_for_compute_comm_overlap": False,
-    "_micro_pipeline_tp": False,
-    "_fuse_ddp_communication": False,
-    "bucket_all_gathers_fx": "none",
-    "bucket_reduce_scatters_fx": "none",
-    "bucket_all_reduces_fx": "none",
-    "dedup_reduce_scatters": False,
-    "_collective.auto_select": False,
-    "aten_distributed_optimizations.enable_overlap_scheduling": False,
-    "aten_distributed_optimizations.enable_low_contention_collectives": False,
-    "aten_distributed_optimizations.allow_comms_decompositions": False,
-}
-
-
-def _graph_order() -> contextlib.AbstractContextManager[Any]:
-    """Inductor's configuration under which the collectives of a graph, the waits for them, and the kernels that it
-    does not generate itself (products, attention) run in the graph's order. Generated kernels stand where their data
-    lets them; those that would have to run both before and after a collective are not fused."""
-    from torch._inductor import config, custom_graph_pass
-
-    known = {name: value for name, value in _GRAPH_ORDER.items() if _has_setting(config, name)}
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # new after 2.9
-
-    class KeepOrder(base):  # type: ignore[misc]
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            return _keep_order(nodes)
-
-        def uuid(self) -> str:  # for the key of Inductor's cache: a graph that was compiled in this order is found again
-            return "graph_fsdp: keep order, 1"
-
-    return config.patch({**known, "_pre_fusion_custom_pass": KeepOrder()})
-
-
-def _has_setting(config: Any, name: str) -> bool:
-    *path, last = name.split(".")
-    for part in path:
-        config = getattr(config, part, None)
-    return hasattr(config, last)
-
-
-def _keep_order(nodes: list[Any]) -> list[Any]:
-    """Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in place
-    among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives alone."""
-    from torch._inductor import ir
-    from torch._inductor.dependencies import WeakDep
-
-    def after(node: Any, earlier: Sequence[Any]) -> None:
-        own = next(iter(node.get_buffer_names()))
-        for name in [name for other in earlier for name in other.get_buffer_names()]:
-            node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
-
-    communication: list[Any] = []  # the last one
-    since: list[Any] = []  # external kernels after it
-    for node in nodes:
-        if isinstance(node.node, ir._CollectiveKernel):  # a wait is one too
-            after(node, communication + since)
-            communication, since = [node], []
-        elif (node.is_extern() and not isinstance(node.node, ir.MultiOutput)) or node.is_template():
-            after(node, communication)
-            since.append(node)
-    if communication:
-        nodes[0].scheduler.compute_ancestors()  # by which Inductor knows what it must not fuse
-    return nodes
