@@ -63,10 +63,6 @@ class FunctionalGraph:
     module: fx.GraphModule
     inputs: tuple[int | ShardSlice, ...]
 
-    def inputs_of(self, args: Sequence[Any]) -> list[Any]:
-        """The module's inputs from the scheduled graph's."""
-        return [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
-
 
 def lower(graph: Graph, grouped: bool | None = None) -> FunctionalGraph:
     """Lower a graph that has been through all passes. It stays as it is.

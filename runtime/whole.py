@@ -12,7 +12,8 @@ from typing import Any
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
-from graph_fsdp.runtime.functional import FunctionalGraph, lower
+from graph_fsdp.passes.stage import readable
+from graph_fsdp.runtime.functional import ShardSlice, lower
 from graph_fsdp.runtime.regions import Compiled, RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 
@@ -32,14 +33,15 @@ class WholeProgram:
     def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
         self._boxed_call = True  # see Program
         self.graph, self.counter = graph, counter
-        self.lowered: FunctionalGraph = lower(graph)
-        self.source: str = self.lowered.module.code
+        lowered = lower(graph)
+        self.inputs = lowered.inputs
+        self.source = readable(lowered.module.graph)
         self.collectives = Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
-        self.function: Compiled = cache.compile_whole(self.lowered.module, graph.phase)
+        self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)  # type: ignore[arg-type]
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
             self.counter.count(kind, count)
-        inputs = self.lowered.inputs_of(args)
+        inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
         return self.function(inputs)
