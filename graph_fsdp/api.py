@@ -41,6 +41,7 @@ def compile(
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     passes: PassPipeline | None = None,
     backend: str = "inductor",
+    regions: Literal["cut", "whole"] = "cut",
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> Model:
@@ -79,6 +80,9 @@ def compile(
             must write to all of it with torch's operators.
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
         backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
+            collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
+            the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         fullgraph, dynamic: as in ``torch.compile``.
 
     Raises:
@@ -97,6 +101,7 @@ def compile(
         param_init_fn=param_init_fn,
         passes=passes,
         backend=backend,
+        regions=regions,
     )
     ignored = validate.ignored_parameters(model, ignored_params)
     device = validate.device(model, ignored)
@@ -137,6 +142,7 @@ def compile(
         reshard_after_forward=reshard,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        whole=regions == "whole",
     )
     storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None

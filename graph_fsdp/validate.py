@@ -169,9 +169,18 @@ def options(
     param_init_fn: Any,
     passes: Any,
     backend: Any,
+    regions: Any,
 ) -> None:
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} does not exist; there are {', '.join(map(repr, sorted(BACKENDS)))}")
+    if regions not in ("cut", "whole"):
+        raise ValueError(f"regions must be 'cut' or 'whole', got {regions!r}")
+    if regions == "whole" and not BACKENDS[backend].compiles_whole:
+        able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.compiles_whole)
+        raise ValueError(
+            f"regions='whole' has a graph compiled in one piece, and backend {backend!r} runs it operator by operator; "
+            f"leave regions out, or pass backend={able}"
+        )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
     if passes is not None and not isinstance(passes, PassPipeline):

@@ -1,4 +1,4 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place.
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py.)
 
 Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -9,7 +9,8 @@ whole test-suite was run.
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
-| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
+| ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
@@ -122,6 +123,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_joint_passes",
     "is_tracing",
+    "launches_groups",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -151,6 +153,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def launches_groups(device: torch.device) -> bool:
+    """Whether the process groups of a device launch several collectives as one."""
+    return device.type in ("cuda", "xpu")
+
+
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -168,7 +175,7 @@ def grouped_reduce_scatter(
 
 
 def _grouped(collective: Callable[..., Any], pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
-    if len(pairs) > 1 and pairs[0][1].device.type in ("cuda", "xpu"):
+    if len(pairs) > 1 and launches_groups(pairs[0][1].device):
         with _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
                 collective(target, source, group=group)
@@ -322,8 +329,10 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(module) or module
+    with V.set_fake_mode(current_fake_mode()):  # in which seeds of random numbers are made
+        return joint_graph_passes(module) or module
 
 
 def inductor_cache_directory() -> Path | None:
@@ -341,17 +350,25 @@ def inductor_cache_directory() -> Path | None:
 
 
 def inductor_compile(
-    module: torch.fx.GraphModule, inputs: list[Any], *, is_backward: bool, is_inference: bool
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool = False,
 ) -> Callable[[list[Any]], Any]:
-    """Compile one region with Inductor.
+    """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.passes.compat_inductor.graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
     taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    from graph_fsdp.passes.compat_inductor import graph_order
+
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)

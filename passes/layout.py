@@ -82,17 +82,26 @@ def layout_of(start: fx.Node) -> GatherLayout:
     return GatherLayout.make(offsets, numels, length, world_size, dialect.argument(start, "messages"))
 
 
-def _messages_of(start: fx.Node) -> list[list[fx.Node]]:
+def messages_of(start: fx.Node) -> list[list[fx.Node]]:
     """The gradients of a ``reduce_scatter_start``, message by message."""
     grads = iter(dialect.argument(start, "grads"))
     counts = dialect.argument(start, "messages") or [len(dialect.argument(start, "grads"))]
     return [list(itertools.islice(grads, count)) for count in counts]
 
 
+def reduced_begins(start: fx.Node) -> list[int]:
+    """Element at which the result of each message of a ``reduce_scatter_start`` begins."""
+    values = [grad.meta["val"] for grad in dialect.argument(start, "grads")]
+    arguments = (dialect.argument(start, name) for name in ("dtype", "world_size", "messages"))
+    offsets = dialect.reduced_offsets(values, *arguments)
+    firsts = itertools.accumulate((len(message) for message in messages_of(start)[:-1]), initial=0)
+    return [offsets[first] for first in firsts]
+
+
 def gradients_sent(start: fx.Node) -> list[fx.Node]:
     """The gradients that a ``reduce_scatter_start`` sends from where they lie."""
     dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
-    alone = [message[0] for message in _messages_of(start) if len(message) == 1]
+    alone = [message[0] for message in messages_of(start) if len(message) == 1]
     return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], dtype, world_size)]
 
 

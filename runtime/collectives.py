@@ -57,7 +57,7 @@ def start_all_gather(
     release: Callable[[Tensor], None] = lambda _: None,
 ) -> Pending:
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
-    source = _shard_slice(shards, layout)
+    source = shard_slice(shards, layout)
     source = source if source.dtype is dtype else source.to(dtype)
     world = layout.world_size
     buffer = allocate(world * layout.length, dtype, source.device)
@@ -115,7 +115,7 @@ def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
     return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
-def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
+def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
     if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
@@ -169,7 +169,7 @@ def start_reduce_scatter(
     ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
     only read, until the wait."""
     world, ranks = group.size(), group.size() * replicas
-    before, after = _factors(dtype, ranks)
+    op, before, after = mean_of(dtype, ranks)
     offsets = dialect.reduced_offsets(grads, dtype, world, messages)
     out = grads[0].new_empty(offsets[-1], dtype=dtype)
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -181,7 +181,7 @@ def start_reduce_scatter(
     after = after if replicas == 1 else None
     if _is_pair(group, out.device):
         return _exchange_reduce_scatter(out, pairs, group, 2.0 if before is None else after)
-    works = compat.grouped_reduce_scatter(pairs, _operator(dtype), group)
+    works = compat.grouped_reduce_scatter(pairs, op, group)
     return Pending(out, _finish_reduction(works, out, after, keep_alive=pairs))
 
 
@@ -225,18 +225,18 @@ def start_all_reduce(
 ) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    before, after = _factors(dtype, group.size() * replicas)
+    op, before, after = mean_of(dtype, group.size() * replicas)
     if before is not None:
         out.div_(before)
-    work = dist.all_reduce(out, op=_operator(dtype), group=group, async_op=True)
+    work = dist.all_reduce(out, op=op, group=group, async_op=True)
     return Pending(out, _finish_reduction([work], out, after if replicas == 1 else None))
 
 
 def start_shard_all_reduce(shard: Tensor, ranks: int, group: dist.ProcessGroup) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
     reductions, multiplied."""
-    _, after = _factors(shard.dtype, ranks)
-    work = dist.all_reduce(shard, op=_operator(shard.dtype), group=group, async_op=True)
+    op, _, after = mean_of(shard.dtype, ranks)
+    work = dist.all_reduce(shard, op=op, group=group, async_op=True)
     return Pending(shard, _finish_reduction([work], shard, after))
 
 
@@ -252,23 +252,14 @@ def _finish_reduction(
     return finish
 
 
-def _is_averaged(dtype: torch.dtype) -> bool:
-    """By the process group itself, or by a division after a sum of two."""
-    return dtype in (torch.float32, torch.bfloat16)
-
-
-def _operator(dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if _is_averaged(dtype) else dist.ReduceOp.SUM
-
-
-def _factors(dtype: torch.dtype, ranks: int) -> tuple[float | None, float | None]:
-    """What to divide by before and after a sum; None twice where the mean is the group's."""
-    if _is_averaged(dtype):
-        return None, None
+def mean_of(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+    """The reduction's operator, and the factors to divide by before and after it."""
+    if dtype in (torch.float32, torch.bfloat16):
+        return dist.ReduceOp.AVG, None, None
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
-    return float(before), ranks / before
+    return dist.ReduceOp.SUM, float(before), ranks / before
 
 
 # --- the operators called one by one: a printed stage runs as the Python that it is
