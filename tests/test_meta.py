@@ -156,6 +156,17 @@ def test_tied_weights_are_initialised_once_by_the_first_module_that_has_them() -
     assert model.head.weight is model.tokens.weight and model.head.weight.eq(2.0).all()
 
 
+def test_a_module_with_a_tied_weight_initialises_what_else_it_has() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES))
+        model[1].weight = model[0].weight
+        return model
+
+    model, expected = initialised(on_meta(make)), built(make)
+    equal(model, expected)
+    assert model[1].weight is model[0].weight and model[1].bias.abs().max() > 0
+
+
 # What is initialised, and by whom
 
 
