@@ -202,9 +202,10 @@ class GraphReport:
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
-                lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"] if view.buckets else []
                 if view.whole:
                     lines += ["  compiled whole: the compiler allocates the buffers"]
+                elif view.buckets:
+                    lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
                 if view.memory is not None:
                     lines += [f"  {line}" for line in str(view.memory).splitlines()]
                 lines += [f"  {view.predicted()}"]
