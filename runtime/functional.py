@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, Message, layout_of
 from graph_fsdp.runtime import collectives
@@ -97,16 +97,23 @@ class _Lowering:
             if node.op == "placeholder" or node.target is dialect.free:
                 continue
             if wait is not None and (node.target in dialect.EXECUTED or wait in node.all_input_nodes):
-                self.values[wait] = _LOWERINGS[wait.target](self, wait)
+                self._lower(wait)
                 wait = None
             if node.target in dialect.WAITS:
                 wait = node
+            elif node.target in dialect.EXECUTED:
+                self._lower(node)
             else:
-                lowering = _LOWERINGS.get(node.target)
-                self.values[node] = lowering(self, node) if lowering is not None else self._copy(node)
+                self.values[node] = self._copy(node)
         return FunctionalGraph(fx.GraphModule(self.graph.module, self.fx_graph), inputs)
 
     # Nodes
+
+    def _lower(self, node: fx.Node) -> None:
+        self.values[node] = value = _LOWERINGS[node.target](self, node)
+        if isinstance(value, fx.Node):  # and not messages, which have no value of the node's shape
+            expected, found = kind(node.meta["val"]), kind(value.meta["val"])
+            assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
@@ -163,7 +170,8 @@ class _Lowering:
         pending = self.values[node.args[0]]
         assert isinstance(pending, _Messages)
         buffer = _Messages(pending.layout, [self.call(_wait, part, name=node.name) for part in pending.parts])
-        whole = len(buffer.parts) == 1 and buffer.layout.messages[0].lands_in_place
+        (first, *others) = buffer.layout.messages
+        whole = not others and first.lands_in_place and first.numel == buffer.layout.length
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
 
     def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
@@ -172,13 +180,14 @@ class _Lowering:
         return self._spread(flat, layout.offsets, layout.length)
 
     def _buffer(self, messages: _Messages) -> fx.Node:
-        """Parameter-major, as the scheduled graph has it."""
-        world, pieces = messages.layout.world_size, []
-        for message, part in zip(messages.layout.messages, messages.parts, strict=True):
+        """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
+        layout, pieces, offsets = messages.layout, [], []
+        for message, part in zip(layout.messages, messages.parts, strict=True):
             sizes = [message.numel] if message.lands_in_place else message.splits()
-            begins = accumulate(sizes, initial=message.begin)
-            pieces += [self._rows(message, part, b, n, world) for b, n in zip(begins, sizes, strict=False)]
-        return pieces[0] if len(pieces) == 1 else self.call(aten.cat.default, pieces)
+            for begin, numel in zip(accumulate(sizes, initial=message.begin), sizes, strict=False):
+                pieces.append(self._rows(message, part, begin, numel, layout.world_size))
+                offsets.append(layout.world_size * begin)
+        return self._spread(pieces, offsets, layout.world_size * layout.length)
 
     def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
         """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
