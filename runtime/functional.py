@@ -13,10 +13,11 @@
 
 Nodes keep their order, but for waits: they move down to the first use or the next communication node. In a graph that
 is cut they stand above cheap operators, so that these fall into one region with what follows; here that would only keep
-an operator from fusing with what comes before the wait. The buffer of a gather of several messages exists only where the graph needs it whole (it is kept
-for backward, or returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage,
-which is an input of the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is
-packed.
+an operator from fusing with what comes before the wait.
+
+The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
+returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
 
 The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the rank's place in its group.
 """
@@ -24,7 +25,7 @@ The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the r
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -223,19 +224,18 @@ class _Lowering:
         return padded[0] if len(padded) == 1 else self.call(aten.cat.default, padded)
 
     def keep_shard(self, node: fx.Node) -> fx.Node:
-        argument = {name: dialect.argument(node, name) for name in ("offsets", "numels", "length", "world_size", "ranks")}
-        world, scale = argument["world_size"], argument["world_size"] // argument["ranks"]
-        place = compat.resolve_group(dialect.group_of(node)).rank()
+        names = ("offsets", "numels", "length", "world_size", "ranks")
+        offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
+        scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
         buffer, pieces = self.values[node.args[0]], []
-        for offset, numel in zip(argument["offsets"], argument["numels"], strict=True):
+        for offset, numel in zip(offsets, numels, strict=True):
             begin = world * offset + place * scale * numel
             bounds = (begin, begin + scale * numel)
             if isinstance(buffer, _Messages):
                 pieces.append(self.take(buffer, *bounds))
             else:
                 pieces.append(self.call(aten.slice.Tensor, buffer, 0, *bounds))
-        offsets, length = [scale * offset for offset in argument["offsets"]], scale * argument["length"]
-        kept = self._spread(pieces, offsets, length)
+        kept = self._spread(pieces, [scale * offset for offset in offsets], scale * length)
         # A view of the gathered bucket would keep all of it alive.
         return self.call(aten.clone.default, kept) if kept is pieces[0] else kept
 
@@ -327,12 +327,12 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
     bounds = _slice_bounds(user)
     if bounds is None:
         return False
-    message, offset, numel = _chunk_at(buffer.layout, bounds[0])
+    _, offset, numel = _chunk_at(buffer.layout, bounds[0])
     return bounds[1] <= buffer.layout.world_size * (offset + numel)
 
 
 def _chunk_at(layout: GatherLayout, element: int) -> tuple[Message, int, int]:
-    """The message that holds an element of the buffer, and offset and size, in the bucket's shard, of what lies there in
+    """The message that holds an element of the buffer, and offset and size in the bucket's shard of what lies there in
     one piece: all of a message that lands in place, else a chunk or a gap."""
     place = element // layout.world_size
     message = next(m for m in layout.messages if m.begin <= place < m.begin + m.numel)
@@ -344,5 +344,3 @@ def _chunk_at(layout: GatherLayout, element: int) -> tuple[Message, int, int]:
             return message, offset, numel
         offset += numel
     raise AssertionError(f"element {element} lies in no chunk of its message")
-
-

@@ -55,7 +55,9 @@ def lines_with(report: GraphReport, phase: str, *texts: str) -> str:
 
 def test_one_layer() -> None:
     report = report_of(nn.Linear(16, 8), reshard_after_forward=True)
-    assert_expected_inline(str(report.forward.program), """\
+    assert_expected_inline(
+        str(report.forward.program),
+        """\
 def forward(primals_3, shards_gather_root):
     gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(shards_gather_root, 8, '0')
     full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)
@@ -69,8 +71,11 @@ def forward(primals_3, shards_gather_root):
     reshape_default_3 = torch.ops.aten.reshape.default(slice_tensor_1, [-1])
     addmm = torch.ops.aten.addmm.default(reshape_default_3, primals_3, t)
     return (addmm, primals_3)
-""")
-    assert_expected_inline(str(report.backward.program), """\
+""",
+    )
+    assert_expected_inline(
+        str(report.backward.program),
+        """\
 def forward(primals_3, tangents_1):
     t_1 = torch.ops.aten.t.default(tangents_1)
     mm = torch.ops.aten.mm.default(t_1, primals_3)
@@ -88,12 +93,15 @@ def forward(primals_3, tangents_1):
     bias_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 16, 17)
     weight_grad_1 = torch.ops.aten.view.default(weight_grad, [1, 16])
     return (weight_grad_1, bias_grad, None)
-""")
+""",
+    )
 
 
 def test_two_blocks_gather_ahead_and_reduce_behind() -> None:
     report = report_of(reshard_after_forward=True)
-    assert_expected_inline(lines_with(report, "forward", "_c10d_functional", "mm"), """\
+    assert_expected_inline(
+        lines_with(report, "forward", "_c10d_functional", "mm"),
+        """\
 gather_blocks_0 = torch.ops._c10d_functional.all_gather_into_tensor.default(shards_gather_blocks_0, 8, '0')
 full_blocks_0 = torch.ops._c10d_functional.wait_tensor.default(gather_blocks_0)
 gather_blocks_1 = torch.ops._c10d_functional.all_gather_into_tensor.default(shards_gather_blocks_1, 8, '0')
@@ -109,8 +117,11 @@ addmm_3 = torch.ops.aten.addmm.default(reshape_default_15, gelu_1, t_3)
 add_1 = torch.ops.aten.add.Tensor(add, addmm_3)
 full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)
 addmm_4 = torch.ops.aten.addmm.default(head_bias_1, add_1, t_4)
-return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""")
-    assert_expected_inline(lines_with(report, "backward", "_c10d_functional", "mm"), """\
+return (addmm_4, primals_3, primals_4, primals_6, primals_8, primals_10, addmm, gelu, add, addmm_2, gelu_1, add_1)""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "_c10d_functional", "mm"),
+        """\
 def forward(primals_3, addmm, gelu, add, addmm_2, gelu_1, add_1, tangents_1, shards_gather_root, shards_gather_blocks_1, shards_gather_blocks_0):
 gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(shards_gather_root, 8, '0')
 full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)
@@ -142,13 +153,16 @@ t_22 = torch.ops.aten.t.default(mm_8)
 reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)
 reduce_blocks_0 = torch.ops._c10d_functional.reduce_scatter_tensor.default(reshape_default_20, 'avg', 8, '0')
 reduced_blocks_1 = torch.ops._c10d_functional.wait_tensor.default(reduce_blocks_1)
-reduced_blocks_0 = torch.ops._c10d_functional.wait_tensor.default(reduce_blocks_0)""")
+reduced_blocks_0 = torch.ops._c10d_functional.wait_tensor.default(reduce_blocks_0)""",
+    )
 
 
 def test_messages_of_their_own_land_in_place() -> None:
     passes = default_pipeline(hardware=CHEAP_MESSAGES)
     report = report_of(nn.Linear(16, 8), passes=passes, reshard_after_forward=True)
-    assert_expected_inline(str(report.forward.program), """\
+    assert_expected_inline(
+        str(report.forward.program),
+        """\
 def forward(primals_3, shards_gather_root):
     slice_tensor = torch.ops.aten.slice.Tensor(shards_gather_root, 0, 0, 16)
     slice_tensor_1 = torch.ops.aten.slice.Tensor(shards_gather_root, 0, 16, 17)
@@ -160,12 +174,15 @@ def forward(primals_3, shards_gather_root):
     t = torch.ops.aten.t.default(weight_1)
     addmm = torch.ops.aten.addmm.default(full_root_1, primals_3, t)
     return (addmm, primals_3)
-""")
+""",
+    )
 
 
 def test_a_kept_bucket_of_several_messages_is_put_together() -> None:
     report = report_of(nn.Linear(16, 8), passes=default_pipeline(hardware=CHEAP_MESSAGES), reshard_after_forward=False)
-    assert_expected_inline(str(report.forward.program), """\
+    assert_expected_inline(
+        str(report.forward.program),
+        """\
 def forward(primals_3, shards_gather_root):
     slice_tensor = torch.ops.aten.slice.Tensor(shards_gather_root, 0, 0, 16)
     slice_tensor_1 = torch.ops.aten.slice.Tensor(shards_gather_root, 0, 16, 17)
@@ -181,28 +198,37 @@ def forward(primals_3, shards_gather_root):
     bias = torch.ops.aten.slice.Tensor(cat_default, 0, 128, 136)
     addmm = torch.ops.aten.addmm.default(bias, primals_3, t)
     return (addmm, cat_default, primals_3)
-""")
+""",
+    )
 
 
 def test_parameters_are_cast_before_they_are_gathered_and_gradients_before_they_are_reduced() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     report = report_of(nn.Linear(16, 8, bias=False), mp_policy=policy, reshard_after_forward=True)
     words = ("_c10d_functional", "convert_element_type")
-    assert_expected_inline(lines_with(report, "forward", *words), """\
+    assert_expected_inline(
+        lines_with(report, "forward", *words),
+        """\
 convert_element_type_default = torch.ops.prims.convert_element_type.default(shards_gather_root, torch.bfloat16)
 gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(convert_element_type_default, 8, '0')
-full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)""")
-    assert_expected_inline(lines_with(report, "backward", *words), """\
+full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", *words),
+        """\
 convert_element_type_default = torch.ops.prims.convert_element_type.default(reshape_default, torch.float32)
 reshape_default_1 = torch.ops.aten.reshape.default(convert_element_type_default, [-1])
 reduce_root = torch.ops._c10d_functional.reduce_scatter_tensor.default(reshape_default_1, 'avg', 8, '0')
-reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""")
+reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""",
+    )
 
 
 def test_a_mean_in_float16_divides_before_and_after() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     report = report_of(nn.Linear(16, 8, bias=False), mp_policy=policy)
-    assert_expected_inline(lines_with(report, "backward", "_c10d_functional", "div", "convert"), """\
+    assert_expected_inline(
+        lines_with(report, "backward", "_c10d_functional", "div", "convert"),
+        """\
 convert_element_type_default = torch.ops.prims.convert_element_type.default(reshape_default, torch.float16)
 reshape_default_1 = torch.ops.aten.reshape.default(convert_element_type_default, [-1])
 div_tensor = torch.ops.aten.div.Tensor(reshape_default_1, 4.0)
@@ -210,7 +236,8 @@ reduce_root = torch.ops._c10d_functional.reduce_scatter_tensor.default(div_tenso
 reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)
 div_tensor_1 = torch.ops.aten.div.Tensor(reduced_root, 2.0)
 convert_element_type_default_1 = torch.ops.prims.convert_element_type.default(div_tensor_1, torch.float32)
-weight_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_1, 0, 0, 16)""")
+weight_grad = torch.ops.aten.slice.Tensor(convert_element_type_default_1, 0, 0, 16)""",
+    )
 
 
 def test_hybrid_sharding_reduces_twice() -> None:
@@ -220,20 +247,25 @@ def test_hybrid_sharding_reduces_twice() -> None:
     text = lines_with(report, "backward", "_c10d_functional", "div")
     for dim, name in enumerate(("replicas", "shards")):
         text = text.replace(f"'{mesh.get_group(dim).group_name}'", name)
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 div_tensor = torch.ops.aten.div.Tensor(reshape_default_1, 4.0)
 reduce_root = torch.ops._c10d_functional.reduce_scatter_tensor.default(div_tensor, 'sum', 4, shards)
 reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)
 replicate_root = torch.ops._c10d_functional.all_reduce.default(reduced_root, 'sum', replicas)
 replicated_root = torch.ops._c10d_functional.wait_tensor.default(replicate_root)
 div_tensor_1 = torch.ops.aten.div.Tensor(replicated_root, 2.0)
-convert_element_type_default_1 = torch.ops.prims.convert_element_type.default(div_tensor_1, torch.float32)""")
+convert_element_type_default_1 = torch.ops.prims.convert_element_type.default(div_tensor_1, torch.float32)""",
+    )
 
 
 def test_replicated_gradients_are_all_reduced() -> None:
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("replicate",))
     report = report_of(nn.Linear(16, 8), mesh)
-    assert_expected_inline(str(report.backward.program), """\
+    assert_expected_inline(
+        str(report.backward.program),
+        """\
 def forward(primals_3, tangents_1):
     t_1 = torch.ops.aten.t.default(tangents_1)
     mm = torch.ops.aten.mm.default(t_1, primals_3)
@@ -250,12 +282,15 @@ def forward(primals_3, tangents_1):
     bias_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 128, 136)
     weight_grad_1 = torch.ops.aten.view.default(weight_grad, [8, 16])
     return (weight_grad_1, bias_grad, None)
-""")
+""",
+    )
 
 
 def test_a_smaller_group_keeps_its_ranks_chunks() -> None:
     report = report_of(nn.Linear(16, 8), reshard_after_forward=2)
-    assert_expected_inline(str(report.forward.program), """\
+    assert_expected_inline(
+        str(report.forward.program),
+        """\
 def forward(primals_3, shards_gather_root):
     gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(shards_gather_root, 8, '0')
     full_root = torch.ops._c10d_functional.wait_tensor.default(gather_root)
@@ -279,16 +314,22 @@ def forward(primals_3, shards_gather_root):
     constant_pad_nd_default = torch.ops.aten.constant_pad_nd.default(slice_tensor_5, [0, 60])
     cat_default = torch.ops.aten.cat.default([slice_tensor_3, constant_pad_nd_default])
     return (addmm, cat_default, primals_3)
-""")
-    assert_expected_inline(lines_with(report, "backward", "def forward", "_c10d_functional"), """\
+""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "def forward", "_c10d_functional"),
+        """\
 def forward(shard_0, primals_3, tangents_1):
 reduce_root = torch.ops._c10d_functional.reduce_scatter_tensor.default(reshape_default_2, 'avg', 8, '0')
-reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""")
+reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""",
+    )
 
 
 def test_uneven_rows_are_padded_and_scalars_are_all_reduced() -> None:
     report = report_of(MLP(depth=1, block=UnevenBlock))
-    assert_expected_inline(lines_with(report, "backward", "_c10d_functional", "pad", "cat"), """\
+    assert_expected_inline(
+        lines_with(report, "backward", "_c10d_functional", "pad", "cat"),
+        """\
 reduce_root_scalars = torch.ops._c10d_functional.all_reduce.default(reshape_default, 'avg', '0')
 constant_pad_nd_default = torch.ops.aten.constant_pad_nd.default(sum_4, [0, 0, 0, 7])
 reshape_default_1 = torch.ops.aten.reshape.default(constant_pad_nd_default, [8, -1])
@@ -304,7 +345,8 @@ cat_default = torch.ops.aten.cat.default([reshape_default_1, reshape_default_2, 
 reshape_default_8 = torch.ops.aten.reshape.default(cat_default, [-1])
 reduce_root = torch.ops._c10d_functional.reduce_scatter_tensor.default(reshape_default_8, 'avg', 8, '0')
 reduced_root_scalars = torch.ops._c10d_functional.wait_tensor.default(reduce_root_scalars)
-reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""")
+reduced_root = torch.ops._c10d_functional.wait_tensor.default(reduce_root)""",
+    )
 
 
 def test_grouped_messages_are_one_collective() -> None:
@@ -314,12 +356,15 @@ def test_grouped_messages_are_one_collective() -> None:
     assert graph is not None
     lowered = lower(graph, grouped=True)
     lines = [line.strip().split(";")[0] for line in lowered.module.code.splitlines()]
-    assert_expected_inline("\n".join(line for line in lines if "c10d" in line or "getitem" in line), """\
+    assert_expected_inline(
+        "\n".join(line for line in lines if "c10d" in line or "getitem" in line),
+        """\
 gather_root = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default([slice_tensor, slice_tensor_1], 8, '0')
 getitem = gather_root[0]
 getitem_1 = gather_root[1]
 full_root = torch.ops._c10d_functional.wait_tensor.default(getitem)
-full_root_1 = torch.ops._c10d_functional.wait_tensor.default(getitem_1)""")
+full_root_1 = torch.ops._c10d_functional.wait_tensor.default(getitem_1)""",
+    )
 
 
 def test_what_a_gather_sends_is_one_input_in_place_of_the_shards() -> None:
@@ -356,7 +401,9 @@ def test_shards_that_the_graph_computes_are_packed_in_it() -> None:
     lowered = lower(graph)
     assert all(isinstance(i, int) for i in lowered.inputs)
     text = "\n".join(line.strip().split(";")[0] for line in lowered.module.code.splitlines())
-    assert_expected_inline(text.split("full_root")[0].strip(), """\
+    assert_expected_inline(
+        text.split("full_root")[0].strip(),
+        """\
 def forward(self, primals_1, primals_2, primals_3):
 mul_tensor = torch.ops.aten.mul.Tensor(primals_1, 2.0)
 mul_tensor_1 = torch.ops.aten.mul.Tensor(primals_2, 2.0)
@@ -364,7 +411,8 @@ reshape_default = torch.ops.aten.reshape.default(mul_tensor, [-1])
 reshape_default_1 = torch.ops.aten.reshape.default(mul_tensor_1, [-1])
 constant_pad_nd_default = torch.ops.aten.constant_pad_nd.default(reshape_default_1, [0, 15])
 cat_default = torch.ops.aten.cat.default([reshape_default, constant_pad_nd_default])
-gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(cat_default, 8, '0')""")
+gather_root = torch.ops._c10d_functional.all_gather_into_tensor.default(cat_default, 8, '0')""",
+    )
 
 
 # What is said of it
@@ -375,7 +423,9 @@ def test_the_report_says_that_graphs_are_whole() -> None:
     assert "compiled whole: 0" in str(graph_fsdp.inspect(model))
     model(torch.ones(4, 16)).sum().backward()
     report = graph_fsdp.inspect(model)
-    assert_expected_inline(re.sub(r"\d+\.\d ms", "T ms", str(report)), """\
+    assert_expected_inline(
+        re.sub(r"\d+\.\d ms", "T ms", str(report)),
+        """\
 graph_fsdp: 10 parameters in 3 buckets over 8 ranks
 captured graphs: 1; compiled whole: 2
 
@@ -398,7 +448,8 @@ graph 0, backward: 96 nodes
   blocks.0  reduce       4    536     80    88         89     -
   compiled whole: the compiler allocates the buffers
   predicted on cpu: 1.684 ms, compute 0.069, communication 1.684, of it exposed 1.615
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)""")
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)""",
+    )
     assert report.whole and report.peak_gathered_bytes is None
     assert report.collectives == {"all_gather": 5, "reduce": 3}
     assert not report.forward.slots and report.forward.memory is None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from functional import FunctionalBackend, register
-from models import CASES, MLP
-from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from launch import run_ranks
+from models import MLP
+from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from test_option_numbers import CHEAP_MESSAGES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
