@@ -6,8 +6,8 @@ compat.py.
 | ``_inductor.config``, the names in ``_IN_ORDER`` | Inductor moves no collective | 2.9, 2.13 |
 | ``_inductor.config._pre_fusion_custom_pass`` | likewise, before anything is fused | 2.9, 2.13 |
 | ``_inductor.config._post_fusion_custom_pass`` | kernels | 2.9, 2.13 |
-| ``_inductor.custom_graph_pass.CustomSchedulerPass`` | the former in Inductor's cache; another name in 2.9 | 2.9, 2.13 |
-| ``_inductor.dependencies.WeakDep``, ``BaseSchedulerNode.add_fake_dep`` | dependencies that are order alone | 2.9, 2.13 |
+| ``_inductor.custom_graph_pass.CustomSchedulerPass`` | likewise, for its cache; another name in 2.9 | 2.9, 2.13 |
+| ``_inductor.dependencies.WeakDep``, ``BaseSchedulerNode.add_fake_dep`` | order without data | 2.9, 2.13 |
 | ``Scheduler.compute_ancestors`` | what must not be fused | 2.9, 2.13 |
 | ``_inductor.ir._CollectiveKernel``, ``MultiOutput`` | which nodes are communication | 2.9, 2.13 |
 | ``BaseSchedulerNode.get_read_write_buffers_sizes`` | bytes of a kernel | 2.9, 2.13 |

@@ -13,10 +13,11 @@
 
 Nodes keep their order, but for waits: they move down to the first use or the next communication node. In a graph that
 is cut they stand above cheap operators, so that these fall into one region with what follows; here that would only keep
-an operator from fusing with what comes before the wait. The buffer of a gather of several messages exists only where the graph needs it whole (it is kept
-for backward, or returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage,
-which is an input of the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is
-packed.
+an operator from fusing with what comes before the wait.
+
+The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
+returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
 
 The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the rank's place in its group.
 """
@@ -24,7 +25,7 @@ The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the r
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
 from graph_fsdp.runtime import collectives
@@ -97,16 +98,23 @@ class _Lowering:
             if node.op == "placeholder" or node.target is dialect.free:
                 continue
             if wait is not None and (node.target in dialect.EXECUTED or wait in node.all_input_nodes):
-                self.values[wait] = _LOWERINGS[wait.target](self, wait)
+                self._lower(wait)
                 wait = None
             if node.target in dialect.WAITS:
                 wait = node
+            elif node.target in dialect.EXECUTED:
+                self._lower(node)
             else:
-                lowering = _LOWERINGS.get(node.target)
-                self.values[node] = lowering(self, node) if lowering is not None else self._copy(node)
+                self.values[node] = self._copy(node)
         return FunctionalGraph(fx.GraphModule(self.graph.module, self.fx_graph), inputs)
 
     # Nodes
+
+    def _lower(self, node: fx.Node) -> None:
+        self.values[node] = value = _LOWERINGS[node.target](self, node)
+        if isinstance(value, fx.Node):  # and not messages, which have no value of the node's shape
+            expected, found = kind(node.meta["val"]), kind(value.meta["val"])
+            assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
@@ -163,7 +171,8 @@ class _Lowering:
         pending = self.values[node.args[0]]
         assert isinstance(pending, _Messages)
         buffer = _Messages(pending.layout, [self.call(_wait, part, name=node.name) for part in pending.parts])
-        whole = len(buffer.parts) == 1 and buffer.layout.messages[0].lands_in_place
+        (first, *others) = buffer.layout.messages
+        whole = not others and first.lands_in_place and first.numel == buffer.layout.length
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
 
     def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
@@ -172,13 +181,14 @@ class _Lowering:
         return self._spread(flat, layout.offsets, layout.length)
 
     def _buffer(self, messages: _Messages) -> fx.Node:
-        """Parameter-major, as the scheduled graph has it."""
-        world, pieces = messages.layout.world_size, []
-        for message, part in zip(messages.layout.messages, messages.parts, strict=True):
+        """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
+        layout, pieces, offsets = messages.layout, [], []
+        for message, part in zip(layout.messages, messages.parts, strict=True):
             sizes = [message.numel] if message.lands_in_place else message.splits
-            begins = accumulate(sizes, initial=message.begin)
-            pieces += [self._rows(message, part, b, n, world) for b, n in zip(begins, sizes, strict=False)]
-        return pieces[0] if len(pieces) == 1 else self.call(aten.cat.default, pieces)
+            for begin, numel in zip(accumulate(sizes, initial=message.begin), sizes, strict=False):
+                pieces.append(self._rows(message, part, begin, numel, layout.world_size))
+                offsets.append(layout.world_size * begin)
+        return self._spread(pieces, offsets, layout.world_size * layout.length)
 
     def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
         """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
@@ -214,21 +224,18 @@ class _Lowering:
         return padded[0] if len(padded) == 1 else self.call(aten.cat.default, padded)
 
     def keep_shard(self, node: fx.Node) -> fx.Node:
-        argument = {
-            name: dialect.argument(node, name) for name in ("offsets", "numels", "length", "world_size", "ranks")
-        }
-        world, scale = argument["world_size"], argument["world_size"] // argument["ranks"]
-        place = compat.resolve_group(dialect.group_of(node)).rank()
+        names = ("offsets", "numels", "length", "world_size", "ranks")
+        offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
+        scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
         buffer, pieces = self.values[node.args[0]], []
-        for offset, numel in zip(argument["offsets"], argument["numels"], strict=True):
+        for offset, numel in zip(offsets, numels, strict=True):
             begin = world * offset + place * scale * numel
             bounds = (begin, begin + scale * numel)
             if isinstance(buffer, _Messages):
                 pieces.append(self.take(buffer, *bounds))
             else:
                 pieces.append(self.call(aten.slice.Tensor, buffer, 0, *bounds))
-        offsets, length = [scale * offset for offset in argument["offsets"]], scale * argument["length"]
-        kept = self._spread(pieces, offsets, length)
+        kept = self._spread(pieces, [scale * offset for offset in offsets], scale * length)
         # A view of the gathered bucket would keep all of it alive.
         return self.call(aten.clone.default, kept) if kept is pieces[0] else kept
 
@@ -330,12 +337,12 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
     bounds = _slice_bounds(user)
     if bounds is None:
         return False
-    message, offset, numel = _chunk_at(buffer.layout, bounds[0])
+    _, offset, numel = _chunk_at(buffer.layout, bounds[0])
     return bounds[1] <= buffer.layout.world_size * (offset + numel)
 
 
 def _chunk_at(layout: GatherLayout, element: int) -> tuple[Message, int, int]:
-    """The message that holds an element of the buffer, and offset and size, in the bucket's shard, of what lies there in
+    """The message that holds an element of the buffer, and offset and size in the bucket's shard of what lies there in
     one piece: all of a message that lands in place, else a chunk or a gap."""
     place = element // layout.world_size
     message = next(m for m in layout.messages if m.begin <= place < m.begin + m.numel)

@@ -1,8 +1,8 @@
 """``regions="whole"``: a scheduled graph as one compiled function, collectives and all.
 
 What the executor does between regions is in the function then: buffers are the compiler's to allocate and to free, and
-there are no slots. The order of the collectives and of the waits for them is the scheduled graph's: the compiler keeps it
-(``keep_order`` in ``compat.inductor_compile``).
+there are no slots. The order of the collectives and of the waits for them is the scheduled graph's: the compiler keeps
+it (``keep_order`` in ``compat.inductor_compile``).
 """
 
 from __future__ import annotations
