@@ -175,9 +175,9 @@ mm_2                 256         .       .    256       512          .        12
 gather_layers_1      256       512       .    256       512          .        192
 full_layers_1        256       512       .    256       512          .        192
 mm_3                 256       512       .    256       512          .        256
-free_layers_1        256       512       .    256       512          .        128
-reduce_layers_1      256         .       .    256      1536        128        128
-tanh_backward_1      256         .       .    256      1024        128        256
+tanh_backward_1      256       512       .    256       512          .        256
+free_layers_1        256       512       .    128       512          .        128
+reduce_layers_1      256         .       .    128      1536        128        128
 mm_4                 256         .       .    128      1536        128        128
 reduce_layers_0      256         .       .      .      2560        256          .
 reduced_layers_1     256         .       .      .      2048        256          .

@@ -174,13 +174,13 @@ def test_auto_wrap_policy_makes_the_buckets() -> None:
 
   bucket         kind    params  bytes  start  wait  first use  free
   head           kept         2  1,024      -     -         14    26
-  blocks.1.down  gather       2  2,560     13    28         30    41
+  blocks.1.down  gather       2  2,560     13    28         30    42
   head           reduce       2     68     27    59         60     -
-  blocks.1.up    gather       2  2,560     29    43         46    58
-  blocks.1.down  reduce       2    264     42    77         78     -
-  blocks.0.down  gather       2  2,560     44    64         65    76
+  blocks.1.up    gather       2  2,560     29    44         46    58
+  blocks.1.down  reduce       2    264     43    78         79     -
+  blocks.0.down  gather       2  2,560     45    64         65    77
   blocks.1.up    reduce       2    272     63    89         90     -
-  blocks.0.down  reduce       2    264     81    94         95     -
+  blocks.0.down  reduce       2    264     82    94         95     -
   blocks.0.up    reduce       2    272     93    98         99     -""",
     )
     policy = ModuleWrapPolicy({MLPBlock})
@@ -315,11 +315,11 @@ def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
   root#1    gather       2  1,024     36    51         52  kept
 
   bucket    kind    params  bytes  start  wait  first use  free
-  root#1    kept         2  1,024      -     -         16    28
+  root#1    kept         2  1,024      -     -         16    29
   blocks.1  gather       4  5,120     15    31         33    57
-  root#1    reduce       2     68     29    85         86     -
-  blocks.0  gather       4  5,120     32    59         60    84
+  root#1    reduce       2     68     30    87         88     -
+  blocks.0  gather       4  5,120     32    59         60    86
   blocks.1  reduce       4    536     58    94         95     -
-  blocks.0  reduce       4    536     90   102        103     -
+  blocks.0  reduce       4    536     92   102        103     -
   root      reduce       1      4    101   109        110     -""",
     )
