@@ -436,7 +436,7 @@ graph 0, forward: 51 nodes
   root      gather       2  1,024     28    42         43  kept
   compiled whole: the compiler allocates the buffers
   predicted on cpu: 1.014 ms, compute 0.037, communication 1.010, of it exposed 0.977
-  passes: partition, bucket, reshard, prefetch, free, slots (T ms)
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)
 
 graph 0, backward: 96 nodes
   bucket    kind    params  bytes  start  wait  first use  free
