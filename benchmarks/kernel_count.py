@@ -103,17 +103,17 @@ class Across:
     regions: dict[int, list[str]]
 
 
-def count(
-    name: str, model: nn.Module, batch: Sequence[Tensor], form: str, **options: Any
-) -> dict[str, tuple[Any, ...]]:
-    """Compile and run one step. Phase → (count, kernels, graph). The output of ``model`` is summed for a loss."""
+Found = tuple[Count, list[Kernel], Graph]
+
+
+def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> dict[str, Found]:
+    """Compile and run one step; by phase. The output of ``model`` is summed for a loss."""
     torch._dynamo.reset()
-    regions = "whole" if form == "whole" else "cut"
-    graph_fsdp.compile(model, backend="counting", regions=regions, **options)
+    graph_fsdp.compile(model, backend="counting", regions="whole" if form == "whole" else "cut")
     output = model(*batch)
     (output if isinstance(output, Tensor) else output.logits).float().sum().backward()
     engine: Any = model.__dict__["_graph_fsdp"]
-    found = {}
+    found: dict[str, Found] = {}
     for (_, phase), program in engine.programs.items():
         functions = _functions(program, engine.backend)
         kernels = [kernel for function in functions for kernel in engine.backend.kernels[id(function)]]

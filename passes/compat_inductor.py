@@ -47,7 +47,7 @@ def graph_order() -> contextlib.AbstractContextManager[Any]:
     known = {name: value for name, value in _IN_ORDER.items() if _has_setting(config, name)}
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
-    class KeepOrder(base):  # type: ignore[misc]
+    class KeepOrder(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return _keep_order(nodes)
 

@@ -121,6 +121,12 @@ class _Lowering:
         node.meta["val"] = self._fake_values.of(node)
         return node
 
+    def _first(self, node: fx.Node) -> Any:
+        """What takes the place of a node's first argument."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return self.values[source]
+
     def _copy(self, node: fx.Node) -> fx.Node:
         buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(buffer, _Messages):
@@ -168,7 +174,7 @@ class _Lowering:
         return _Messages(layout, [self.call(gather, shard, *group, name=node.name) for shard in shards])
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
-        pending = self.values[node.args[0]]
+        pending = self._first(node)
         assert isinstance(pending, _Messages)
         buffer = _Messages(pending.layout, [self.call(_wait, part, name=node.name) for part in pending.parts])
         (first, *others) = buffer.layout.messages
@@ -227,7 +233,7 @@ class _Lowering:
         names = ("offsets", "numels", "length", "world_size", "ranks")
         offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
         scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
-        buffer, pieces = self.values[node.args[0]], []
+        buffer, pieces = self._first(node), []
         for offset, numel in zip(offsets, numels, strict=True):
             begin = world * offset + place * scale * numel
             bounds = (begin, begin + scale * numel)
@@ -261,7 +267,7 @@ class _Lowering:
         return self.call(_functional.all_reduce.default, packed, op, dialect.group_of(node), name=node.name)
 
     def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
-        shard = self.values[node.args[0]]
+        shard = self._first(node)
         op, _, _ = collectives.mean_of(shard.meta["val"].dtype, dialect.argument(node, "ranks"))
         return self.call(_functional.all_reduce.default, shard, _OPERATIONS[op], dialect.group_of(node), name=node.name)
 

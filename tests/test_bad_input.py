@@ -200,6 +200,19 @@ def test_an_unknown_backend(fake_group: None, backend: Any) -> None:
     refuse(MLP(), ValueError, f"backend {backend!r} does not exist", "'eager'", "'inductor'", backend=backend)
 
 
+@pytest.mark.parametrize("regions", ["all", None, ["cut"]])
+def test_regions_that_are_neither_cut_nor_whole(fake_group: None, regions: Any) -> None:
+    refuse(MLP(), ValueError, "regions must be 'cut' or 'whole'", f"got {regions!r}", regions=regions)
+
+
+def test_a_whole_graph_without_a_compiler(fake_group: None) -> None:
+    model = MLP()
+    refuse(
+        model, ValueError, "regions='whole'", "backend 'eager'", "backend='inductor'", backend="eager", regions="whole"
+    )
+    accept(model)
+
+
 def test_a_policy_that_selects_nothing(fake_group: None) -> None:
     model = MLP()
     policy = {nn.Conv2d}
