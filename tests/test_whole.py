@@ -22,6 +22,7 @@ import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.passes import default_pipeline, dialect
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.layout import layout_of, messages_of
 from graph_fsdp.report import GraphReport
 from graph_fsdp.runtime import WholeProgram
 from graph_fsdp.runtime.backends import BACKENDS
@@ -475,15 +476,20 @@ def test_what_runs_as_one_function_has_no_profile() -> None:
 Event = tuple[str, int]  # "start" or "wait" of which collective, by its place; or "product"
 
 
+def messages_in(start: fx.Node) -> int:
+    if start.target is dialect.all_gather_start:
+        return len(layout_of(start).messages)
+    return len(messages_of(start)) if start.target is dialect.reduce_scatter_start else 1
+
+
 def events_of_graph(graph: Graph) -> list[Event]:
-    """The verified order. A gather of several messages is as many collectives."""
+    """The verified order. A gather or reduction of several messages is as many collectives."""
     events: list[Event] = []
     places: dict[fx.Node, list[int]] = {}
     for node in graph.nodes:
         if node.target in dialect.STARTS:
-            messages = dialect.argument(node, "messages") if node.target is dialect.all_gather_start else ()
             first = sum(len(p) for p in places.values())
-            places[node] = list(range(first, first + max(1, len(messages) // 2)))
+            places[node] = list(range(first, first + messages_in(node)))
             events += [("start", place) for place in places[node]]
         elif node.target in dialect.WAITS:
             events += [("wait", place) for place in places[node.args[0]]]
