@@ -2,7 +2,8 @@
 (pack) or out of it (unpack), casts included.
 
 FSDP2 is counted while it runs: each operator that it packs and unpacks with is seen by a dispatch mode, and its
-tensors are added up. What runs inside compiled code or inside the collective itself is not seen.
+tensors are added up. Compiled blocks run eagerly for that step: the hooks around them copy the same. What the
+collective itself copies is not seen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
@@ -27,11 +29,12 @@ class Copies:
 
 
 def copies_of(model: nn.Module, step: Callable[[], None]) -> dict[str, int] | None:
-    """Run ``step`` and count; None for an implementation that this module cannot see into."""
-    if isinstance(model, torch.distributed.fsdp.FSDPModule):
-        counted = _ours(model, step) if "_graph_fsdp" in model.__dict__ else _fsdp2(step)
-        return asdict(counted) if counted is not None else None
-    return None
+    """Run ``step`` once and count; None for an implementation that this module cannot see into."""
+    if not isinstance(model, FSDPModule):
+        step()
+        return None
+    counted = _ours(model, step) if "_graph_fsdp" in model.__dict__ else _fsdp2(step)
+    return asdict(counted) if counted is not None else None
 
 
 def _ours(model: nn.Module, step: Callable[[], None]) -> Copies | None:
@@ -43,7 +46,8 @@ def _ours(model: nn.Module, step: Callable[[], None]) -> Copies | None:
 
 
 def _fsdp2(step: Callable[[], None]) -> Copies:
-    with _FSDP2Copies() as mode:
+    # A dispatch mode and compiled code do not go together.
+    with torch.compiler.set_stance("force_eager"), _FSDP2Copies() as mode:
         step()
     return mode.copies
 

@@ -79,6 +79,8 @@ def interleave(trainers: Mapping[str, Trainer], rounds: int, steps: int, device:
             synchronize(device)
             turns[name] = (time.perf_counter() - begin) / steps, (time.process_time() - cpu_begin) / steps
         found.append(turns)
+        said = ", ".join(f"{name} {1e3 * turns[name][0]:.0f}" for name in names)
+        say(f"round {index + 1} of {rounds}, ms: {said}")
     return found
 
 
@@ -105,26 +107,25 @@ def run(
     """
     chosen = {name: implementations[name] for name in options.implementations}
     workload = workload_of(options)
-    steps = WARMUP + options.rounds * (1 + options.steps)
+    steps = WARMUP + 1 + options.rounds * (1 + options.steps)
     with process_group(options.device) as mesh:
         setup = Setup(workload.blocks, mesh, POLICIES[options.dtype], options.reshard_after_forward)
         expected = _expected(steps, workload, setup, chosen, implementations.get(options.reference))
         memory = {} if options.no_memory else _memory(workload, setup, chosen, options, expected)
-        trainers = {}
+        trainers, copies = {}, {}
         for name, implementation in chosen.items():
             say(f"building {name}")
             trainers[name] = trainer = Trainer(implementation, workload, setup)
+            copies[name] = copies_of(trainer.model, trainer.step)
             for _ in range(WARMUP):
                 trainer.step()
         gc.collect()
         gc.freeze()  # one process holds what is usually spread over many: no collection is to walk all of it
-        say(f"{options.rounds} rounds of {options.steps} steps each")
         compiled = _compilations()
         rounds = combine(gather(interleave(trainers, options.rounds, options.steps, options.device)))
         assert _compilations() == compiled, "something was compiled while steps were timed"
         found = {name: trainer.losses() for name, trainer in trainers.items()}
         difference = check_losses(found, expected, TOLERANCES[options.dtype])
-        copies = {name: copies_of(trainer.model, trainer.step) for name, trainer in trainers.items()}
         if dist.get_rank() != 0:
             return None
         tokens = workload.batch * workload.length * dist.get_world_size()
@@ -261,7 +262,7 @@ def parse(arguments: Sequence[str], implementations: Mapping[str, Implementation
     parser.add_argument("--reference", choices=list(implementations), help="for losses (default: plain PyTorch)")
     parser.add_argument("--reshard-after-forward", type=_optional_bool, help="true, false (default: what each does)")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)
