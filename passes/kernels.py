@@ -150,10 +150,11 @@ def node_flops(node: fx.Node) -> int:
     formula = _flop_formula(packet(node)) if node.op == "call_function" else None
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
+    found = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
+    args: Sequence[Any] = found[0]
     if packet(node) in _ATTENTION:
         args = _with_equal_heads(args)
-    return int(formula(*args, **kwargs, out_val=_with_hints(node.meta.get("val"))))
+    return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
 
 
 def _with_hints(value: Any) -> Any:

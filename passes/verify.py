@@ -217,9 +217,9 @@ class Verifier:
         elif node.target is dialect.reduce_scatter_start and "bucketed" in self.context.facts[self.graph.phase]:
             names = node.meta["fsdp"].params
             bucket = self.context.bucket_of(names[0])
-            expected = bucket.reduced_in([self.context.model.parameters[name] for name in names])
-            if (found := list(dialect.argument(node, "messages"))) != expected:
-                wrong = f"{node} has messages {found}, its bucket {expected}"
+            due = bucket.reduced_in([self.context.model.parameters[name] for name in names])
+            if (counts := list(dialect.argument(node, "messages"))) != due:
+                wrong = f"{node} has messages {counts}, its bucket {due}"
                 self._fail("a bucket is reduced in the same messages on all ranks", node, wrong)
         elif has_role(node, Role.KEEP_SHARD):
             self._kept_layout(node, 1)

@@ -38,7 +38,7 @@ class WholeProgram:
         self.inputs = lowered.inputs
         self.source = readable(lowered.module.graph)
         self.collectives = Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
-        self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)  # type: ignore[arg-type]
+        self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
