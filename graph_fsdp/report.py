@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
-from graph_fsdp.passes.layout import copied_nbytes
+from graph_fsdp.passes.layout import copies
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.simulate import Timeline, simulate
@@ -40,7 +40,7 @@ class BucketRow:
 class GraphView:
     """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
     program that runs it, the bytes that it is predicted to hold, and ``copied_nbytes``: those that packing and
-    unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.layout.copied_nbytes`)."""
+    unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.layout.copies`)."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
@@ -125,7 +125,7 @@ class CapturedGraph:
         view.graph = graph
         view.buckets = _bucket_rows(graph)
         view.slots = slot_table(graph, context)
-        view.copied_nbytes = copied_nbytes(graph)
+        view.copied_nbytes = sum(copies(graph))
         view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:

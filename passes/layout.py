@@ -113,23 +113,24 @@ def packed_nbytes(start: fx.Node) -> int:
     return world_size * sum(dialect.chunk_numels(copied, world_size)) * int(dtype.itemsize)
 
 
-def copied_nbytes(graph: Graph) -> int:
-    """Bytes that packing and unpacking for collectives reads and writes in one run of the graph: casts of shards,
-    landing buffers, packed gradients, shards that are kept. What the process group copies itself is not among them."""
-    total = 0
+def copies(graph: Graph) -> tuple[int, int]:
+    """Bytes that packing and unpacking for collectives reads and writes in one run of the graph. Packing: casts of
+    shards, packed gradients, shards that are kept. Unpacking: landing buffers. What the process group copies itself is
+    not among them."""
+    packed = unpacked = 0
     for node in graph.fx_graph.nodes:
         if node.target is dialect.all_gather_start:
             shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
             if shard.dtype is not full.dtype:
                 numel = full.numel() // dialect.argument(node, "world_size")
-                total += numel * (shard.dtype.itemsize + full.dtype.itemsize)
-            total += 2 * landing_nbytes(node)
+                packed += numel * (shard.dtype.itemsize + full.dtype.itemsize)
+            unpacked += 2 * landing_nbytes(node)
         elif node.target is dialect.keep_shard:
-            total += 2 * nbytes(node.meta["val"])
+            packed += 2 * nbytes(node.meta["val"])
         elif node.target is dialect.reduce_scatter_start:
             sent = set(gradients_sent(node))
             read = sum(nbytes(grad.meta["val"]) for grad in dialect.argument(node, "grads") if grad not in sent)
-            total += read + packed_nbytes(node)
+            packed += read + packed_nbytes(node)
         elif node.target is dialect.all_reduce_start:
-            total += nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads"))
-    return total
+            packed += nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads"))
+    return packed, unpacked
