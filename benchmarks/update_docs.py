@@ -22,6 +22,8 @@ _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)
 
 def section(path: Path) -> str:
     """What the page says of one result."""
+    if not path.exists():
+        return "Not measured yet.\n"
     result = json.loads(path.read_text())
     table = importlib.import_module(result["benchmark"]).table(result)
     return f"```\n{result['command']}\n```\n{machine_line(result)}.\n\n{table.markdown()}\n"
