@@ -8,11 +8,14 @@ Each model is compiled in three forms, for eight ranks of a fake process group (
 - whole: ``regions="whole"``: each graph in one piece, the same collectives in the same order;
 - local: one process, nothing sharded: what Inductor makes of the model itself.
 
-Columns, per step and graph: generated kernels and the bytes that they read and write (each buffer once per kernel, as
-Inductor counts it); distinct functions of generated code (on the CPU a function may hold several kernels);
-calls of external kernels (products, attention); what the executor copies to pack and unpack. Bytes of external kernels
-are left out: they are the model's, and Inductor counts all of a gathered bucket where one reads a parameter of it.
-``across``: kernels of the whole form that compute what lies in two or more regions when the graph is cut.
+Columns, per step and graph, bytes are read and written ones:
+
+- kernels: generated ones that compute, each element that a kernel touches counted once;
+- packing: kernels that only cast, pack or unpack what is communicated: generated ones, or the executor's copies;
+- products: calls of external kernels (products, attention), which are the model's in every form;
+- functions: distinct functions of generated code (on the CPU a function may hold several kernels).
+
+Then the kernels of the whole form that compute what lies in two or more regions when the graph is cut.
 """
 
 from __future__ import annotations
@@ -75,22 +78,18 @@ BACKENDS["counting"] = CountingBackend
 
 @dataclass
 class Count:
-    """One graph of one form, per step. ``copies``: the executor's. Bytes are read and written."""
+    """One graph of one form, per step."""
 
     model: str
     phase: str
     form: str
     regions: int
-    generated: int
-    generated_bytes: int
-    distinct: int
-    external: int
-    copies: int
-    copied_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.generated_bytes + self.copied_bytes
+    kernels: int
+    kernel_bytes: int
+    packing: int
+    packing_bytes: int
+    products: int
+    functions: int
 
 
 @dataclass
@@ -117,25 +116,14 @@ def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> di
     for (_, phase), program in engine.programs.items():
         functions = _functions(program, engine.backend)
         kernels = [kernel for function in functions for kernel in engine.backend.kernels[id(function)]]
-        generated = [k for k in kernels if k.generated]
-        copies = copies_of(program.graph) if isinstance(program, Program) else []
-        sources = {body for function in functions for body in _FUNCTION.findall(function.source_code)}  # type: ignore[attr-defined]
-        found[phase] = (
-            Count(
-                name,
-                phase,
-                form,
-                len(functions),
-                len(generated),
-                sum(k.nbytes for k in generated),
-                len(sources),
-                len(kernels) - len(generated),
-                len(copies),
-                sum(copies),
-            ),
-            kernels,
-            program.graph,
-        )
+        products = [k for k in kernels if not k.generated]
+        computing = [k for k in kernels if k.generated and _computed(k, program.graph, products)]
+        packing = copies_of(program.graph) if isinstance(program, Program) else []
+        packing += [k.nbytes for k in kernels if k.generated and k not in computing]
+        sources = {body for function in functions for body in _FUNCTION.findall(_source(function))}
+        sizes = (len(computing), sum(k.nbytes for k in computing), len(packing), sum(packing))
+        row = Count(name, phase, form, len(functions), *sizes, len(products), len(sources))
+        found[phase] = (row, computing, program.graph)
     return found
 
 
@@ -145,6 +133,16 @@ def _functions(program: Any, backend: CountingBackend) -> list[Compiled]:
         return [program.function]
     values = [value for key, value in program.constants.items() if key.startswith("region_")]
     return [value for value in values if id(value) in backend.kernels]  # the others are views alone
+
+
+def _source(function: Any) -> str:
+    return function.source_code
+
+
+def _computed(kernel: Kernel, graph: Graph, products: Sequence[Kernel]) -> set[str]:
+    """The nodes of ``graph`` that a generated kernel computes: no views, and no product that it only prepares."""
+    nodes = {n.name for n in graph.nodes if n.op == "call_function" and not aliased_inputs(n)}
+    return nodes.intersection(kernel.nodes) - {name for product in products for name in product.nodes}
 
 
 def copies_of(graph: Graph) -> list[int]:
@@ -168,8 +166,8 @@ def copies_of(graph: Graph) -> list[int]:
 
 
 def across(name: str, phase: str, kernels: Sequence[Kernel], graph: Graph) -> list[Across]:
-    """The kernels of a whole graph that compute nodes of several regions of ``graph``, which is cut. Views and what a
-    kernel reads as its input belong to no region."""
+    """The kernels of a whole graph that compute nodes of several regions of ``graph``, which is cut. Views belong to no
+    region, nor does what is computed again in each kernel that reads it."""
     region_of = {
         node.name: index
         for index, step in enumerate(cut(graph))
@@ -207,18 +205,17 @@ def measure(name: str, make: Callable[[], nn.Module], batch: Sequence[Tensor]) -
 
 
 def table(counts: Sequence[Count]) -> str:
-    header = ("model", "graph", "form", "regions", "generated", "MB", "distinct", "external", "copies", "MB", "all MB")
+    header = ("model", "graph", "form", "regions", "kernels", "MB", "packing", "MB", "products", "functions")
     rows = [
         (
-            *(c.model, c.phase, c.form, str(c.regions), str(c.generated), _mb(c.generated_bytes), str(c.distinct)),
-            *(str(c.external), str(c.copies), _mb(c.copied_bytes), _mb(c.total_bytes)),
+            *(c.model, c.phase, c.form, str(c.regions), str(c.kernels), _mb(c.kernel_bytes)),
+            *(str(c.packing), _mb(c.packing_bytes), str(c.products), str(c.functions)),
         )
         for c in counts
     ]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
-    )
+    lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _mb(size: int) -> str:
