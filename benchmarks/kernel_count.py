@@ -15,6 +15,10 @@ Columns, per step and graph, bytes are read and written ones:
 - products: calls of external kernels (products, attention), which are the model's in every form;
 - functions: distinct functions of generated code (on the CPU a function may hold several kernels).
 
+Which kernels of the whole form compute follows from the FX nodes that Inductor names as their origins. A copy of a
+parameter that is inlined into a product's input has the origins of that input, and counts as computing: between whole
+and the others only the sums of both MB columns compare; between cut and local each column does.
+
 Then the kernels of the whole form that compute what lies in two or more regions when the graph is cut.
 """
 
@@ -39,6 +43,7 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.compat_inductor import Kernel, inductor_kernels
 from graph_fsdp.passes.dialect import argument
 from graph_fsdp.passes.graph import Graph, aliased_inputs, nbytes
+from graph_fsdp.passes.kernels import is_view, node_flops
 from graph_fsdp.passes.layout import landing_nbytes
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
@@ -117,7 +122,7 @@ def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> di
         functions = _functions(program, engine.backend)
         kernels = [kernel for function in functions for kernel in engine.backend.kernels[id(function)]]
         products = [k for k in kernels if not k.generated]
-        computing = [k for k in kernels if k.generated and _computed(k, program.graph, products)]
+        computing = [k for k in kernels if k.generated and _computed(k, program.graph)]
         packing = copies_of(program.graph) if isinstance(program, Program) else []
         packing += [k.nbytes for k in kernels if k.generated and k not in computing]
         sources = {body for function in functions for body in _FUNCTION.findall(_source(function))}
@@ -139,10 +144,10 @@ def _source(function: Any) -> str:
     return function.source_code
 
 
-def _computed(kernel: Kernel, graph: Graph, products: Sequence[Kernel]) -> set[str]:
+def _computed(kernel: Kernel, graph: Graph) -> set[str]:
     """The nodes of ``graph`` that a generated kernel computes: no views, and no product that it only prepares."""
-    nodes = {n.name for n in graph.nodes if n.op == "call_function" and not aliased_inputs(n)}
-    return nodes.intersection(kernel.nodes) - {name for product in products for name in product.nodes}
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in dialect.EXECUTED]
+    return {n.name for n in nodes if not is_view(n) and not node_flops(n)}.intersection(kernel.nodes)
 
 
 def copies_of(graph: Graph) -> list[int]:
