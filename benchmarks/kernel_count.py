@@ -8,11 +8,18 @@ Each model is compiled in three forms, for eight ranks of a fake process group (
 - whole: ``regions="whole"``: each graph in one piece, the same collectives in the same order;
 - local: one process, nothing sharded: what Inductor makes of the model itself.
 
-Columns, per step and graph: generated kernels and the bytes that they read and write (each buffer once per kernel, as
-Inductor counts it); distinct functions of generated code (on the CPU a function may hold several kernels);
-calls of external kernels (products, attention); what the executor copies to pack and unpack. Bytes of external kernels
-are left out: they are the model's, and Inductor counts all of a gathered bucket where one reads a parameter of it.
-``across``: kernels of the whole form that compute what lies in two or more regions when the graph is cut.
+Columns, per step and graph, bytes are read and written ones:
+
+- kernels: generated ones that compute, each element that a kernel touches counted once;
+- packing: kernels that only cast, pack or unpack what is communicated: generated ones, or the executor's copies;
+- products: calls of external kernels (products, attention), which are the model's in every form;
+- functions: distinct functions of generated code (on the CPU a function may hold several kernels).
+
+Which kernels of the whole form compute follows from the FX nodes that Inductor names as their origins. A copy of a
+parameter that is inlined into a product's input has the origins of that input, and counts as computing: between whole
+and the others only the sums of both MB columns compare; between cut and local each column does.
+
+Then the kernels of the whole form that compute what lies in two or more regions when the graph is cut.
 """
 
 from __future__ import annotations
@@ -34,9 +41,9 @@ from torch import Tensor, fx, nn
 import graph_fsdp
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.compat_inductor import Kernel, inductor_kernels
-from graph_fsdp.passes.dialect import argument
-from graph_fsdp.passes.graph import Graph, aliased_inputs, nbytes
-from graph_fsdp.passes.layout import landing_nbytes
+from graph_fsdp.passes.graph import Graph, aliased_inputs
+from graph_fsdp.passes.kernels import is_view, node_flops
+from graph_fsdp.passes.layout import copies_by
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
 from graph_fsdp.runtime.regions import Compiled, Region, cut
@@ -75,22 +82,18 @@ BACKENDS["counting"] = CountingBackend
 
 @dataclass
 class Count:
-    """One graph of one form, per step. ``copies``: the executor's. Bytes are read and written."""
+    """One graph of one form, per step."""
 
     model: str
     phase: str
     form: str
     regions: int
-    generated: int
-    generated_bytes: int
-    distinct: int
-    external: int
-    copies: int
-    copied_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.generated_bytes + self.copied_bytes
+    kernels: int
+    kernel_bytes: int
+    packing: int
+    packing_bytes: int
+    products: int
+    functions: int
 
 
 @dataclass
@@ -115,27 +118,16 @@ def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> di
     engine: Any = model.__dict__["_graph_fsdp"]
     found: dict[str, Found] = {}
     for (_, phase), program in engine.programs.items():
-        functions = _functions(program, engine.backend)
+        functions, cut_up = _functions(program, engine.backend), isinstance(program, Program)
         kernels = [kernel for function in functions for kernel in engine.backend.kernels[id(function)]]
-        generated = [k for k in kernels if k.generated]
-        copies = copies_of(program.graph) if isinstance(program, Program) else []
-        sources = {body for function in functions for body in _FUNCTION.findall(function.source_code)}  # type: ignore[attr-defined]
-        found[phase] = (
-            Count(
-                name,
-                phase,
-                form,
-                len(functions),
-                len(generated),
-                sum(k.nbytes for k in generated),
-                len(sources),
-                len(kernels) - len(generated),
-                len(copies),
-                sum(copies),
-            ),
-            kernels,
-            program.graph,
-        )
+        products = [k for k in kernels if not k.generated]
+        computing = [k for k in kernels if k.generated and _computed(k, program.graph)]
+        packing = [size for n in program.graph.nodes if (size := sum(copies_by(n)))] if cut_up else []
+        packing += [k.nbytes for k in kernels if k.generated and k not in computing]
+        sources = {body for function in functions for body in _FUNCTION.findall(_source(function))}
+        sizes = (len(computing), sum(k.nbytes for k in computing), len(packing), sum(packing))
+        row = Count(name, phase, form, len(functions), *sizes, len(products), len(sources))
+        found[phase] = (row, computing, program.graph)
     return found
 
 
@@ -147,29 +139,19 @@ def _functions(program: Any, backend: CountingBackend) -> list[Compiled]:
     return [value for value in values if id(value) in backend.kernels]  # the others are views alone
 
 
-def copies_of(graph: Graph) -> list[int]:
-    """Bytes that each copy of the executor reads and writes: casts of shards, unpacking, packing of gradients."""
-    copies = []
-    for node in graph.nodes:
-        size = nbytes(node.meta.get("val"))
-        if node.target is dialect.all_gather_start:
-            sent, dtype = size // argument(node, "world_size"), argument(node, "dtype")
-            shard = argument(node, "shards")[0].meta["val"].dtype
-            if shard is not dtype:
-                copies.append(sent + sent // dtype.itemsize * shard.itemsize)
-            if landing := landing_nbytes(node):
-                copies.append(2 * landing)
-        elif node.target in (dialect.reduce_scatter_start, dialect.all_reduce_start):
-            packed = size * (argument(node, "world_size") if node.target is dialect.reduce_scatter_start else 1)
-            copies.append(packed + sum(nbytes(grad.meta["val"]) for grad in argument(node, "grads")))
-        elif node.target is dialect.keep_shard:
-            copies.append(2 * size)
-    return copies
+def _source(function: Any) -> str:
+    return function.source_code
+
+
+def _computed(kernel: Kernel, graph: Graph) -> set[str]:
+    """The nodes of ``graph`` that a generated kernel computes: no views, and no product that it only prepares."""
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in dialect.EXECUTED]
+    return {n.name for n in nodes if not is_view(n) and not node_flops(n)}.intersection(kernel.nodes)
 
 
 def across(name: str, phase: str, kernels: Sequence[Kernel], graph: Graph) -> list[Across]:
-    """The kernels of a whole graph that compute nodes of several regions of ``graph``, which is cut. Views and what a
-    kernel reads as its input belong to no region."""
+    """The kernels of a whole graph that compute nodes of several regions of ``graph``, which is cut. Views belong to no
+    region, nor does what is computed again in each kernel that reads it."""
     region_of = {
         node.name: index
         for index, step in enumerate(cut(graph))
@@ -207,18 +189,17 @@ def measure(name: str, make: Callable[[], nn.Module], batch: Sequence[Tensor]) -
 
 
 def table(counts: Sequence[Count]) -> str:
-    header = ("model", "graph", "form", "regions", "generated", "MB", "distinct", "external", "copies", "MB", "all MB")
+    header = ("model", "graph", "form", "regions", "kernels", "MB", "packing", "MB", "products", "functions")
     rows = [
         (
-            *(c.model, c.phase, c.form, str(c.regions), str(c.generated), _mb(c.generated_bytes), str(c.distinct)),
-            *(str(c.external), str(c.copies), _mb(c.copied_bytes), _mb(c.total_bytes)),
+            *(c.model, c.phase, c.form, str(c.regions), str(c.kernels), _mb(c.kernel_bytes)),
+            *(str(c.packing), _mb(c.packing_bytes), str(c.products), str(c.functions)),
         )
         for c in counts
     ]
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
-    )
+    lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _mb(size: int) -> str:

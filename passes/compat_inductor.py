@@ -10,7 +10,7 @@ compat.py.
 | ``_inductor.dependencies.WeakDep``, ``BaseSchedulerNode.add_fake_dep`` | order without data | 2.9, 2.13 |
 | ``Scheduler.compute_ancestors`` | what must not be fused | 2.9, 2.13 |
 | ``_inductor.ir._CollectiveKernel``, ``MultiOutput`` | which nodes are communication | 2.9, 2.13 |
-| ``BaseSchedulerNode.get_read_write_buffers_sizes`` | bytes of a kernel | 2.9, 2.13 |
+| ``BaseSchedulerNode.read_writes``, ``Dep.numbytes_hint``, ``SchedulerBuffer.users`` | bytes of a kernel | 2.9, 2.13 |
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _is_external(node: Any) -> bool:
 @dataclass(frozen=True)
 class Kernel:
     """What Inductor runs as one kernel. ``generated``: by itself, and not a product, attention or a fallback.
-    ``nbytes``: read and written, each buffer once. ``nodes``: names of the FX nodes that it computes."""
+    ``nbytes``: that a generated one reads and writes, each element once. ``nodes``: names of the FX nodes that it
+    computes."""
 
     generated: bool
     nbytes: int
@@ -125,8 +126,23 @@ def inductor_kernels() -> Iterator[list[Kernel]]:
                 origins = {origin.name: None for part in node.get_nodes() for origin in part.node.get_origins()}
                 generated = not node.is_extern()
                 if generated or _is_external(node):
-                    found.append(Kernel(generated, int(node.get_read_write_buffers_sizes()), tuple(origins)))
+                    found.append(Kernel(generated, _nbytes(node) if generated else 0, tuple(origins)))
         return nodes
 
     with config.patch({"_post_fusion_custom_pass": look, "fx_graph_cache": False}):
         yield found
+
+
+def _nbytes(node: Any) -> int:
+    """``get_read_write_buffers_sizes`` counts all of a buffer where a kernel reads a slice of it."""
+    from torch._inductor.dependencies import MemoryDep, StarDep
+
+    parts, buffers = set(node.get_nodes()), node.scheduler.name_to_buf
+    accesses: dict[str, dict[Any, int]] = {}
+    for dep in node.read_writes.reads | node.read_writes.writes:
+        own = dep.name in buffers and all(user.node in parts for user in buffers[dep.name].users)
+        if isinstance(dep, (MemoryDep, StarDep)) and not own:  # what no other node reads is never stored
+            normal = dep.normalize() if isinstance(dep, MemoryDep) else dep
+            key = (str(normal.index), str(normal.ranges)) if isinstance(normal, MemoryDep) else ()
+            accesses.setdefault(dep.name, {})[key] = int(dep.numbytes_hint())
+    return sum(min(sum(sizes.values()), int(StarDep(name).numbytes_hint())) for name, sizes in accesses.items())

@@ -117,20 +117,22 @@ def copies(graph: Graph) -> tuple[int, int]:
     """Bytes that packing and unpacking for collectives reads and writes in one run of the graph. Packing: casts of
     shards, packed gradients, shards that are kept. Unpacking: landing buffers. What the process group copies itself is
     not among them."""
-    packed = unpacked = 0
-    for node in graph.fx_graph.nodes:
-        if node.target is dialect.all_gather_start:
-            shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
-            if shard.dtype is not full.dtype:
-                numel = full.numel() // dialect.argument(node, "world_size")
-                packed += numel * (shard.dtype.itemsize + full.dtype.itemsize)
-            unpacked += 2 * landing_nbytes(node)
-        elif node.target is dialect.keep_shard:
-            packed += 2 * nbytes(node.meta["val"])
-        elif node.target is dialect.reduce_scatter_start:
-            sent = set(gradients_sent(node))
-            read = sum(nbytes(grad.meta["val"]) for grad in dialect.argument(node, "grads") if grad not in sent)
-            packed += read + packed_nbytes(node)
-        elif node.target is dialect.all_reduce_start:
-            packed += nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads"))
-    return packed, unpacked
+    found = [copies_by(node) for node in graph.fx_graph.nodes]
+    return sum(packed for packed, _ in found), sum(unpacked for _, unpacked in found)
+
+
+def copies_by(node: fx.Node) -> tuple[int, int]:
+    """The same, of one node."""
+    if node.target is dialect.all_gather_start:
+        shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
+        numel = full.numel() // dialect.argument(node, "world_size") if shard.dtype is not full.dtype else 0
+        return numel * (shard.dtype.itemsize + full.dtype.itemsize), 2 * landing_nbytes(node)
+    if node.target is dialect.keep_shard:
+        return 2 * nbytes(node.meta["val"]), 0
+    if node.target is dialect.reduce_scatter_start:
+        sent = set(gradients_sent(node))
+        read = sum(nbytes(grad.meta["val"]) for grad in dialect.argument(node, "grads") if grad not in sent)
+        return read + packed_nbytes(node), 0
+    if node.target is dialect.all_reduce_start:
+        return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads")), 0
+    return 0, 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from models import MLP
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -368,3 +369,18 @@ def test_the_page_on_performance_shows_the_results_that_are_kept() -> None:
     page = update_docs.PAGE.read_text()
     assert update_docs.updated(page) == page, "run python benchmarks/update_docs.py"
     assert page.count("<!-- results/") >= 3
+
+
+def test_kernel_count_finds_the_same_products_in_every_form_and_the_executors_copies_in_one() -> None:
+    kernel_count = benchmark("kernel_count")
+    counts, _ = kernel_count.measure("mlp", MLP, (torch.ones(4, 16),))
+    rows = {(row.phase, row.form): row for row in counts}
+    assert set(rows) == {(phase, form) for phase in ("forward", "backward") for form in kernel_count.FORMS}
+    for phase, products in (("forward", 5), ("backward", 9)):  # five layers, and the input needs no gradient
+        cut, whole, local = (rows[phase, form] for form in kernel_count.FORMS)
+        assert cut.products == whole.products == local.products == products
+        assert cut.regions > whole.regions == local.regions == 1
+        assert cut.packing_bytes > 0 and local.packing_bytes < cut.packing_bytes
+        assert all(row.kernels > 0 and row.kernel_bytes > 0 and row.functions > 0 for row in (cut, whole, local))
+    # Three buckets of one message each, cast nowhere: what their gathers receive is read once and written once.
+    assert rows["forward", "cut"].packing_bytes == 2 * 4 * kernel_count.WORLD_SIZE * (160 + 160 + 32)
