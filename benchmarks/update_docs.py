@@ -2,7 +2,7 @@
 
     python benchmarks/update_docs.py
 
-A table stands between ``<!-- results/NAME.json -->`` and ``<!-- end -->``, headed by its command and machine.
+A table stands between ``<!-- results/NAME.json -->`` and ``<!-- end -->``, headed by its plot, command and machine.
 ``tests/test_benchmarks.py`` fails where the page and the results differ.
 """
 
@@ -13,20 +13,22 @@ import json
 import re
 from pathlib import Path
 
-from harness import RESULTS, ROOT
+from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
+NOT_MEASURED = "Not measured yet.\n"
 PAGE = ROOT / "docs" / "performance.md"
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def section(path: Path) -> str:
-    """What the page says of one result."""
+    """What the page says of one result, or that there is none."""
     if not path.exists():
-        return "Not measured yet.\n"
+        return NOT_MEASURED
     result = json.loads(path.read_text())
     table = importlib.import_module(result["benchmark"]).table(result)
-    return f"```\n{result['command']}\n```\n{machine_line(result)}.\n\n{table.markdown()}\n"
+    plot = f"![{path.stem}](images/{path.stem}.svg)\n\n" if (IMAGES / f"{path.stem}.svg").exists() else ""
+    return f"{plot}```\n{result['command']}\n```\n{machine_line(result)}.\n\n{table.markdown()}\n"
 
 
 def updated(page: str) -> str:
