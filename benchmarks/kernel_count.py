@@ -121,7 +121,7 @@ def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> di
         functions, cut_up = _functions(program, engine.backend), isinstance(program, Program)
         kernels = [kernel for function in functions for kernel in engine.backend.kernels[id(function)]]
         products = [k for k in kernels if not k.generated]
-        computing = [k for k in kernels if k.generated and _computed(k, program.graph)]
+        computing = [k for k in kernels if k.generated and (cut_up or _computed(k, program.graph))]
         packing = [size for n in program.graph.nodes if (size := sum(copies_by(n)))] if cut_up else []
         packing += [k.nbytes for k in kernels if k.generated and k not in computing]
         sources = {body for function in functions for body in _FUNCTION.findall(_source(function))}
