@@ -202,3 +202,25 @@ def publish(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     plot(result, options.images / f"{options.name}.svg")
+
+
+def run_on_ranks(
+    script: str,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    run: Callable[[], dict[str, Any] | None],
+    table: Callable[[dict[str, Any]], Table],
+    plot: Callable[[dict[str, Any], Path], None],
+) -> int:
+    """A benchmark whose ranks measure together: start them, or be one of them and ``run``, which returns the result on
+    the rank that publishes it. The exit code."""
+    if not on_a_rank():
+        return start_ranks(script, arguments, options.ranks or default_ranks(options.device), options.device)
+    try:
+        result = run()
+    except Disagreement as error:
+        say(f"FAILED: {error}")
+        return 1
+    if result is not None:
+        publish(options, result, table, plot)
+    return 0

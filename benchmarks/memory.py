@@ -25,19 +25,15 @@ import peak_memory
 import torch.distributed as dist
 from harness import (
     POLICIES,
-    Disagreement,
     command_of,
     default_device,
-    default_ranks,
     forget,
     gather,
     machine,
-    on_a_rank,
     parser_of,
     process_group,
-    publish,
+    run_on_ranks,
     say,
-    start_ranks,
     workload_of,
 )
 from implementations import IMPLEMENTATIONS, Implementation, Setup
@@ -159,16 +155,7 @@ def main(
 ) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, implementations)
-    if not on_a_rank():
-        return start_ranks(__file__, arguments, options.ranks or default_ranks(options.device), options.device)
-    try:
-        result = run(options, implementations)
-    except Disagreement as error:
-        say(f"FAILED: {error}")
-        return 1
-    if result is not None:
-        publish(options, result, table, plot)
-    return 0
+    return run_on_ranks(__file__, arguments, options, lambda: run(options, implementations), table, plot)
 
 
 if __name__ == "__main__":

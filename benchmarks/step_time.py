@@ -35,19 +35,15 @@ import torch.distributed as dist
 from copies import copies_of
 from harness import (
     POLICIES,
-    Disagreement,
     command_of,
     default_device,
-    default_ranks,
     forget,
     gather,
     machine,
-    on_a_rank,
     parser_of,
     process_group,
-    publish,
+    run_on_ranks,
     say,
-    start_ranks,
     synchronize,
     workload_of,
 )
@@ -289,16 +285,7 @@ def main(
 ) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments, implementations)
-    if not on_a_rank():
-        return start_ranks(__file__, arguments, options.ranks or default_ranks(options.device), options.device)
-    try:
-        result = run(options, implementations)
-    except Disagreement as error:
-        say(f"FAILED: {error}")
-        return 1
-    if result is not None:
-        publish(options, result, table, plot)
-    return 0
+    return run_on_ranks(__file__, arguments, options, lambda: run(options, implementations), table, plot)
 
 
 if __name__ == "__main__":
