@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from graph_fsdp.runtime import Program
+
+SLACK = 2**15  # the state of the random numbers, four times
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 @dataclass(frozen=True)

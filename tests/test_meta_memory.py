@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 import torch
-from allocations import peak_of
+from allocations import SLACK, nbytes, peak_of
 from conftest import FAKE_WORLD_SIZE
 from launch import run_ranks
 from models import MLP
@@ -16,12 +16,6 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.units import find_units
-
-SLACK = 2**15  # the state of the random numbers, four times
-
-
-def nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def test_no_more_than_one_unit_is_there_above_the_shards(fake_group: None) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from allocations import peak_of
+from allocations import SLACK, nbytes, peak_of
 from facts import Facts, Failures, check
 from launch import run_ranks
 from models import CASES, CLASSES, MLP, WIDTH, Batch, UnevenBlock, loss_of
 from reference import parameters_of, rows_of, whole
-from test_meta import SLACK, Shift, built, initialised, nbytes, on_meta, with_norm
+from test_meta import Shift, built, initialised, on_meta, with_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
