@@ -41,6 +41,7 @@ from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.sharding import Storage
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -102,6 +103,8 @@ class Engine:
         self._inputs: dict[str, Tensor] = {}
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
+        self.kept = KeptGradients()
+        self.wait_before_forward: Any = None  # an event
         self._compiled: dict[Settings, Callable[..., Any]] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
@@ -111,6 +114,9 @@ class Engine:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
+        if self.wait_before_forward is not None:
+            self.wait_before_forward.wait()
+            self.wait_before_forward = None
         inputs = self.storage.inputs_after_refresh()
         with self.storage.placeholders_registered(), compat.tracing_options():
             self._inputs = inputs
@@ -278,6 +284,16 @@ class Engine:
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 
+    def _check_unchanged(self, settings: Settings) -> None:
+        """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+        for name in ("unsynced", "unreplicated"):
+            if getattr(settings, name) != getattr(self.settings, name):
+                method = {"unsynced": "set_requires_gradient_sync", "unreplicated": "set_requires_all_reduce"}[name]
+                raise RuntimeError(
+                    f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
+                    "forward, and again after the backward"
+                )
+
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
@@ -301,7 +317,9 @@ class Engine:
         if self.whole:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
-            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
+            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()), self.kept)
+            if graph.phase == "backward":
+                program.check = functools.partial(self._check_unchanged, context.settings)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
