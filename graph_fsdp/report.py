@@ -137,8 +137,8 @@ class CapturedGraph:
 class GraphReport:
     """What ``inspect`` returns. ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their
     kind; ``graphs`` holds all captures, in order. ``whole``: graphs are compiled in one piece (``regions="whole"``);
-    ``peak_gathered_bytes`` is None then, as nothing counts them. ``kept_nbytes``: gradients that wait on this rank for a
-    backward that reduces them."""
+    ``peak_gathered_bytes`` is None then, as nothing counts them. ``kept_nbytes``: gradients on this rank that wait for
+    a backward that reduces them."""
 
     def __init__(
         self,
