@@ -14,6 +14,7 @@ import itertools
 import json
 import time
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graph_fsdp.errors import (
-    BudgetError,
     EmptyPlaceholderError,
     GraphBreakError,
     PassError,
@@ -124,7 +124,7 @@ class Engine:
                 return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement, BudgetError, PassError)):
+                if isinstance(cause, (VerificationError, RankDisagreement, PassError, ValueError)):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
@@ -134,17 +134,22 @@ class Engine:
                 self._inputs = {}
 
     def _forward_compiled(self) -> Callable[..., Any]:
-        """The forward under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings."""
+        """The forward under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
+
+        What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
+        collector does not see it. So it must not keep the engine, which has that code object.
+        """
         settings = self.settings
         if settings not in self._compiled:
-            backend = functools.partial(self._compile_graph, settings)
+            backend = functools.partial(Engine._compile_graph, weakref.proxy(self), settings)
             self._compiled[settings] = self._compile(_own_code(self._forward), backend=backend)
         return self._compiled[settings]
 
     def _compile_graph(
         self, settings: Settings, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """The Dynamo backend: called once per captured graph."""
+        """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
+        ``_forward_compiled``."""
         captured = CapturedGraph(len(self.graphs), self.spec)
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
@@ -190,18 +195,21 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
     ) -> Callable[..., Any]:
+        engine: Engine = weakref.proxy(self)  # see ``_forward_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
+        alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            joint = self.backend.prepare(joint)
+            alive.append(self)
+            joint = engine.backend.prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
-            self.pipeline.run([joint_graph], context)
-            kind = kind_of(joint_graph, self.spec, context.settings)
+            engine.pipeline.run([joint_graph], context)
+            kind = kind_of(joint_graph, engine.spec, context.settings)
             begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -209,33 +217,35 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self._run_passes(graphs, context, captured, kind)
+            engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
-            if not self.whole:
-                self.regions.prepare(partitioned)
+            if not engine.whole:
+                engine.regions.prepare(partitioned)
             partitioned.clear()
-            return self._program(Graph(forward, "forward"), context, captured)
+            return engine._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
-            return self._program(Graph(backward, "backward"), context, captured)
+            program = engine._program(Graph(backward, "backward"), context, captured)
+            alive.clear()
+            return program
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
-            graph = Graph(self.backend.prepare(inference), "inference")
-            self._run_passes([graph], context, captured, kind_of(graph, self.spec, context.settings))
-            if not self.whole:
-                self.regions.prepare([graph])
-            return self._program(graph, context, captured)
+            graph = Graph(engine.backend.prepare(inference), "inference")
+            engine._run_passes([graph], context, captured, kind_of(graph, engine.spec, context.settings))
+            if not engine.whole:
+                engine.regions.prepare([graph])
+            return engine._program(graph, context, captured)
 
         return compat.aot_autograd(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
             inference_compiler=compile_inference,
             partition_fn=partition,
-            decompositions=self.backend.decompositions(),
+            decompositions=engine.backend.decompositions(),
             keep_inference_input_mutations=True,
         )(module, inputs)
 
@@ -284,16 +294,6 @@ class Engine:
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 
-    def _check_unchanged(self, settings: Settings) -> None:
-        """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
-        for name in ("unsynced", "unreplicated"):
-            if getattr(settings, name) != getattr(self.settings, name):
-                method = {"unsynced": "set_requires_gradient_sync", "unreplicated": "set_requires_all_reduce"}[name]
-                raise RuntimeError(
-                    f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
-                    "forward, and again after the backward"
-                )
-
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
@@ -319,7 +319,7 @@ class Engine:
         else:
             program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()), self.kept)
             if graph.phase == "backward":
-                program.check = functools.partial(self._check_unchanged, context.settings)
+                program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -342,11 +342,23 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
     return lines
 
 
+def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
+    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+    now = engine()
+    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
+        if now is not None and getattr(settings, name) != getattr(now.settings, name):
+            raise RuntimeError(
+                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
+                "forward, and again after the backward"
+            )
+
+
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``forward``, with a code object and a name of its own.
 
     Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
-    which sizes have changed: two models must share none of that.
+    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
+    compiles into them, where it would outlive the model.
     """
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +373,7 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
-    return types.FunctionType(own, graph_fsdp_forward.__globals__, name, None, graph_fsdp_forward.__closure__)
+    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
 
 
 def _graph_break(error: compat.Unsupported) -> GraphBreakError:

@@ -14,24 +14,26 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.dialect import Role
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.graph import Graph, aliased_inputs
 
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """The static part of one ``accumulate_grad``. ``owned``: nothing else uses the gradient's memory."""
+    """The static part of one ``accumulate_grad``. ``reduced``: what is kept is a shard, reduced over the ranks that
+    shard. ``owned``: nothing else uses the gradient's memory."""
 
     param: str
     dtype: torch.dtype
+    reduced: bool
     owned: bool
 
 
 @dataclass
 class KeptGradients:
-    """By parameter; and the functions that see reduced gradients, by unit."""
+    """By parameter, and whether it is a reduced shard; and the functions that see reduced gradients, by unit."""
 
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -42,28 +44,33 @@ class KeptGradients:
         return sum(g.nbytes for g in self.gradients.values())
 
     def add(self, plan: KeepPlan, grad: Tensor) -> None:
-        kept = self.gradients.get(plan.param)
+        key = plan.param, plan.reduced
+        kept = self.gradients.get(key)
         if kept is not None:
             kept.add_(grad)
         elif plan.owned and grad.dtype is plan.dtype and grad.is_contiguous():
-            self.gradients[plan.param] = grad.detach()
+            self.gradients[key] = grad.detach()
         else:
-            self.gradients[plan.param] = grad.detach().to(plan.dtype, copy=True, memory_format=torch.contiguous_format)
+            self.gradients[key] = grad.detach().to(plan.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def added_to(self, grads: Any, params: tuple[str, ...], begins: tuple[int, ...]) -> Any:
         """``grads``, about to be reduced, and what is kept of them: a list of whole gradients, or, with ``begins``, a
         flat shard of all, which is changed."""
         if begins:
             for name, begin in zip(params, begins, strict=True):
-                if (kept := self.gradients.pop(name, None)) is not None:
+                if (kept := self.gradients.pop((name, True), None)) is not None:
                     grads[begin : begin + kept.numel()].add_(kept.view(-1))
             return grads
-        found = [self.gradients.pop(name, None) for name in params]
+        found = [self.gradients.pop((name, False), None) for name in params]
         return [g if kept is None else kept.add_(g) for g, kept in zip(grads, found, strict=True)]
 
 
 def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
-    return KeepPlan(dialect.argument(node, "param"), dialect.argument(node, "reduce_dtype"), node in owned)
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    while aliased := aliased_inputs(source):
+        source = aliased[0]
+    reduced = has_role(source, Role.REDUCE_START)
+    return KeepPlan(dialect.argument(node, "param"), dialect.argument(node, "reduce_dtype"), reduced, node in owned)
 
 
 def owned_gradients(graph: Graph) -> frozenset[fx.Node]:

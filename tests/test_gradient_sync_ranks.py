@@ -67,7 +67,6 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "gpt, reduced in float16": ("gpt", (2,), {"mp_policy": FP16}, sync_last),
     "tied weights": ("gpt_tied", (2,), {}, sync_last),
     "frozen parameters": ("frozen", (2,), {}, sync_last),
-    "uneven": ("uneven", (2,), {}, sync_last),
     "sums": ("gpt", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
     "a factor and one reduction": ("gpt", (2,), {}, factor_and_sync),
     "a hook": ("gpt", (2,), {}, every_unit("set_all_reduce_hook", halve)),
