@@ -8,11 +8,13 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect as python_inspect
 import itertools
 import json
 import time
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -22,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graph_fsdp.errors import (
-    BudgetError,
     EmptyPlaceholderError,
     GraphBreakError,
     PassError,
@@ -34,11 +35,13 @@ from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
+from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.sharding import Storage
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -99,9 +102,11 @@ class Engine:
         _models_of_ranks[self.ranks] += 1
         self._inputs: dict[str, Tensor] = {}
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
-        self._compiled = torch.compile(
-            _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
-        )
+        self.settings = Settings()
+        self.kept = KeptGradients()
+        self.wait_before_forward: Any = None  # an event
+        self._compiled: dict[Settings, Callable[..., Any]] = {}
+        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Parameters are placeholders for its time, shards again whatever happens."""
@@ -109,14 +114,17 @@ class Engine:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
+        if self.wait_before_forward is not None:
+            self.wait_before_forward.wait()
+            self.wait_before_forward = None
         inputs = self.storage.inputs_after_refresh()
         with self.storage.placeholders_registered(), compat.tracing_options():
             self._inputs = inputs
             try:
-                return self.storage.without_placeholders(self._compiled(module, *args, **kwargs))
+                return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement, BudgetError, PassError)):
+                if isinstance(cause, (VerificationError, RankDisagreement, PassError, ValueError)):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
@@ -125,10 +133,27 @@ class Engine:
             finally:
                 self._inputs = {}
 
-    def _compile_graph(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The Dynamo backend: called once per captured graph."""
+    def _forward_compiled(self) -> Callable[..., Any]:
+        """The forward under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
+
+        What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
+        collector does not see it. So it must not keep the engine, which has that code object.
+        """
+        settings = self.settings
+        if settings not in self._compiled:
+            backend = functools.partial(Engine._compile_graph, weakref.proxy(self), settings)
+            self._compiled[settings] = self._compile(_own_code(self._forward), backend=backend)
+        return self._compiled[settings]
+
+    def _compile_graph(
+        self, settings: Settings, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
+        ``_forward_compiled``."""
         captured = CapturedGraph(len(self.graphs), self.spec)
-        context = PassContext(self.spec, self.reshard_after_forward, cost=self.cost, stages=captured.stages)
+        context = PassContext(
+            self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
+        )
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
@@ -170,18 +195,21 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
     ) -> Callable[..., Any]:
+        engine: Engine = weakref.proxy(self)  # see ``_forward_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
+        alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            joint = self.backend.prepare(joint)
+            alive.append(self)
+            joint = engine.backend.prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
-            self.pipeline.run([joint_graph], context)
-            kind = kind_of(joint_graph, self.spec)
+            engine.pipeline.run([joint_graph], context)
+            kind = kind_of(joint_graph, engine.spec, context.settings)
             begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -189,33 +217,35 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            self._run_passes(graphs, context, captured, kind)
+            engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
-            if not self.whole:
-                self.regions.prepare(partitioned)
+            if not engine.whole:
+                engine.regions.prepare(partitioned)
             partitioned.clear()
-            return self._program(Graph(forward, "forward"), context, captured)
+            return engine._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
-            return self._program(Graph(backward, "backward"), context, captured)
+            program = engine._program(Graph(backward, "backward"), context, captured)
+            alive.clear()
+            return program
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
-            graph = Graph(self.backend.prepare(inference), "inference")
-            self._run_passes([graph], context, captured, kind_of(graph, self.spec))
-            if not self.whole:
-                self.regions.prepare([graph])
-            return self._program(graph, context, captured)
+            graph = Graph(engine.backend.prepare(inference), "inference")
+            engine._run_passes([graph], context, captured, kind_of(graph, engine.spec, context.settings))
+            if not engine.whole:
+                engine.regions.prepare([graph])
+            return engine._program(graph, context, captured)
 
         return compat.aot_autograd(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
             inference_compiler=compile_inference,
             partition_fn=partition,
-            decompositions=self.backend.decompositions(),
+            decompositions=engine.backend.decompositions(),
             keep_inference_input_mutations=True,
         )(module, inputs)
 
@@ -287,7 +317,9 @@ class Engine:
         if self.whole:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
-            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
+            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()), self.kept)
+            if graph.phase == "backward":
+                program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -310,11 +342,23 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
     return lines
 
 
+def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
+    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+    now = engine()
+    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
+        if now is not None and getattr(settings, name) != getattr(now.settings, name):
+            raise RuntimeError(
+                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
+                "forward, and again after the backward"
+            )
+
+
 def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``forward``, with a code object and a name of its own.
 
     Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
-    which sizes have changed: two models must share none of that.
+    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
+    compiles into them, where it would outlive the model.
     """
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +373,7 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     code = graph_fsdp_forward.__code__
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
-    return types.FunctionType(own, graph_fsdp_forward.__globals__, name, None, graph_fsdp_forward.__closure__)
+    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
 
 
 def _graph_break(error: compat.Unsupported) -> GraphBreakError:

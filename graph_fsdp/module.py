@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp.capture import Engine
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.gradients import GradientMethods
 
 
-class GraphFSDPModule(FSDPModule):
+class GraphFSDPModule(GradientMethods, FSDPModule):
     """Mixed into a compiled model's class, before the model's own class.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
@@ -49,7 +50,7 @@ def _unsupported(name: str) -> Callable[..., NoReturn]:
 
 
 for _name, _value in vars(FSDPModule).items():
-    if callable(_value) and not _name.startswith("_"):
+    if callable(_value) and not _name.startswith("_") and _name not in vars(GradientMethods):
         setattr(GraphFSDPModule, _name, _unsupported(_name))
 
 

@@ -137,13 +137,21 @@ class CapturedGraph:
 class GraphReport:
     """What ``inspect`` returns. ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their
     kind; ``graphs`` holds all captures, in order. ``whole``: graphs are compiled in one piece (``regions="whole"``);
-    ``peak_gathered_bytes`` is None then, as nothing counts them."""
+    ``peak_gathered_bytes`` is None then, as nothing counts them. ``kept_nbytes``: gradients on this rank that wait for
+    a backward that reduces them."""
 
     def __init__(
-        self, graphs: list[CapturedGraph], spec: ModelSpec, counter: GatheredBytes, regions: Any, whole: bool = False
+        self,
+        graphs: list[CapturedGraph],
+        spec: ModelSpec,
+        counter: GatheredBytes,
+        regions: Any,
+        whole: bool = False,
+        kept_nbytes: int = 0,
     ) -> None:
         self.graphs, self.spec, self.whole = graphs, spec, whole
         self.peak_gathered_bytes = None if whole else counter.peak
+        self.kept_nbytes = kept_nbytes
         self.collectives = dict(counter.collectives)
         self.regions, self.compiled_regions = regions.regions, regions.compiled
 
@@ -195,6 +203,8 @@ class GraphReport:
             f"{f'{replicas} replicas of ' if replicas > 1 else ''}{world_size} rank{'s' if world_size > 1 else ''}",
             f"captured graphs: {len(self.graphs)}; {self._compiled()}",
         ]
+        if self.kept_nbytes:
+            lines += [f"gradients that are not reduced yet: {self.kept_nbytes:,} bytes"]
         for captured in self.graphs:
             for phase, view in captured.views.items():
                 if not view.nodes:  # a graph that other graphs are made of
@@ -232,7 +242,8 @@ def inspect(model: nn.Module) -> GraphReport:
         TypeError: ``model`` was not compiled by graph_fsdp.
     """
     engine = engine_of(model)
-    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions, engine.whole)
+    kept = engine.kept.nbytes
+    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions, engine.whole, kept)
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -263,6 +274,15 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
                 times = (positions[start], positions[wait], first_use, None)
                 nbytes = start.meta["fsdp"].nbytes
                 rows[positions[start]] = BucketRow(r.bucket, kind, r.params, nbytes, *times, False)
+    kept: dict[str, list[fx.Node]] = {}
+    for node in graph.with_role(Role.ACCUMULATE):
+        kept.setdefault(node.meta["fsdp"].bucket, []).append(node)
+    for bucket, nodes in kept.items():
+        params = tuple(node.meta["fsdp"].params[0] for node in nodes)
+        nbytes = sum(node.meta["fsdp"].nbytes for node in nodes)
+        rows[positions[nodes[0]]] = BucketRow(
+            bucket, "keep", params, nbytes, positions[nodes[0]], None, None, None, False
+        )
     return [rows[position] for position in sorted(rows)]
 
 

@@ -15,6 +15,14 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
+from graph_fsdp.passes.accumulate import (
+    accumulate,
+    call_hook,
+    is_unreplicated,
+    is_unsynced,
+    keep,
+    reduction_options,
+)
 from graph_fsdp.passes.arrange import BucketSize, arrange_buckets
 from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
@@ -80,15 +88,24 @@ class Bucket(GraphPass):
             if bucket.name in gathers:
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
         positions = graph.positions()  # a parameter may be its own gradient, and is a new node now
+        accumulated = 0
         for name, nodes in reductions.items():
-            gradients |= _reduce_bucket(graph, context, name, nodes, positions)
+            unsynced = [node for node in nodes if is_unsynced(_parameter(node, context), context)]
+            if unsynced:
+                kept_whole = accumulate(graph, context, unsynced, positions)
+                accumulated += sum(node.meta["fsdp"].nbytes for node in kept_whole.values())
+                gradients |= kept_whole
+            if synced := [node for node in nodes if node not in unsynced]:
+                gradients |= _reduce_bucket(graph, context, name, synced, positions)
         graph.replace(gradients)
         if alone:
             return "one rank: each shard is the parameter, each gradient is its own mean"
+        kept = f", {accumulated:,} bytes of gradients kept whole" if accumulated else ""
+        reduced = len(graph.with_role(Role.REDUCE_START))
         if unsharded:
             replicas = context.model.replicas
-            return f"each shard is the parameter, {len(reductions)} buckets reduced over {replicas} replicas"
-        return f"{len(gathers)} buckets gathered, {len(reductions)} reduced"
+            return f"each shard is the parameter, {reduced} buckets reduced over {replicas} replicas{kept}"
+        return f"{len(gathers)} buckets gathered, {reduced} reduced{kept}"
 
 
 def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
@@ -162,14 +179,22 @@ def _reduce_bucket(
 
     shard_grads: dict[fx.Node, fx.Node] = {}
     with graph.fx_graph.inserting_before(last.next):
-        flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters)
-        if flat.meta["val"].dtype is not dtype:
+        options = reduction_options(parameters, name, context)
+        hooked = options.pop("unit", None)
+        unreplicated = is_unreplicated(parameters[0], context)
+        flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters, options, unreplicated)
+        if hooked is not None and not unreplicated:
+            flat = call_hook(graph, flat, hooked)
+        if flat.meta["val"].dtype is not dtype and not unreplicated:
             flat = graph.call(prims.convert_element_type.default, (flat, dtype))
         for node, p, begin in zip(nodes, parameters, begins, strict=True):
             piece = (flat, 0, begin, begin + p.shard_numel)
             grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
             if len(p.shard_shape) != 1:
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
+            if unreplicated:
+                shard_grads[node] = keep(graph, grad, p, name)
+                continue
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
             shard_grads[node] = grad
     return shard_grads
@@ -182,13 +207,15 @@ def _reduce(
     name: str,
     grads: list[fx.Node],
     parameters: list[ParameterSpec],
+    options: dict[str, Any],
+    unreplicated: bool,
 ) -> tuple[fx.Node, list[int]]:
     """Insert the collectives of a bucket's gradients; the flat result of the last, waited for, and where in it each
-    parameter's begins."""
+    parameter's begins. ``unreplicated``: without the one over the replicas."""
     reduce_dtype, names = parameters[0].reduce_dtype, tuple(p.name for p in parameters)
 
     def collective(target: Any, args: tuple[Any, ...], start_role: Role, wait_role: Role, verb: str) -> fx.Node:
-        start = graph.call(target, args, name=f"{verb}_{name}")
+        start = graph.call(target, args, options, name=f"{verb}_{name}")
         record = NodeRecord(start_role, parameters[0].unit, name, names, nbytes(start.meta["val"]))
         set_record(start, record)
         wait = graph.call(dialect.reduce_wait, (start,), name=f"{verb}d_{name}")
@@ -209,7 +236,7 @@ def _reduce(
     if messages or model.replicas > 1:
         over_shards = (*over_shards, model.replicas)
     reduced = collective(target, (*over_shards, messages) if messages else over_shards, *roles, "reduce")
-    if model.replicas == 1:
+    if model.replicas == 1 or unreplicated:
         return reduced, begins
     over_replicas = (reduced, model.ranks, model.replicate_group)
     roles = (Role.REPLICATE_START, Role.REPLICATE_WAIT)

@@ -12,6 +12,8 @@
 | ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | mean, not sharded |
 | ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
+| ``accumulate_grad(grad, shard_shape, dtype, reduce_dtype, param)`` | no gradient | added to what is kept |
+| ``reduce_hook(buffer, unit)`` | the same buffer | a function of the user has seen it |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -30,6 +32,14 @@ multiples of ALIGNMENT bytes (``reduced_offsets``).
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
 before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
+
+A reduction yields the mean, by the group's own means, unless ``factor`` says what the sum is divided by, or
+``summed`` that the group adds and the division is a kernel of its own.
+
+``accumulate_grad`` takes the place of a reduction in graphs that do not reduce: what it is given, a whole gradient or
+one that was reduced over the ranks that shard, is added up in ``reduce_dtype`` until a graph reduces the parameter's
+gradient, which takes it along. Autograd is then given no gradient; the value, of ``shard_shape`` and ``dtype``, exists
+for the tracer alone.
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
 records and the predicates over them. The operators' implementations on process groups are in the runtime.
@@ -62,10 +72,14 @@ _SCHEMAS = (
     " -> Tensor",
     "free(Tensor(a!) buffer) -> ()",
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
-    " int[] messages=[]) -> Tensor",
-    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
-    "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group) -> Tensor(a!)",
+    " int[] messages=[], *, float? factor=None, bool summed=False) -> Tensor",
+    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
+    " *, float? factor=None, bool summed=False) -> Tensor",
+    "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False)"
+    " -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param) -> Tensor",
+    "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
@@ -81,11 +95,13 @@ reduce_scatter_start = _ops.reduce_scatter_start.default
 all_reduce_start = _ops.all_reduce_start.default
 all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
+accumulate_grad = _ops.accumulate_grad.default
+reduce_hook = _ops.reduce_hook.default
 
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
 # What the executor runs itself, between compute regions.
-EXECUTED = STARTS | WAITS | {keep_shard, free}
+EXECUTED = STARTS | WAITS | {keep_shard, free, accumulate_grad, reduce_hook}
 
 
 class Role(enum.Enum):
@@ -102,6 +118,8 @@ class Role(enum.Enum):
     REPLICATE_START = "replicate_start"  # what was reduced, reduced again over the replicas
     REPLICATE_WAIT = "replicate_wait"
     SHARD_GRAD = "shard_grad"  # the gradient of a local shard
+    ACCUMULATE = "accumulate"  # keeps a gradient for a later graph, which reduces it
+    REDUCE_HOOK = "reduce_hook"
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
     KEPT_SHARD = "kept_shard"  # such a shard, in backward
@@ -230,22 +248,42 @@ def _(
     group: str,
     replicas: int = 1,
     messages: Sequence[int] = (),
+    factor: float | None = None,
+    summed: bool = False,
 ) -> Tensor:
     return grads[0].new_empty(reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype)
 
 
 @torch.library.register_fake("graph_fsdp::all_reduce_start", lib=_LIBRARY)
-def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1) -> Tensor:
+def _(
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    replicas: int = 1,
+    factor: float | None = None,
+    summed: bool = False,
+) -> Tensor:
     return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
 
 
 @torch.library.register_fake("graph_fsdp::all_reduce_shard_start", lib=_LIBRARY)
-def _(shard: Tensor, ranks: int, group: str) -> Tensor:
+def _(shard: Tensor, ranks: int, group: str, factor: float | None = None, summed: bool = False) -> Tensor:
     return shard
 
 
 @torch.library.register_fake("graph_fsdp::reduce_wait", lib=_LIBRARY)
 def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::accumulate_grad", lib=_LIBRARY)
+def _(grad: Tensor, shard_shape: Sequence[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str) -> Tensor:
+    return grad.new_empty(shard_shape, dtype=dtype)
+
+
+@torch.library.register_fake("graph_fsdp::reduce_hook", lib=_LIBRARY)
+def _(buffer: Tensor, unit: str) -> Tensor:
     return buffer
 
 

@@ -245,12 +245,18 @@ class Graph:
             self.fx_graph.erase_node(node)
 
     def call(
-        self, target: Any, args: tuple[Any, ...], *, name: str | None = None, like: fx.Node | None = None
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        like: fx.Node | None = None,
     ) -> fx.Node:
         """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
         trace, module path), so that a line of the graph still leads to a line of the model. ``name`` is for readers
         of the printed graph only."""
-        node = self.fx_graph.create_node("call_function", target, args, name=name)
+        node = self.fx_graph.create_node("call_function", target, args, kwargs, name=name)
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:

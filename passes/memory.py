@@ -180,6 +180,12 @@ def _values(graph: Graph, context: PassContext) -> list[_Storage]:
         storage.end = last if held_outside or storage.node.op == "get_attr" else storage.end
     for start in graph.with_role(Role.REDUCE_START):
         _reclassify(start.all_input_nodes, storages_of, "reducing")
+    for node in graph.with_role(Role.ACCUMULATE):
+        for storage in storages_of[node]:  # no value comes of it
+            storage.nbytes = 0
+        for storage in storages_of[node.args[0]]:  # type: ignore[index]  # kept for a later graph
+            storage.end = last
+            storage.category = "gradients" if storage.category == "temporary" else storage.category
     outputs = _flat(graph.output.args[0])
     if graph.phase == "forward":
         _reclassify(outputs[context.forward_outputs :], storages_of, "saved")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from graph_fsdp.passes import dialect
+from graph_fsdp.passes import accumulate, dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
@@ -112,7 +112,7 @@ class Verifier:
         outputs = _outputs(self.graph)
         for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
             value = outputs[index]
-            own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD)
+            own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
             if not own or value.meta["fsdp"].params != params:
                 self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
@@ -279,12 +279,15 @@ class Verifier:
         seen: set[str] = set()
         produced: set[str] = set()
         for node in self.graph.fx_graph.nodes:
-            if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD):
+            if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
                 continue
             names = node.meta["fsdp"].params
-            if has_role(node, Role.SHARD_GRAD):
+            if has_role(node, Role.ACCUMULATE):
+                self._kept(node)
+            if has_role(node, Role.SHARD_GRAD) or node.target is dialect.accumulate_grad:
                 produced |= set(names)
-                continue
+                if has_role(node, Role.SHARD_GRAD) or self._is_reduced(node):
+                    continue
             for name in names:
                 if name in seen:
                     self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
@@ -307,6 +310,16 @@ class Verifier:
             if dropped:
                 invariant = "each reduced gradient is returned"
                 self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
+
+    def _kept(self, node: fx.Node) -> None:
+        """A gradient is kept back only where the user has said so."""
+        (name,), settings = node.meta["fsdp"].params, self.context.settings
+        if node.meta["fsdp"].unit not in settings.unsynced | settings.unreplicated:
+            self._fail("each gradient is reduced exactly once", node, f"{name} is kept and not reduced", (name,))
+
+    def _is_reduced(self, node: fx.Node) -> bool:
+        """Whether what is kept was reduced over the ranks that shard."""
+        return accumulate.is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
 
     def _returned_for(self, parameter: str) -> fx.Node:
         """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""

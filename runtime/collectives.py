@@ -164,12 +164,14 @@ def start_reduce_scatter(
     group: dist.ProcessGroup,
     replicas: int = 1,
     messages: Sequence[int] = (),
+    factor: float | None = None,
+    summed: bool = False,
 ) -> Pending:
     """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``. With
     ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
     only read, until the wait."""
-    world, ranks = group.size(), group.size() * replicas
-    op, before, after = mean_of(dtype, ranks)
+    world = group.size()
+    op, before, after = mean_of(dtype, world * replicas, factor, summed)
     offsets = dialect.reduced_offsets(grads, dtype, world, messages)
     out = grads[0].new_empty(offsets[-1], dtype=dtype)
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -180,7 +182,7 @@ def start_reduce_scatter(
         begin += count
     after = after if replicas == 1 else None
     if _is_pair(group, out.device):
-        return _exchange_reduce_scatter(out, pairs, group, 2.0 if before is None else after)
+        return _exchange_reduce_scatter(out, pairs, group, 2.0 if op == dist.ReduceOp.AVG else after)
     works = compat.grouped_reduce_scatter(pairs, op, group)
     return Pending(out, _finish_reduction(works, out, after, keep_alive=pairs))
 
@@ -221,21 +223,28 @@ def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> T
 
 
 def start_all_reduce(
-    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, replicas: int = 1
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    replicas: int = 1,
+    factor: float | None = None,
+    summed: bool = False,
 ) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = mean_of(dtype, group.size() * replicas)
+    op, before, after = mean_of(dtype, group.size() * replicas, factor, summed)
     if before is not None:
         out.div_(before)
     work = dist.all_reduce(out, op=op, group=group, async_op=True)
     return Pending(out, _finish_reduction([work], out, after if replicas == 1 else None))
 
 
-def start_shard_all_reduce(shard: Tensor, ranks: int, group: dist.ProcessGroup) -> Pending:
+def start_shard_all_reduce(
+    shard: Tensor, ranks: int, group: dist.ProcessGroup, factor: float | None = None, summed: bool = False
+) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
     reductions, multiplied."""
-    op, _, after = mean_of(shard.dtype, ranks)
+    op, _, after = mean_of(shard.dtype, ranks, factor, summed)
     work = dist.all_reduce(shard, op=op, group=group, async_op=True)
     return Pending(shard, _finish_reduction([work], shard, after))
 
@@ -252,14 +261,20 @@ def _finish_reduction(
     return finish
 
 
-def mean_of(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
-    """The reduction's operator, and the factors to divide by before and after it."""
+def mean_of(
+    dtype: torch.dtype, ranks: int, factor: float | None = None, summed: bool = False
+) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+    """The reduction's operator, and the factors to divide by before and after it. ``factor``: divide the sum by this
+    and not by the number of ranks. ``summed``: the group is to add, and to do nothing else."""
     if dtype in (torch.float32, torch.bfloat16):
-        return dist.ReduceOp.AVG, None, None
+        if factor is None and not summed:
+            return dist.ReduceOp.AVG, None, None
+        return dist.ReduceOp.SUM, None, float(ranks) if factor is None else factor
+    factor = float(ranks) if factor is None else factor
     before = 1
-    while ranks % before == 0 and ranks / before > before:
+    while factor % before == 0 and factor / before > before:
         before *= 2
-    return dist.ReduceOp.SUM, float(before), ranks / before
+    return dist.ReduceOp.SUM, float(before), factor / before
 
 
 # --- the operators called one by one: a printed stage runs as the Python that it is
@@ -332,25 +347,48 @@ def _reduce_scatter_start(
     group: str,
     replicas: int = 1,
     messages: Sequence[int] = (),
+    factor: float | None = None,
+    summed: bool = False,
 ) -> Tensor:
-    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group), replicas, messages))
+    resolved = compat.resolve_group(group)
+    return _started(start_reduce_scatter(grads, dtype, resolved, replicas, messages, factor, summed))
 
 
 @_implement("all_reduce_start")
 def _all_reduce_start(
-    grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1
+    grads: list[Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    replicas: int = 1,
+    factor: float | None = None,
+    summed: bool = False,
 ) -> Tensor:
-    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas))
+    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas, factor, summed))
 
 
 @_implement("all_reduce_shard_start")
-def _all_reduce_shard_start(shard: Tensor, ranks: int, group: str) -> Tensor:
-    return _started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group)))
+def _all_reduce_shard_start(
+    shard: Tensor, ranks: int, group: str, factor: float | None = None, summed: bool = False
+) -> Tensor:
+    return _started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group), factor, summed))
 
 
 @_implement("reduce_wait")
 def _reduce_wait(buffer: Tensor) -> Tensor:
     return _finished(buffer)
+
+
+@_implement("accumulate_grad")
+def _accumulate_grad(
+    grad: Tensor, shard_shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str
+) -> Tensor:
+    return grad.new_zeros(shard_shape, dtype=dtype)  # operator by operator there is nothing that a gradient adds to
+
+
+@_implement("reduce_hook")
+def _reduce_hook(buffer: Tensor, unit: str) -> Tensor:
+    return buffer
 
 
 @_implement("gather_param")

@@ -26,6 +26,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -51,13 +52,15 @@ class ReducePlan:
     bucket: str
     kind: str  # as it is counted
     start: Callable[[Any], Pending]
+    params: tuple[str, ...] = ()
+    begins: tuple[int, ...] = ()  # in a shard that is reduced again: where each parameter's gradient begins
 
 
 class Frame:
     """One run of a program."""
 
-    def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
-        self.counter = counter
+    def __init__(self, counter: GatheredBytes, plan: SlotPlan, kept: KeptGradients) -> None:
+        self.counter, self.kept = counter, kept
         self.slots = Slots(counter, plan)
         self.pending: dict[int, Pending] = {}
 
@@ -84,12 +87,22 @@ class Frame:
 
     def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
         self.counter.count(plan.kind)
+        if self.kept:
+            grads = self.kept.added_to(grads, plan.params, plan.begins)
         pending = plan.start(grads)
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
     def wait(self, buffer: Tensor) -> Tensor:
         self.pending.pop(id(buffer)).finish()
+        return buffer
+
+    def keep(self, plan: KeepPlan, grad: Tensor) -> None:
+        """Autograd gets no gradient."""
+        self.kept.add(plan, grad)
+
+    def hook(self, unit: str, buffer: Tensor) -> Tensor:
+        self.kept.hooks[unit](buffer)
         return buffer
 
     def free(self, buffer: Tensor) -> None:
@@ -105,18 +118,26 @@ class Frame:
             self.slots.close()
 
 
-MakeFrame = Callable[[GatheredBytes, SlotPlan], Frame]
+MakeFrame = Callable[[GatheredBytes, SlotPlan, KeptGradients], Frame]
 
 
 class Program:
     """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
-    that the records of the graph's gathers name."""
+    that the records of the graph's gathers name. ``kept``: gradients that other graphs of the model did not reduce."""
 
-    def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes, slots: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        cache: RegionCache,
+        counter: GatheredBytes,
+        slots: Sequence[int] = (),
+        kept: KeptGradients | None = None,
+    ) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
         self._boxed_call = True
-        self.graph, self.counter = graph, counter
+        self.graph, self.counter, self.kept = graph, counter, kept if kept is not None else KeptGradients()
+        self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.source, self.constants = _generate(graph, cache)
         self._frame: MakeFrame = Frame
@@ -125,7 +146,9 @@ class Program:
         self._run = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
-        frame = self._frame(self.counter, self.slots)
+        if self.check is not None:
+            self.check()
+        frame = self._frame(self.counter, self.slots, self.kept)
         try:
             return self._run(frame, args)
         finally:
@@ -154,7 +177,7 @@ def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
 def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
     names = _variable_names(graph)
     steps = cut(graph)
-    last = _last_uses(steps, graph)
+    last, owned = _last_uses(steps, graph), owned_gradients(graph)
     constants: dict[str, Any] = {}
     lines = [f"def run(frame, args):  # {graph.phase}"]
     if graph.placeholders:
@@ -174,14 +197,19 @@ def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
-        _generate_call(step, index, names, constants, lines)
+        _generate_call(step, index, names, constants, lines, owned)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
     return "\n".join(lines) + "\n", constants
 
 
 def _generate_call(
-    node: fx.Node, index: int, names: dict[fx.Node, str], constants: dict[str, Any], lines: list[str]
+    node: fx.Node,
+    index: int,
+    names: dict[fx.Node, str],
+    constants: dict[str, Any],
+    lines: list[str],
+    owned: frozenset[fx.Node],
 ) -> None:
     if node.target is dialect.free:
         handle = node.args[0]
@@ -195,6 +223,13 @@ def _generate_call(
     if node.target is dialect.keep_shard:
         constants[f"keep_{index}"] = _keep_plan(node)
         lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
+        return
+    if node.target is dialect.accumulate_grad:
+        constants[f"keep_{index}"] = keep_plan(node, owned)
+        lines.append(f"    {names[node]} = frame.keep(keep_{index}, {_render(node.args[0], names)})")
+        return
+    if node.target is dialect.reduce_hook:
+        lines.append(f"    {names[node]} = frame.hook({node.args[1]!r}, {_render(node.args[0], names)})")
         return
     plan = f"plan_{index}"
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
@@ -218,18 +253,20 @@ def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
 
 def _reduce_plan(node: fx.Node) -> ReducePlan:
     bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.group_of(node))
+    params = node.meta["fsdp"].params
+    options = {name: dialect.argument(node, name) for name in ("factor", "summed")}
     if node.target is dialect.all_reduce_shard_start:
         again = functools.partial(
-            collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group
+            collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group, **options
         )
-        return ReducePlan(bucket, "reduce over replicas", again)
-    static = {"group": group, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
+        return ReducePlan(bucket, "reduce over replicas", again, params, begins_in_shard(node))
+    static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
     if node.target is dialect.reduce_scatter_start:
         messages = tuple(dialect.argument(node, "messages"))
         start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
     else:
         start = functools.partial(collectives.start_all_reduce, **static)
-    return ReducePlan(bucket, "reduce", start)
+    return ReducePlan(bucket, "reduce", start, params)
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.runtime.collectives import Pending
-from graph_fsdp.runtime.executor import Frame, GatherPlan, Program, ReducePlan
+from graph_fsdp.runtime.executor import Frame, GatherPlan, MakeFrame, Program, ReducePlan
+from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
 
@@ -81,7 +82,7 @@ class Recorder:
                 regions[name] = partial(self._run_region, (program, index), program.constants[name])
         record = lambda plan, begin, end: self._marks.append(((program, plans[id(plan)]), begin, end))  # noqa: E731
         # Bytes and collectives of timed runs are counted by themselves: reports tell of training.
-        return program.instrumented(regions, lambda _, slots: _TimedFrame(GatheredBytes(), slots, self.clock, record))
+        return program.instrumented(regions, _timed_frames(self.clock, record))
 
     def _run_region(self, place: Place, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
         begin = self.clock.mark()
@@ -90,13 +91,17 @@ class Recorder:
         return outputs
 
 
+def _timed_frames(clock: Clock, record: Callable[[Any, Any, Any], None]) -> MakeFrame:
+    return lambda _, slots, kept: _TimedFrame(slots, kept, clock, record)
+
+
 class _TimedFrame(Frame):
     """A run in which collectives end where they start."""
 
     def __init__(
-        self, counter: GatheredBytes, slots: SlotPlan, clock: Clock, record: Callable[[Any, Any, Any], None]
+        self, slots: SlotPlan, kept: KeptGradients, clock: Clock, record: Callable[[Any, Any, Any], None]
     ) -> None:
-        super().__init__(counter, slots)
+        super().__init__(GatheredBytes(), slots, kept)
         self.clock, self.record = clock, record
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect as python_inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -37,6 +39,22 @@ class TestOneProcess:
         assert [name for name, _ in model.named_parameters()] == names
         assert list(model.state_dict()) == keys
         assert python_inspect.signature(model.forward) == signature
+
+    def test_a_deleted_model_leaves_nothing_behind(self) -> None:
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        model(torch.randn(4, 16)).sum().backward()
+        engine, storage = weakref.ref(model._graph_fsdp), weakref.ref(model._graph_fsdp.storage)
+        del model
+        gc.collect()
+        assert engine() is None and storage() is None
+
+    def test_backward_runs_when_the_model_is_gone(self) -> None:
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        loss, weight = model(torch.randn(4, 16)).sum(), model.head.weight
+        del model
+        gc.collect()
+        loss.backward()
+        assert weight.grad is not None
 
     def test_parameters_are_shards_before_and_after_a_step(self) -> None:
         model = graph_fsdp.compile(MLP(), backend="eager")

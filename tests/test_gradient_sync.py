@@ -1,0 +1,310 @@
+"""FSDP2's methods on gradients: what each changes in the backward graph of a two-block MLP on 8 ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import MLP
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_fsdp
+from graph_fsdp import UnsupportedError
+from graph_fsdp.passes import GraphPass, default_pipeline
+from graph_fsdp.report import GraphReport
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def model_on(shape: tuple[int, ...] = (8,), **options: object) -> nn.Module:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    return graph_fsdp.compile(MLP(), mesh, backend="eager", **options)  # type: ignore[arg-type]
+
+
+def step(model: nn.Module) -> GraphReport:
+    model(torch.randn(4, 16)).sum().backward()
+    return graph_fsdp.inspect(model)
+
+
+def reductions(report: GraphReport) -> str:
+    """The rows of backward's table that are no gathers."""
+    header, *rows = report.backward.table().splitlines()
+    return "\n".join([header, *(row for row in rows if " gather " not in row)])
+
+
+def lines_of(report: GraphReport, *texts: str) -> str:
+    body = re.sub(r"'\d+'", "'…'", report.backward.stages["free"].body)  # names of groups
+    return "\n".join(line.strip() for line in body.splitlines() if any(text in line for text in texts))
+
+
+def test_without_synchronisation_gradients_are_kept_and_nothing_is_reduced() -> None:
+    model = model_on()
+    model.set_requires_gradient_sync(False)
+    report = step(model)
+    assert_expected_inline(
+        reductions(report),
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      kept         2  1,024      -     -         14    28
+  root      keep         2    340     26     -          -     -
+  blocks.1  keep         4  4,288     55     -          -     -
+  blocks.0  keep         4  4,288     79     -          -     -""",
+    )
+    assert_expected_inline(
+        lines_of(report, "accumulate_grad", "reduce"),
+        """\
+head_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view, [1], torch.float32, torch.float32, 'head.bias')
+head_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_8, [1, 16], torch.float32, torch.float32, 'head.weight')
+blocks_1_down_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_1, [2], torch.float32, torch.float32, 'blocks.1.down.bias')
+blocks_1_down_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_12, [2, 32], torch.float32, torch.float32, 'blocks.1.down.weight')
+blocks_1_up_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_2, [4], torch.float32, torch.float32, 'blocks.1.up.bias')
+blocks_1_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_16, [4, 16], torch.float32, torch.float32, 'blocks.1.up.weight')
+blocks_0_down_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_3, [2], torch.float32, torch.float32, 'blocks.0.down.bias')
+blocks_0_down_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_20, [2, 32], torch.float32, torch.float32, 'blocks.0.down.weight')
+blocks_0_up_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_4, [4], torch.float32, torch.float32, 'blocks.0.up.bias')
+blocks_0_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_23, [4, 16], torch.float32, torch.float32, 'blocks.0.up.weight')""",
+    )
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_kept_is_as_large_as_the_parameters_and_reported() -> None:
+    model = model_on()
+    model.set_requires_gradient_sync(False)
+    report = step(model)
+    whole = sum(4 * p.numel() for p in MLP().parameters())
+    assert report.kept_nbytes == whole
+    assert f"gradients that are not reduced yet: {whole:,} bytes" in str(report)
+    assert f"{whole:,} bytes of gradients kept whole" in report.backward.stages["bucket"].summary
+    model.set_requires_gradient_sync(True)
+    assert step(model).kept_nbytes == 0
+
+
+def test_kept_gradients_are_in_the_predicted_memory() -> None:
+    with_sync, without = model_on(), model_on()
+    without.set_requires_gradient_sync(False)
+    held = [step(model).backward.memory.timeline["gradients"][-1] for model in (with_sync, without)]  # type: ignore[union-attr]
+    whole = sum(4 * p.numel() for p in MLP().parameters())
+    assert held[1] == whole > held[0]
+
+
+def test_graphs_with_and_without_share_their_compiled_regions() -> None:
+    model = model_on(reshard_after_forward=True)
+    compiled = step(model).compiled_regions
+    model.set_requires_gradient_sync(False)
+    assert step(model).compiled_regions == compiled
+
+
+def test_each_setting_is_captured_once() -> None:
+    model = model_on()
+    for sync in (False, True, False, True, False):
+        model.set_requires_gradient_sync(sync)
+        report = step(model)
+    assert len(report.graphs) == 2
+
+
+def test_on_replicas_shards_are_kept_before_their_all_reduce() -> None:
+    model = model_on((2, 4))
+    model.set_requires_all_reduce(False)
+    report = step(model)
+    assert_expected_inline(
+        reductions(report),
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      kept         2    768      -     -         14    26
+  root      reduce       2    136     27    76         77     -
+  blocks.1  reduce       4  1,072     55    83         84     -
+  root      keep         2    136     80     -          -     -
+  blocks.0  reduce       4  1,072     82    94         95     -
+  blocks.1  keep         4  1,072     89     -          -     -
+  blocks.0  keep         4  1,072    100     -          -     -""",
+    )
+    assert_expected_inline(
+        lines_of(report, "blocks_0_up_weight_kept", "all_reduce_shard"),
+        """\
+blocks_0_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(blocks_0_up_weight_grad_1, [8, 16], torch.float32, torch.float32, 'blocks.0.up.weight')
+return (blocks_0_up_weight_kept, blocks_0_up_bias_kept, None, blocks_0_down_weight_kept, blocks_0_down_bias_kept, blocks_1_up_weight_kept, blocks_1_up_bias_kept, blocks_1_down_weight_kept, blocks_1_down_bias_kept, head_weight_kept, head_bias_kept)""",
+    )
+    assert report.kept_nbytes == sum(4 * p.shard_numel for p in report.spec.parameters.values())
+    model.set_requires_all_reduce(True)
+    assert "replicate" in reductions(step(model))
+
+
+def test_where_nothing_shards_whole_gradients_are_kept() -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("replicate",))
+    model = graph_fsdp.compile(MLP(), mesh, backend="eager")
+    model.set_requires_all_reduce(False)
+    report = step(model)
+    assert report.kept_nbytes == sum(4 * p.numel() for p in MLP().parameters())
+    assert lines_of(report, "reduce") == ""
+
+
+def test_a_divide_factor_is_an_argument_of_the_reductions() -> None:
+    model = model_on((2, 4))
+    model.set_gradient_divide_factor(3.0)
+    assert_expected_inline(
+        lines_of(step(model), "reduce_root ", "replicate_root "),
+        """\
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 4, '…', 2, factor = 3.0)
+replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_root, 8, '…', factor = 3.0)""",
+    )
+
+
+def test_sums_are_an_argument_of_the_reductions() -> None:
+    model = model_on((2, 4))
+    model.set_force_sum_reduction_for_comms(True)
+    assert_expected_inline(
+        lines_of(step(model), "reduce_root ", "replicate_root "),
+        """\
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 4, '…', 2, summed = True)
+replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_root, 8, '…', summed = True)""",
+    )
+
+
+def test_a_hook_stands_behind_the_reductions_and_sees_each_bucket() -> None:
+    model, seen = model_on((2, 4)), []
+    model.set_all_reduce_hook(lambda reduced: seen.append(tuple(reduced.shape)))
+    report = step(model)
+    assert_expected_inline(
+        lines_of(report, "reduce_hook"),
+        """\
+hook_root = torch.ops.graph_fsdp.reduce_hook.default(replicated_root, '')
+hook_blocks_1 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_1, 'blocks.1')
+hook_blocks_0 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_0, 'blocks.0')""",
+    )
+    assert len(seen) == 3
+    model.set_all_reduce_hook(None)
+    assert "reduce_hook" not in lines_of(step(model), "hook")
+    assert len(seen) == 3
+
+
+def test_settings_between_forward_and_backward_are_refused() -> None:
+    model = model_on()
+    with model.no_sync():
+        loss = model(torch.randn(4, 16)).sum()
+    with pytest.raises(RuntimeError, match="between a forward and its backward"):
+        loss.backward()
+    with model.no_sync():
+        model(torch.randn(4, 16)).sum().backward()
+    assert graph_fsdp.inspect(model).kept_nbytes
+
+
+def test_no_sync_leaves_what_was_set() -> None:
+    model = model_on((2, 4))
+    model.set_requires_all_reduce(False)
+    with model.no_sync():
+        pass
+    assert lines_of(step(model), "all_reduce_shard") == ""
+
+
+def test_buckets_of_several_units_have_one_setting() -> None:
+    class OneUnitOfTwo(GraphPass):
+        """Sets what a model's methods set for all units."""
+
+        name, phase, provides = "one_unit", "joint", ("annotated",)
+
+        def run(self, graph: object, context: object) -> None:
+            context.settings = type(context.settings)(hooked=frozenset({"blocks.0"}))  # type: ignore[attr-defined]
+
+    passes = default_pipeline(bucket=100_000)
+    model = model_on(passes=passes.insert_before("bucket", OneUnitOfTwo()))
+    with pytest.raises(ValueError, match=r"units .*'blocks.0'.*bucket='unit'"):
+        step(model)
+
+
+class DropsReductions(GraphPass):
+    name = "drops_reductions"
+    phase = "backward"
+
+    def run(self, graph, context) -> None:  # type: ignore[no-untyped-def]
+        from graph_fsdp.passes import accumulate
+        from graph_fsdp.passes.dialect import Role
+
+        (node, *_) = graph.with_role(Role.SHARD_GRAD)
+        with graph.fx_graph.inserting_before(graph.output):
+            kept = accumulate.keep(graph, node, context.model.parameters[node.meta["fsdp"].params[0]], "root")
+        node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is graph.output)
+
+
+def test_a_pass_cannot_keep_what_the_user_wants_reduced() -> None:
+    model = model_on(passes=default_pipeline().insert_after("bucket", DropsReductions()))
+    with pytest.raises(graph_fsdp.VerificationError, match="kept and not reduced"):
+        step(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("set_requires_gradient_sync", (1,), "requires_gradient_sync must be True or False"),
+        ("set_requires_all_reduce", (None,), "requires_all_reduce must be True or False"),
+        ("set_gradient_divide_factor", (0,), "factor must be a positive number"),
+        ("set_gradient_divide_factor", (True,), "factor must be a positive number"),
+        ("set_force_sum_reduction_for_comms", ("yes",), "enable must be True or False"),
+        ("set_all_reduce_hook", (3,), "hook must be a function"),
+        ("set_post_optim_event", (3,), r"event must be a torch.Event"),
+        ("set_is_last_backward", (3,), "is_last_backward must be"),
+    ],
+)
+def test_bad_arguments_change_nothing(method: str, arguments: tuple[object, ...], message: str) -> None:
+    model = model_on()
+    before = model._graph_fsdp.settings
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(model, method)(*arguments)
+    assert model._graph_fsdp.settings == before
+
+
+def test_without_replicas_there_is_no_all_reduce_to_leave_out() -> None:
+    with pytest.warns(UserWarning, match="nothing is replicated"):
+        model_on().set_requires_all_reduce(False)
+
+
+def test_whole_graphs_refuse() -> None:
+    mesh = init_device_mesh("cpu", (8,))
+    model = graph_fsdp.compile(MLP(), mesh, regions="whole")
+    for method, argument in [
+        ("set_requires_gradient_sync", False),
+        ("set_requires_all_reduce", False),
+        ("set_gradient_divide_factor", 2.0),
+        ("set_force_sum_reduction_for_comms", True),
+        ("set_all_reduce_hook", print),
+    ]:
+        with pytest.raises(UnsupportedError, match="regions='cut'"):
+            getattr(model, method)(argument)
+
+
+def test_an_event_is_waited_for_once() -> None:
+    class Event:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    model, event = model_on(), Event()
+    model.set_post_optim_event(event)
+    step(model)
+    step(model)
+    assert event.waits == 1
+
+
+class Doubled(nn.Module):
+    """Both gradients of ``add`` are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (self.a + self.b)).sum()
+
+
+def test_gradients_that_share_memory_are_kept_apart() -> None:
+    model = graph_fsdp.compile(Doubled(), init_device_mesh("cpu", (8,)), backend="eager")
+    model.set_requires_gradient_sync(False)
+    for _ in range(3):
+        model(torch.full((8, 4), 2.0)).backward()
+    kept = model._graph_fsdp.kept.gradients
+    assert torch.equal(kept["a", False], torch.full((8, 4), 6.0)) and torch.equal(
+        kept["b", False], torch.full((8, 4), 6.0)
+    )

@@ -1,0 +1,150 @@
+"""FSDP2's methods on gradients, on gloo ranks: the same calls on both, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from models import CASES, loss_of
+from reference import OPTIMIZERS, RANK_SEED, gradients_of, parameters_of, rows_of
+from test_train import equal, fsdp2, ours
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+ROWS, MICROBATCHES, STEPS = 4, 3, 2
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+
+Calls = Callable[[nn.Module, int], None]  # of a model, before each microbatch
+
+
+def sync_last(model: nn.Module, microbatch: int) -> None:
+    model.set_requires_gradient_sync(microbatch == MICROBATCHES - 1)  # type: ignore[operator]
+
+
+def replicate_last(model: nn.Module, microbatch: int) -> None:
+    model.set_requires_all_reduce(microbatch == MICROBATCHES - 1)  # type: ignore[operator]
+
+
+def sync_then_replicate(model: nn.Module, microbatch: int) -> None:
+    """Kept whole, then over the ranks that shard, then over all."""
+    model.set_requires_gradient_sync(microbatch > 0)  # type: ignore[operator]
+    if microbatch == 1:
+        model.set_requires_all_reduce(False)  # type: ignore[operator]
+
+
+def every_unit(name: str, *arguments: Any) -> Calls:
+    """FSDP2's method is for one module, ours for the model."""
+
+    def call(model: nn.Module, microbatch: int) -> None:
+        modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        for module in modules if hasattr(modules[-1], name) else [model]:
+            getattr(module, name)(*arguments)
+
+    return call
+
+
+def factor_and_sync(model: nn.Module, microbatch: int) -> None:
+    every_unit("set_force_sum_reduction_for_comms", True)(model, microbatch)
+    every_unit("set_gradient_divide_factor", 3.0)(model, microbatch)
+    sync_last(model, microbatch)
+
+
+def halve(reduced: Tensor) -> None:
+    reduced.mul_(0.5)
+
+
+SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
+    "mlp, one reduction": ("mlp", (2,), {}, sync_last),
+    "gpt, one reduction": ("gpt", (2,), {}, sync_last),
+    "gpt, bfloat16": ("gpt", (2,), {"mp_policy": BF16}, sync_last),
+    "gpt, kept for backward": ("gpt", (2,), {"reshard_after_forward": False}, sync_last),
+    "gpt, reduced in float16": ("gpt", (2,), {"mp_policy": FP16}, sync_last),
+    "tied weights": ("gpt_tied", (2,), {}, sync_last),
+    "frozen parameters": ("frozen", (2,), {}, sync_last),
+    "sums": ("gpt", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
+    "a factor and one reduction": ("gpt", (2,), {}, factor_and_sync),
+    "a hook": ("gpt", (2,), {}, every_unit("set_all_reduce_hook", halve)),
+}
+SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
+    "one reduction": ("gpt", (2, 2), {}, sync_last),
+    "one all-reduce": ("gpt", (2, 2), {}, replicate_last),
+    "one all-reduce, bfloat16": ("gpt", (2, 2), {"mp_policy": BF16}, replicate_last),
+    "whole, then shards": ("gpt", (2, 2), {}, sync_then_replicate),
+    "sums": ("gpt", (2, 2), {}, every_unit("set_force_sum_reduction_for_comms", True)),
+    "a hook": ("gpt", (2, 2), {}, every_unit("set_all_reduce_hook", halve)),
+}
+
+
+def train(shard: Callable[..., nn.Module], name: str, shape: tuple[int, ...], options: Any, calls: Calls) -> Any:
+    """Losses, gradients of the last step, and parameters after it."""
+    case, rank, world_size = CASES[name], dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+    model = shard(case.model(), mesh=mesh, **options)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    torch.manual_seed(RANK_SEED + rank)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for microbatch in range(MICROBATCHES):
+            calls(model, microbatch)
+            batch = case.batch(world_size * ROWS, step * MICROBATCHES + microbatch)
+            loss = loss_of(model, rows_of(batch, rank, ROWS))
+            loss.backward()
+            losses.append(loss.detach())
+        gradients = gradients_of(model)
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "parameters": parameters_of(model)}
+
+
+def compare(settings: dict[str, Any]) -> dict[str, list[Any]]:
+    """On a rank: the results of both for each setting."""
+    torch.set_num_threads(1)
+    results = {}
+    for key, setting in settings.items():
+        torch._dynamo.reset()
+        results[key] = [train(shard, *setting) for shard in (fsdp2, ours)]
+    return results
+
+
+def compare_two() -> dict[str, list[Any]]:
+    return compare(SETTINGS)
+
+
+def compare_four() -> dict[str, list[Any]]:
+    return compare(SETTINGS_ON_FOUR)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, list[Any]]]:
+    return run_ranks(compare_two, 2, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, list[Any]]]:
+    return run_ranks(compare_four, 4, timeout=280)
+
+
+def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:
+    for results in both:
+        theirs, own = results[setting]
+        assert all(map(torch.equal, own["losses"], theirs["losses"])), "losses differ"
+        for kind in ("gradients", "parameters"):
+            assert own[kind].keys() == theirs[kind].keys()
+            differing = [name for name, value in theirs[kind].items() if not equal(own[kind][name], value)]
+            assert not differing, f"{kind} differ: {', '.join(differing)}"
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_ranks_equal_fsdp2_bit_for_bit(two: list[dict[str, list[Any]]], setting: str) -> None:
+    check_equal(two, setting)
+
+
+@pytest.mark.parametrize("setting", SETTINGS_ON_FOUR)
+def test_replicas_equal_fsdp2_bit_for_bit(four: list[dict[str, list[Any]]], setting: str) -> None:
+    check_equal(four, setting)
