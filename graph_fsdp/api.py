@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from graph_fsdp.module import InputOutputCasts, become_compiled, original_forwar
 from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.hardware import detect_hardware
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.placements import ShardPlacementFn, shard_dims
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.sharding import Storage
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
@@ -36,6 +37,7 @@ def compile(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     activation_checkpointing: str | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -58,8 +60,9 @@ def compile(
             first rank: given its seed, the same values whatever the number of ranks. What has values keeps them.
         mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension: parameters are
             sharded over it, or, if its name is "replicate" or "dp_replicate", every rank holds them whole (DDP). Two
-            dimensions: parameters are sharded over the second and replicated over the first (HSDP), whatever their
-            names. None: all ranks of ``torchrun``, or one process, whose parameters then stay plain tensors; where the
+            dimensions: parameters are sharded over the second and replicated over the first (HSDP). Dimensions beside
+            those are left out where the names tell (``"dp_replicate", "dp_shard", "tp"``; ``"fsdp", "model"``; see
+            :mod:`graph_fsdp.mesh_names`). None: all ranks of ``torchrun``, or one process, whose parameters then stay plain tensors; where the
             model is, or, if all of it is on the meta device, on the accelerator if torch finds one and the process
             group is not gloo, else on the CPU. Gradients are means over all ranks of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
@@ -71,6 +74,8 @@ def compile(
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
         ignored_params: left as they are: not sharded, gradients not reduced.
+        shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
+            dimension 0. Any other dimension must be divisible by the number of ranks that shard.
         sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
             parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
             or parts of it; nothing is initialised there.
@@ -109,6 +114,7 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,
         {unit.module for unit in units},
@@ -116,10 +122,11 @@ def compile(
         device,
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
+        shard_dims=dims,
     )
     pipeline = passes if passes is not None else default_pipeline()
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
-    spec = _model_spec(units, names, parallel, mp_policy)
+    spec = _model_spec(units, names, parallel, mp_policy, dims)
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     if size:
         assert parallel is not None
@@ -153,7 +160,7 @@ def compile(
 def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[DeviceMesh | None, torch.device]:
     """The mesh, and the device of this rank's shards. ``device``: of the model; None if it is on the meta device."""
     if mesh is not None:
-        validate.mesh(mesh, device)
+        mesh = validate.mesh(mesh, device)
         return mesh, _device_of_type(mesh.device_type, device)
     if not dist.is_initialized() and validate.world_size_of_environment() > 1:
         dist.init_process_group()
@@ -161,8 +168,7 @@ def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[De
         return None, device if device is not None else _device_of_type(default_device_type())
     device_type = first_ranks_device_type(device)
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    validate.mesh(mesh, device)
-    return mesh, _device_of_type(device_type, device)
+    return validate.mesh(mesh, device), _device_of_type(device_type, device)
 
 
 def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
@@ -177,6 +183,7 @@ def _model_spec(
     names: dict[nn.Parameter, list[str]],
     parallel: DataParallelMesh | None,
     policy: MixedPrecisionPolicy,
+    shard_dims: Mapping[str, int],
 ) -> ModelSpec:
     world_size = parallel.world_size if parallel is not None else 1
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
@@ -187,7 +194,15 @@ def _model_spec(
             reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
             specs.append(
                 ParameterSpec(
-                    name, unit_of[name], tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
+                    name,
+                    unit_of[name],
+                    tuple(p.shape),
+                    p.dtype,
+                    param_dtype,
+                    reduce_dtype,
+                    p.requires_grad,
+                    world_size,
+                    shard_dims.get(name, 0),
                 )
             )
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)

@@ -308,7 +308,8 @@ class Engine:
         for p in self.spec.parameters.values():
             dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
             frozen = "" if p.trainable else " frozen"
-            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
+            dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
+            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
         return lines
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:

@@ -35,6 +35,7 @@ def initial_values(
     *,
     sync_module_states: bool,
     param_init_fn: ParamInitFn | None,
+    shard_dims: Mapping[str, int],
 ) -> FillStorage:
     """What puts the values into a storage that the model's own tensors do not have; ``install`` does the rest. Nothing
     of the model is changed, here or by what is returned.
@@ -68,7 +69,9 @@ def initial_values(
             )
     except ValueError as error:
         problem = error
-    _agree(mesh, _facts(names, sync_module_states, param_init_fn), problem)
+    facts = _facts(names, sync_module_states, param_init_fn)
+    facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in shard_dims.items()]
+    _agree(mesh, facts, problem)
     return fill
 
 
@@ -160,5 +163,5 @@ def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, stora
             storage.fill(parameter, value)
         mesh.broadcast(parameter.input)
     elif not parameter.spec.empty:
-        mesh.scatter(parameter.input, value)
+        mesh.scatter(parameter.input, None if value is None else parameter.spec.as_stored(value))
     parameter.filled = True

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from graph_fsdp.mesh_names import REPLICATE_NAMES
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.runtime.agreement import is_shared, publish, receive
 
 # For all ranks to reach ``graph_fsdp.compile``: the first may be reading a checkpoint while the others wait.
 START_TIMEOUT_SECONDS = 1800.0
-REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,10 @@ class DataParallelMesh:
             shapes[self.mesh.get_group(dim).group_name] = GroupShape(len(line), stride)
         return shapes
 
-    def placements(self, scalar: bool) -> list[Placement]:
-        """Where a parameter lies, per dimension of the mesh."""
-        return [Shard(0) if dim == self.shard_dim and not scalar else Replicate() for dim in range(self.mesh.ndim)]
+    def placements(self, shard_dim: int | None) -> list[Placement]:
+        """Where a parameter lies, per dimension of the mesh; ``shard_dim``: of the parameter, None for a scalar."""
+        sharded = None if shard_dim is None else self.shard_dim
+        return [Replicate() if dim != sharded else Shard(shard_dim or 0) for dim in range(self.mesh.ndim)]
 
     @property
     def is_first(self) -> bool:

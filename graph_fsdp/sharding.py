@@ -69,7 +69,7 @@ class Storage:
             original = originals[name]
             begin = offsets[name]
             padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
-            local = padded if p.replicated else padded[: p.local_rows(self.rank)]
+            local = padded if p.replicated else p.as_used(padded[: p.local_rows(self.rank)])
             if self.has_memory:
                 end = begin + local.numel()
                 self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
@@ -87,7 +87,7 @@ class Storage:
             value = DTensor.from_local(
                 local,
                 self.mesh.mesh,
-                self.mesh.placements(scalar=p.replicated),
+                self.mesh.placements(None if p.replicated else p.shard_dim),
                 run_check=False,
                 shape=original.shape,
                 stride=_contiguous(original.shape),
@@ -98,9 +98,11 @@ class Storage:
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
-        first = 0 if p.spec.replicated else self.rank * p.spec.chunk_rows
-        source = full.detach()
-        p.local.detach().copy_(source if p.spec.replicated else source[first : first + p.local.shape[0]])
+        source, dim = full.detach(), p.spec.shard_dim
+        if not p.spec.replicated:
+            first = min(self.rank * p.spec.chunk_rows, p.spec.rows)
+            source = source.narrow(dim, first, p.local.shape[dim])
+        p.local.detach().copy_(source)
         p.filled = True
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
@@ -217,9 +219,9 @@ class _ToLocal(torch.autograd.Function):
 def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return None
-    rows = p.local.shape[0] if p.local.dim() else 0
+    rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    return compat.make_dtensor(local, p.shard)
+    return compat.make_dtensor(p.spec.as_used(local), p.shard)
 
 
 def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:

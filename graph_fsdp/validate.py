@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
+from graph_fsdp.mesh_names import data_parallel_slice
 from graph_fsdp.module import GraphFSDPModule
 from graph_fsdp.passes import PassPipeline, compat
 from graph_fsdp.runtime.backends import BACKENDS
@@ -87,21 +88,14 @@ def device(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
     return next(iter(devices), None)
 
 
-def mesh(mesh: Any, device: torch.device | None) -> None:
+def mesh(mesh: Any, device: torch.device | None) -> DeviceMesh:
+    """The mesh, or the slice of it that is for data parallelism."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.init_device_mesh) or None, got {mesh!r}")
     if not dist.is_initialized():
         raise MeshError(
             f"mesh: its process group is not initialised (or was destroyed); start the script with {_TORCHRUN!r} and "
             "make the mesh with init_device_mesh"
-        )
-    if mesh.ndim not in (1, 2):
-        names = mesh.mesh_dim_names[:2] if mesh.mesh_dim_names and mesh.ndim > 2 else ()
-        example = f", e.g. mesh[{', '.join(map(repr, names))}]" if names else ""
-        raise MeshError(
-            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and data parallelism takes one (to shard) "
-            "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
-            + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
         )
     if mesh.get_coordinate() is None:
         raise MeshError(
@@ -116,6 +110,7 @@ def mesh(mesh: Any, device: torch.device | None) -> None:
             f"mesh is of device type {mesh.device_type!r} and the model's parameters are on {device.type!r}; move the "
             "model, or make the mesh for its device type"
         )
+    return data_parallel_slice(mesh)
 
 
 def world_size_of_environment() -> int:

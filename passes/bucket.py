@@ -146,12 +146,12 @@ def _gather_bucket(
 
 
 def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
-    padded = (p.chunk_rows * p.world_size, *p.shape[1:])
+    padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
     node = graph.call(aten.slice.Tensor, (buffer, 0, begin, begin + math.prod(padded)), name=p.name, like=like)
     if len(padded) > 1:
         node = graph.call(aten.view.default, (node, list(padded)), name=p.name, like=like)
-    if padded != p.shape:
-        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.shape[0]), name=p.name, like=like)
+    if padded != p.stored_shape:
+        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.rows), name=p.name, like=like)
     return node
 
 
@@ -248,7 +248,7 @@ def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     assert isinstance(shard, fx.Node)
     with graph.fx_graph.inserting_before(node):
         if p.empty and not p.replicated:
-            value = graph.call(aten.new_empty.default, (shard, list(p.shape)), like=node)
+            value = graph.call(aten.new_empty.default, (shard, list(p.stored_shape)), like=node)
         else:
             value = shard
         if p.param_dtype is not p.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
@@ -10,7 +12,9 @@ from graph_fsdp.passes.pipeline import GraphPass, PassContext
 class InsertGathers(GraphPass):
     """Every parameter input is retyped to the local shard; ``gather_param`` makes the full parameter of it.
 
-    The gathers stand together before the graph's first operator: where they run is for later passes to say.
+    The gathers stand together before the graph's first operator: where they run is for later passes to say. What is
+    sharded on another dimension than the first comes out of its gather with that dimension first; a copy puts it back,
+    as the model may rely on a parameter's strides.
     """
 
     name = "insert_gathers"
@@ -27,7 +31,7 @@ class InsertGathers(GraphPass):
                     dialect.gather_param,
                     (
                         node,
-                        list(parameter.shape),
+                        list(parameter.stored_shape),
                         parameter.param_dtype,
                         parameter.reduce_dtype,
                         parameter.name,
@@ -35,8 +39,12 @@ class InsertGathers(GraphPass):
                         *([context.model.replicate_group] if context.model.replicas > 1 else []),
                     ),
                 )
+                value = gather
+                if dim := parameter.shard_dim:
+                    moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
+                    value = graph.fx_graph.call_method("contiguous", (moved,))
             for user in [user for user in node.users if user is not gather]:
-                user.replace_input_with(node, gather)
-            gather.meta["example_value"] = full
+                user.replace_input_with(node, value)
+            value.meta["example_value"] = full
             node.meta["example_value"] = shard
         return f"{len(context.shard_inputs)} parameters gathered"

@@ -3,7 +3,8 @@
 All of it follows from shapes, dtypes and the world size, so every rank computes the same.
 
 Layout. A parameter of ``n`` rows over ``W`` ranks has chunks of ``ceil(n / W)`` rows (DTensor's ``Shard(0)``); the
-last chunks may hold fewer rows or none and are padded in storage, so that all ranks hold equal shapes. The chunks
+last chunks may hold fewer rows or none and are padded in storage, so that all ranks hold equal shapes. A parameter
+that is sharded on another dimension lies in storage with that dimension first, and its rows are those. The chunks
 of a bucket's parameters lie one behind the other, each start aligned to ``ALIGNMENT`` bytes. A gathered bucket is
 parameter-major: the parameter at element ``o`` of the shard lies at element ``W * o``, whole and contiguous.
 """
@@ -35,6 +36,7 @@ class ParameterSpec:
     reduce_dtype: torch.dtype  # of the gradient's reduction
     trainable: bool
     world_size: int
+    shard_dim: int = 0
 
     @property
     def replicated(self) -> bool:
@@ -46,13 +48,24 @@ class ParameterSpec:
         return math.prod(self.shape) == 0
 
     @property
+    def rows(self) -> int:
+        """Size of the dimension that is sharded."""
+        return self.shape[self.shard_dim]
+
+    @property
     def chunk_rows(self) -> int:
-        return -(-self.shape[0] // self.world_size)
+        return -(-self.rows // self.world_size)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
+        others = self.shape[: self.shard_dim] + self.shape[self.shard_dim + 1 :]
+        return () if self.replicated else (self.rows, *others)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of a rank's padded shard, equal on all ranks."""
-        return () if self.replicated else (self.chunk_rows, *self.shape[1:])
+        return () if self.replicated else (self.chunk_rows, *self.stored_shape[1:])
 
     @property
     def shard_numel(self) -> int:
@@ -60,7 +73,15 @@ class ParameterSpec:
 
     def local_rows(self, rank: int) -> int:
         """Rows of the parameter that ``rank`` holds, without padding."""
-        return max(0, min(self.chunk_rows, self.shape[0] - rank * self.chunk_rows))
+        return max(0, min(self.chunk_rows, self.rows - rank * self.chunk_rows))
+
+    def as_stored(self, value: torch.Tensor) -> torch.Tensor:
+        """A view of a parameter, or of a part of one, as it is stored."""
+        return value.movedim(self.shard_dim, 0) if self.shard_dim else value
+
+    def as_used(self, stored: torch.Tensor) -> torch.Tensor:
+        """The reverse of ``as_stored``."""
+        return stored.movedim(0, self.shard_dim) if self.shard_dim else stored
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:

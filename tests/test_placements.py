@@ -1,0 +1,244 @@
+"""``shard_placement_fn``: parameters sharded on other dimensions than the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check
+from models import MLP
+from test_bad_input import accept, refuse
+from test_train import BF16, equal, fsdp2, ours, steps_with
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from graph_fsdp import RankDisagreement, UnsupportedError
+from graph_fsdp.planning import trace
+
+
+def last_dimension(p: nn.Parameter) -> Shard | None:
+    """Matrices by their columns, all else as without it."""
+    return Shard(-1) if p.dim() == 2 else None
+
+
+# The graphs
+
+
+def linear(**options: Any) -> Any:
+    return trace(
+        lambda: nn.Linear(4, 3, bias=False),
+        (torch.ones(5, 4),),
+        world_size=2,
+        backend="eager",
+        shard_placement_fn=last_dimension,
+        reshard_after_forward=True,
+        **options,
+    )
+
+
+def test_the_sharded_dimension_is_gathered_first_and_put_back() -> None:
+    report = linear().report
+    assert_expected_inline(
+        report.capture.stages["insert_gathers"].body,
+        """\
+def forward(L_self_parameters_weight_, L_args_0_):
+    l_self_parameters_weight_ = L_self_parameters_weight_
+    l_args_0_ = L_args_0_
+    gather_param_default = torch.ops.graph_fsdp.gather_param.default(l_self_parameters_weight_, [4, 3], torch.float32, torch.float32, 'weight', '0')
+    movedim = torch.movedim(gather_param_default, 0, 1)
+    contiguous = movedim.contiguous()
+    linear = torch._C._nn.linear(l_args_0_, contiguous, None)
+    return (linear,)
+""",
+    )
+    assert_expected_inline(
+        report.forward.stages["free"].body,
+        """\
+def forward(primals_1, primals_2):
+    gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_1], [0], 16, torch.float32, 2, '0', [0, 6])
+    full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)
+    weight = torch.ops.aten.slice.Tensor(full_root, 0, 0, 12)
+    weight_1 = torch.ops.aten.view.default(weight, [4, 3])
+    permute = torch.ops.aten.permute.default(weight_1, [1, 0])
+    clone = torch.ops.aten.clone.default(permute, memory_format = torch.contiguous_format)
+    t = torch.ops.aten.t.default(clone)
+    mm = torch.ops.aten.mm.default(primals_2, t)
+    free_root = torch.ops.graph_fsdp.free.default(full_root)
+    return (mm, primals_2)
+""",
+    )
+
+
+def test_the_gradient_is_reduced_with_that_dimension_first() -> None:
+    assert_expected_inline(
+        linear().report.backward.stages["free"].body,
+        """\
+def forward(primals_2, tangents_1):
+    t_1 = torch.ops.aten.t.default(tangents_1)
+    mm_1 = torch.ops.aten.mm.default(t_1, primals_2)
+    t_2 = torch.ops.aten.t.default(mm_1)
+    t_3 = torch.ops.aten.t.default(t_2)
+    permute_1 = torch.ops.aten.permute.default(t_3, [1, 0])
+    reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([permute_1], torch.float32, 2, '0')
+    reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)
+    weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 0, 6)
+    weight_grad_1 = torch.ops.aten.view.default(weight_grad, [2, 3])
+    return (weight_grad_1, None)
+""",
+    )
+
+
+# Bad input
+
+
+def test_something_that_is_no_function(fake_group: Any) -> None:
+    refuse(MLP(), TypeError, "shard_placement_fn must be a function", "got Shard(", shard_placement_fn=Shard(1))
+
+
+def test_something_that_is_no_shard(fake_group: Any) -> None:
+    for placement in (Replicate(), Partial(), 1, "Shard(1)"):
+        words = ("shard_placement_fn returned", "'blocks.0.up.weight'", "return torch.distributed.tensor.Shard(dim)")
+        refuse(MLP(), TypeError, *words, shard_placement_fn=lambda p, placement=placement: placement)
+
+
+def test_a_mesh_of_its_own_for_a_parameter(fake_group: Any) -> None:
+    class ShardPlacementResult:  # torch has it from 2.12 on
+        pass
+
+    words = ("a mesh for a single parameter is not available", "return its placement")
+    refuse(MLP(), UnsupportedError, *words, shard_placement_fn=lambda p: ShardPlacementResult())
+
+
+def test_a_dimension_that_there_is_not(fake_group: Any) -> None:
+    model = MLP()
+    words = ("for parameter 'blocks.0.up.bias' of shape (32,)", "which has 1 dimensions", "return one of them")
+    refuse(model, ValueError, *words, shard_placement_fn=lambda p: Shard(1))
+    refuse(model, ValueError, "has 2 dimensions", shard_placement_fn=lambda p: Shard(-3) if p.dim() == 2 else None)
+    accept(model, shard_placement_fn=last_dimension)
+
+
+def test_columns_that_the_ranks_do_not_divide(fake_group: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 16))
+    words = ("for parameter '1.weight' of shape (16, 12)", "12 is not divisible by the 8 ranks", "return Shard(0)")
+    refuse(model, ValueError, *words, shard_placement_fn=last_dimension)
+    accept(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1] == 16 and p.dim() == 2 else None)
+
+
+# Ranks
+
+
+FACTS = Facts(__name__)
+
+SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt": ("gpt", 2, {}),
+    "gpt, kept for backward": ("gpt", 1, {"reshard_after_forward": False}),
+    "gpt, gathered again in bfloat16": ("gpt", 1, {"reshard_after_forward": True, "mp_policy": BF16}),
+    "tied weights": ("gpt_tied", 1, {}),
+}
+
+
+@FACTS
+def steps_equal_fsdp2_bit_for_bit() -> None:
+    for setting, (name, steps, options) in SETTINGS.items():
+        torch._dynamo.reset()
+        both = [
+            steps_with(shard, name, "adamw", 1, steps, {"shard_placement_fn": last_dimension, **options})
+            for shard in (fsdp2, ours)
+        ]
+        theirs, own = both
+        assert [loss.item() for loss in own["losses"]] == [loss.item() for loss in theirs["losses"]], setting
+        for kind in ("gradients", "parameters"):
+            assert list(own[kind]) == list(theirs[kind])
+            different = [name for name in theirs[kind] if not equal(own[kind][name], theirs[kind][name])]
+            assert not different, f"{setting}: {kind} of {different}"
+
+
+@FACTS
+def placements_and_state_dicts_are_those_of_fsdp2() -> None:
+    torch.manual_seed(1)
+    whole = {name: value.clone() for name, value in MLP().state_dict().items()}
+    torch.manual_seed(1)
+    theirs = fully_shard(MLP(), shard_placement_fn=last_dimension)
+    torch.manual_seed(1)
+    model = ours(MLP(), shard_placement_fn=last_dimension)
+    model(torch.randn(4, 16)).sum().backward()
+    for (name, p), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+        assert p.placements == p.grad.placements == other.placements == (Shard(p.dim() - 1 if p.dim() == 2 else 0),)
+        assert torch.equal(p.to_local(), other.to_local()), name
+        assert p.grad.to_local().shape == p.to_local().shape
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        assert all(torch.equal(full[name], value) for name, value in whole.items())
+    doubled = {name: 2 * value for name, value in whole.items()}
+    set_model_state_dict(model, dict(doubled), options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(p.full_tensor(), doubled[name]) for name, p in model.named_parameters())
+    expected = nn.Module.__call__(_loaded(doubled), x := torch.randn(4, 16))
+    torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def _loaded(values: dict[str, torch.Tensor]) -> MLP:
+    model = MLP()
+    model.load_state_dict(values)
+    return model
+
+
+@FACTS
+def values_of_the_first_rank_arrive() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = MLP()
+    expected = [p.detach().clone() for p in model.parameters()]
+    for value in expected:
+        dist.broadcast(value, 0)
+    ours(model, shard_placement_fn=last_dimension, sync_module_states=True)
+    assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.parameters(), expected, strict=True))
+
+
+@FACTS
+def a_model_on_the_meta_device_gets_the_same_values() -> None:
+    values = []
+    for placement_fn in (None, last_dimension):
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            model = MLP()
+        ours(model, shard_placement_fn=placement_fn)
+        values.append([p.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*values, strict=True))
+
+
+@FACTS
+def replicated_parameters_are_not_sharded_on_any_dimension() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    model = ours(MLP(), mesh=mesh, shard_placement_fn=last_dimension)
+    model(torch.randn(4, 16)).sum().backward()
+    assert all(p.placements == p.grad.placements == (Replicate(),) for p in model.parameters())
+
+
+@FACTS
+def ranks_that_say_other_dimensions_are_told() -> None:
+    dim = dist.get_rank()
+    with pytest.raises(RankDisagreement, match="sharded on dimension 1"):
+        ours(MLP(), shard_placement_fn=lambda p: Shard(dim) if p.dim() == 2 else None)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
