@@ -46,6 +46,12 @@ class GraphFSDPModule(UnitMethods, FSDPModule):
             value = _compiled_method(self, name, method)  # type: ignore[arg-type]
         super().__setattr__(name, value)
 
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What transformers asks before it generates: whether ranks have to stop together, because each forward gathers.
+        Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._reshard_all()
         # FSDPModule's looks for FSDP2's state; nn.Module's is the one to use.

@@ -54,7 +54,12 @@ class UnshardedUnits:
         self.whole_after_backward: set[str] = set()
         self.whole_after_forward: set[str] = set()
         self._gathering: dict[str, _Gathering] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, int] = {}
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Units of which a forward gathers something."""
+        return frozenset(self.members) - self.units if self.storage.spec.world_size > 1 else frozenset()
 
     # --- gathering
 
@@ -105,7 +110,7 @@ class UnshardedUnits:
                 parameter = nn.Parameter(value.data, requires_grad=p.shard.requires_grad)
                 parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
                 self.storage.set_whole(p, parameter)
-                self._versions[p.spec.name] = _version(p)
+                self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
     def before_forward(self) -> None:
@@ -118,11 +123,12 @@ class UnshardedUnits:
             self.finish(unit)
         for unit in self.members if self.units else ():
             if unit in self.units:
-                self._check_fresh(unit)
+                self.check_fresh(unit)
 
-    def _check_fresh(self, unit: str) -> None:
+    def check_fresh(self, unit: str) -> None:
         for p in self.members[unit]:
-            if _version(p) != self._versions[p.spec.name]:
+            # The parameter's counter of writes; that of its memory is the whole storage's.
+            if p.shard.requires_grad and p.shard._version != self._versions[p.spec.name]:
                 raise ParameterChangedError(
                     f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after its "
                     f"unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; call reshard() before "
@@ -161,7 +167,6 @@ class UnshardedUnits:
 
     def write_back(self, unit: str) -> None:
         """Each rank copies its part of the whole parameters into its shards."""
-        self._check_fresh(unit)
         for p in self.members[unit]:
             whole = self.storage.checked_whole(p)
             with torch.no_grad():
@@ -197,11 +202,6 @@ def _cut_out(buffer: Tensor, p: ParameterSpec, offset: int) -> Tensor:
     """A view of one parameter in a gathered bucket."""
     begin, padded = offset * p.world_size, (p.chunk_rows * p.world_size, *p.shape[1:])
     return buffer[begin : begin + p.shard_numel * p.world_size].view(padded)[: p.shape[0]]
-
-
-def _version(p: ShardedParameter) -> tuple[int, int]:
-    """Changes with every write to the shard: through the DTensor, or to its memory."""
-    return p.shard._version, p.local._version
 
 
 class _WhenBackwardEnds(torch.autograd.Function):
@@ -258,6 +258,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         for units, unit in entered:
             units.finish(unit)
         yield
+        for units, unit in entered if writeback else ():
+            units.check_fresh(unit)
         for units, unit in entered if writeback else ():
             units.write_back(unit)
     finally:

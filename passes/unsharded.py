@@ -62,7 +62,5 @@ def _take(
         bucket = context.model.bucket_of.get(name)
         unit, label = context.model.parameters[name].unit, bucket.name if bucket else ""
         taken[name] = set_record(node, NodeRecord(Role.UNSHARDED, unit, label, (name,), nbytes(value)))
-        if name in gathers:
-            gathers[name].replace_all_uses_with(node)
-            graph.fx_graph.erase_node(gathers[name])
+    graph.replace({gathers[name]: node for name, node in taken.items() if name in gathers})
     return taken
