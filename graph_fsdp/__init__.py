@@ -12,12 +12,14 @@ from graph_fsdp.errors import (
     MetaDeviceError,
     ParameterChangedError,
     RankDisagreement,
+    SettingError,
     UnsupportedError,
     VerificationError,
 )
 from graph_fsdp.profile_report import Profile
 from graph_fsdp.profiling import profile
 from graph_fsdp.report import GraphReport, inspect
+from graph_fsdp.unshard import unsharded
 
 __version__ = "0.1.0"
 
@@ -33,10 +35,12 @@ __all__ = [
     "ParameterChangedError",
     "Profile",
     "RankDisagreement",
+    "SettingError",
     "UnsupportedError",
     "VerificationError",
     "compile",
     "inspect",
     "passes",
     "profile",
+    "unsharded",
 ]

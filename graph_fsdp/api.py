@@ -153,7 +153,7 @@ def compile(
     )
     storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-    become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype))
+    become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype), units)
     return model
 
 

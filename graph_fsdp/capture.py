@@ -8,6 +8,7 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect as python_inspect
 import itertools
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     EmptyPlaceholderError,
     GraphBreakError,
@@ -37,18 +39,21 @@ from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.sharding import Storage
+from graph_fsdp.unshard import UnshardedUnits
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
+_engines = itertools.count()
 
 
 class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
@@ -105,11 +110,18 @@ class Engine:
         self.settings = Settings()
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
-        self._compiled: dict[Settings, Callable[..., Any]] = {}
+        self.number = next(_engines)  # in this process
+        self.unsharded = UnshardedUnits(storage, self.counter)
+        self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. Parameters are placeholders for its time, shards again whatever happens."""
+        """Run the model's forward."""
+        return self.run(Entry("", "forward", self._forward), module, *args, **kwargs)
+
+    def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
+        they were again whatever happens."""
         if self.storage.active:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
@@ -117,39 +129,43 @@ class Engine:
         if self.wait_before_forward is not None:
             self.wait_before_forward.wait()
             self.wait_before_forward = None
-        inputs = self.storage.inputs_after_refresh()
-        with self.storage.placeholders_registered(), compat.tracing_options():
+        self.unsharded.before_forward()
+        inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
+        with self.storage.placeholders_registered(), compat.tracing_options(), entered(self.number):
             self._inputs = inputs
             try:
-                return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
+                outputs = self._function_compiled(entry)(module, *args, **kwargs)
+                return differentiable_once(self.storage.without_placeholders(outputs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, RankDisagreement, PassError, ValueError)):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
-                python_inspect.signature(self._forward).bind(module, *args, **kwargs)  # a wrong call: its TypeError
-                raise _graph_break(error) from error
+                python_inspect.signature(entry.function).bind(module, *args, **kwargs)  # a wrong call: its TypeError
+                raise _graph_break(error, entry) from error
             finally:
                 self._inputs = {}
 
-    def _forward_compiled(self) -> Callable[..., Any]:
-        """The forward under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
+    def _function_compiled(self, entry: Entry) -> Callable[..., Any]:
+        """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
 
         What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
         collector does not see it. So it must not keep the engine, which has that code object.
         """
-        settings = self.settings
-        if settings not in self._compiled:
-            backend = functools.partial(Engine._compile_graph, weakref.proxy(self), settings)
-            self._compiled[settings] = self._compile(_own_code(self._forward), backend=backend)
-        return self._compiled[settings]
+        if self.settings.unsharded != self.unsharded.units:
+            self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
+        key = (self.settings, entry)
+        if key not in self._compiled:
+            backend = functools.partial(Engine._compile_graph, weakref.proxy(self), self.settings, entry)
+            self._compiled[key] = self._compile(_own_code(entry.function), backend=backend)
+        return self._compiled[key]
 
     def _compile_graph(
-        self, settings: Settings, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, settings: Settings, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
-        ``_forward_compiled``."""
+        ``_function_compiled``."""
         captured = CapturedGraph(len(self.graphs), self.spec)
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
@@ -158,7 +174,7 @@ class Engine:
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
         self.graphs.append(captured)
-        run = self._through_aot_autograd(module, inputs, context, captured)
+        run = self._through_aot_autograd(module, inputs, context, captured, entry)
 
         def call(*args: Any) -> Any:
             values = list(args)
@@ -193,9 +209,14 @@ class Engine:
         return substituted
 
     def _through_aot_autograd(
-        self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: PassContext,
+        captured: CapturedGraph,
+        entry: Entry,
     ) -> Callable[..., Any]:
-        engine: Engine = weakref.proxy(self)  # see ``_forward_compiled``
+        engine: Engine = weakref.proxy(self)  # see ``_function_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
         alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
 
@@ -209,7 +230,7 @@ class Engine:
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
             engine.pipeline.run([joint_graph], context)
-            kind = kind_of(joint_graph, engine.spec, context.settings)
+            kind = kind_of(joint_graph, engine.spec, context.settings) + entry.suffix
             begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -217,25 +238,28 @@ class Engine:
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
+            _use_unsharded(graphs, context)
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             return forward, backward
 
-        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
             if not engine.whole:
                 engine.regions.prepare(partitioned)
             partitioned.clear()
             return engine._program(Graph(forward, "forward"), context, captured)
 
-        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             program = engine._program(Graph(backward, "backward"), context, captured)
             alive.clear()
             return program
 
-        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             graph = Graph(engine.backend.prepare(inference), "inference")
-            engine._run_passes([graph], context, captured, kind_of(graph, engine.spec, context.settings))
+            _use_unsharded([graph], context)
+            kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
+            engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])
             return engine._program(graph, context, captured)
@@ -312,7 +336,7 @@ class Engine:
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
         return lines
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost
         program: Program | WholeProgram
         if self.whole:
@@ -323,7 +347,8 @@ class Engine:
                 program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
-        return program
+        whole = context.unsharded.get(graph.phase)
+        return self.unsharded.feeding(program, whole) if whole else program
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
@@ -377,7 +402,15 @@ def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
 
 
-def _graph_break(error: compat.Unsupported) -> GraphBreakError:
+def _use_unsharded(graphs: list[Graph], context: PassContext) -> None:
+    begin = time.perf_counter()
+    if context.settings.unsharded and use_unsharded(graphs, context):
+        for graph in graphs:
+            graph.module.recompile()
+            add_stage(graph, context, "unsharded", time.perf_counter() - begin)
+
+
+def _graph_break(error: compat.Unsupported, entry: Entry) -> GraphBreakError:
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
     where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
     reason = str(error).split("\n\n")[0].strip().splitlines()
@@ -386,4 +419,5 @@ def _graph_break(error: compat.Unsupported) -> GraphBreakError:
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
         "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
+        + entry.hint
     )

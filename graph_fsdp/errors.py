@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graph_fsdp.passes.pipeline import PassError, PipelineError
 from graph_fsdp.passes.prefetch import BudgetError
+from graph_fsdp.passes.settings import SettingError
 from graph_fsdp.passes.verification_error import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
 
@@ -19,6 +20,7 @@ __all__ = [
     "PassError",
     "PipelineError",
     "RankDisagreement",
+    "SettingError",
     "UnsupportedError",
     "VerificationError",
 ]

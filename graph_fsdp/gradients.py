@@ -7,7 +7,6 @@ all. What holds for a gradient is what was set when the forward ran that it belo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,32 +15,32 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.methods import change, check_bool, place, units_of
 
 if TYPE_CHECKING:
     from graph_fsdp.capture import Engine
 
 
 class GradientMethods:
-    """Mixed into a compiled model's class. Every method is for all units of the model."""
-
-    _graph_fsdp: Engine
+    """Mixed into the classes of models and units (``module.py``). As in FSDP2, methods with ``recurse`` are for all units
+    below a module, the others for its own unit: on the model, for the parameters that are in no other."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the gradients of later forwards are reduced. Without, each rank adds its own up, whole, in the type
         of the reduction: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``).
         The next backward that reduces takes them along, and ``.grad`` stays as it is until then."""
-        engine, units = self._graph_fsdp, _all_units(self._graph_fsdp, recurse)
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        engine, units = _checked(self, "requires_gradient_sync", requires_gradient_sync, recurse)
         _check_cut(engine, "set_requires_gradient_sync")
         if engine.spec.ranks == 1:
             return  # a gradient is added to ``.grad``, and there is nothing else that it could be
-        _replace(engine, unsynced=frozenset() if requires_gradient_sync else units, unreplicated=frozenset())
+        now = engine.settings
+        unsynced = now.unsynced - units if requires_gradient_sync else now.unsynced | units
+        change(engine, unsynced=unsynced, unreplicated=now.unreplicated - units)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a mesh that replicates (HSDP): whether the gradients of later forwards are reduced over the replicas.
         Without, they are reduced over the ranks that shard, and each rank adds up its shards."""
-        engine, units = self._graph_fsdp, _all_units(self._graph_fsdp, recurse)
-        _check_bool("requires_all_reduce", requires_all_reduce)
+        engine, units = _checked(self, "requires_all_reduce", requires_all_reduce, recurse)
         _check_cut(engine, "set_requires_all_reduce")
         if engine.spec.replicas == 1:
             warnings.warn(
@@ -50,83 +49,76 @@ class GradientMethods:
                 stacklevel=2,
             )
             return
-        _replace(engine, unreplicated=frozenset() if requires_all_reduce else units)
+        now = engine.settings.unreplicated
+        change(engine, unreplicated=now - units if requires_all_reduce else now | units)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """FSDP1's: within, ``set_requires_gradient_sync(False)``. Forward and backward have to be within."""
-        before = self._graph_fsdp.settings
+        engine, _ = place(self)
+        before = engine.settings
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._graph_fsdp.settings = before
+            change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted, for scripts that call it: every backward ends with its reductions waited for."""
-        _check_bool("is_last_backward", is_last_backward)
+        check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sums of gradients by ``factor`` instead of the number of ranks. The group adds, and a kernel over
-        the shard divides; types that could overflow are divided in part before."""
-        engine = self._graph_fsdp
+        """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a
+        kernel over the shard divides; types that could overflow are divided in part before."""
+        engine, unit = place(self)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor must be a positive number, got {factor!r}")
-        _check_cut(engine, "set_gradient_divide_factor")
         _check_reduced(engine, "set_gradient_divide_factor")
-        _replace(engine, divide_factors=tuple((unit, float(factor)) for unit in sorted(_units(engine))))
+        factors = {**dict(engine.settings.divide_factors), unit: float(factor)}
+        change(engine, divide_factors=tuple(sorted(factors.items())))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Have the group add and nothing else, and divide in a kernel of our own over the shard."""
-        engine = self._graph_fsdp
-        _check_bool("enable", enable)
-        _check_cut(engine, "set_force_sum_reduction_for_comms")
+        """Have the group add this unit's gradients and nothing else; a kernel of our own divides the shard."""
+        engine, unit = place(self)
+        check_bool("enable", enable)
         _check_reduced(engine, "set_force_sum_reduction_for_comms")
-        _replace(engine, summed=_units(engine) if enable else frozenset())
+        now = engine.settings.summed
+        change(engine, summed=now | {unit} if enable else now - {unit})
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any] | None, *, stream: Any = None) -> None:
-        """``hook(reduced)`` is called for each bucket once its gradients are reduced over all groups of the mesh, with
-        this rank's flat shard of them, in the type of the reduction, and may change it in place; None takes it away.
-        Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it on."""
-        engine = self._graph_fsdp
+        """``hook(reduced)`` is called for each bucket of this unit once its gradients are reduced over all groups of the
+        mesh, with this rank's flat shard of them, in the type of the reduction, and may change it in place; None takes
+        it away. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it on."""
+        engine, unit = place(self)
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")
-        _check_cut(engine, "set_all_reduce_hook")
         _check_reduced(engine, "set_all_reduce_hook")
         if stream is not None and engine.spec.replicas > 1:
             raise ValueError("stream cannot be set on a mesh that replicates: the hook follows the all-reduce there")
-        units = _units(engine) if hook is not None else frozenset()
-        engine.kept.hooks = dict.fromkeys(units, _on_stream(hook, stream)) if hook is not None else {}
-        _replace(engine, hooked=units)
+        now = engine.settings.hooked
+        if hook is None:
+            engine.kept.hooks.pop(unit, None)
+        else:
+            engine.kept.hooks[unit] = _on_stream(hook, stream)
+        change(engine, hooked=now - {unit} if hook is None else now | {unit})
 
     def set_post_optim_event(self, event: Any) -> None:
         """The next forward waits for ``event``, recorded after the optimizer's step: for optimizers that run on another
         stream than the current one, which every gather follows."""
+        engine, _ = place(self)
         if not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
-        self._graph_fsdp.wait_before_forward = event
+        engine.wait_before_forward = event
 
 
-def _units(engine: Engine) -> frozenset[str]:
-    return frozenset(p.unit for p in engine.spec.parameters.values())
-
-
-def _all_units(engine: Engine, recurse: bool) -> frozenset[str]:
-    _check_bool("recurse", recurse)
-    return _units(engine) if recurse else frozenset({""})
-
-
-def _replace(engine: Engine, **changes: Any) -> None:
-    engine.settings = dataclasses.replace(engine.settings, **changes)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+def _checked(module: object, name: str, value: object, recurse: object) -> tuple[Engine, frozenset[str]]:
+    check_bool(name, value)
+    check_bool("recurse", recurse)
+    return place(module)[0], frozenset(units_of(module, bool(recurse)))
 
 
 def _check_cut(engine: Engine, method: str) -> None:
@@ -137,6 +129,7 @@ def _check_cut(engine: Engine, method: str) -> None:
 
 
 def _check_reduced(engine: Engine, method: str) -> None:
+    _check_cut(engine, method)
     if engine.spec.ranks == 1:
         raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
 

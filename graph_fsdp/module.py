@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -12,18 +13,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp.capture import Engine
+from graph_fsdp.entry import Entry, is_entered
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.gradients import GradientMethods
+from graph_fsdp.methods import UnitMethods
+from graph_fsdp.passes import compat
+from graph_fsdp.units import Unit
 
 
-class GraphFSDPModule(GradientMethods, FSDPModule):
-    """Mixed into a compiled model's class, before the model's own class.
+class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
+    """Mixed into the classes of a compiled model and of its units, before their own.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
     version does not have say so instead of doing nothing.
     """
 
     _graph_fsdp: Engine
+    _graph_fsdp_unit: str  # "" for the model
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a compiled model's class makes the model's own (indexing into a container does that)."""
@@ -35,9 +41,34 @@ class GraphFSDPModule(GradientMethods, FSDPModule):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # This is how torch's ``register_fsdp_forward_method`` reaches us.
+        if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
+            value = _compiled_method(self, name, method)  # type: ignore[arg-type]
+        super().__setattr__(name, value)
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What transformers asks before it generates: whether ranks have to stop together, because each forward gathers.
+        Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._reshard_all()
         # FSDPModule's looks for FSDP2's state; nn.Module's is the one to use.
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
+        self._reshard_all()
+        return super(FSDPModule, self).state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._reshard_all()
+        return super(FSDPModule, self)._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _reshard_all(self) -> None:
+        self._graph_fsdp.unsharded.release()
 
 
 def _unsupported(name: str) -> Callable[..., NoReturn]:
@@ -50,7 +81,7 @@ def _unsupported(name: str) -> Callable[..., NoReturn]:
 
 
 for _name, _value in vars(FSDPModule).items():
-    if callable(_value) and not _name.startswith("_") and _name not in vars(GradientMethods):
+    if callable(_value) and not _name.startswith("_") and getattr(GraphFSDPModule, _name) is _value:
         setattr(GraphFSDPModule, _name, _unsupported(_name))
 
 
@@ -70,20 +101,51 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts) -> None:
-    """Give ``model`` its new class. Its name is FSDP2's for the same model, which other libraries strip."""
-    cls = type(model)
-    forward = original_forward(model)
-    model.__dict__.pop("forward", None)
+def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts, units: list[Unit]) -> None:
+    """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
+    other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
+    for unit in [*units, Unit("", model, ())]:
+        module = unit.module
+        if isinstance(module, GraphFSDPModule):  # the model has parameters of its own and comes twice
+            continue
+        cls = type(module)
+        forward = original_forward(module)
+        if "forward" in module.__dict__:
+            del module.__dict__["forward"]
+        run = _entering(Entry(unit.name, "forward", forward), engine, convert)
+        namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        module.__class__ = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
+        module.__dict__["_graph_fsdp"], module.__dict__["_graph_fsdp_unit"] = engine, unit.name
+        module.__dict__["_graph_fsdp_casts"] = convert
 
-    @functools.wraps(forward)
-    def compiled_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+
+def _entering(entry: Entry, engine: Engine, convert: InputOutputCasts) -> Callable[..., Any]:
+    """The function of an entry as a method that runs compiled."""
+    function, number = entry.function, engine.number
+
+    @functools.wraps(function)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_entered(number):
+            return function(self, *args, **kwargs)
         args, kwargs = convert.inputs(args, kwargs)
-        return convert.outputs(engine(self, *args, **kwargs))
+        return convert.outputs(engine.run(entry, self, *args, **kwargs))
 
-    namespace = {"forward": compiled_forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    model.__class__ = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
-    model.__dict__["_graph_fsdp"] = engine
+    return run
+
+
+def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the model or of a unit that the user has registered as one beside forward."""
+    own = vars(module)
+    if getattr(method, "__self__", None) is module:
+        function = method.__func__  # type: ignore[attr-defined]
+    else:
+
+        @functools.wraps(method)
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+    entry = Entry(own["_graph_fsdp_unit"], name, function)
+    return types.MethodType(_entering(entry, own["_graph_fsdp"], own["_graph_fsdp_casts"]), module)
 
 
 class InputOutputCasts:

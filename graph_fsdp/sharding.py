@@ -38,6 +38,12 @@ class ShardedParameter:
     input: Tensor  # padded local shard, a view of the storage
     local: Tensor  # without padding: the shard's own local tensor
     filled: bool = False  # it has the parameter's values
+    whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """What modules hold while no forward runs."""
+        return self.shard if self.whole is None else self.whole
 
 
 class Storage:
@@ -148,15 +154,33 @@ class Storage:
             for p in self.parameters.values():
                 if self.unguarded_in_forward:
                     set_guarded(p.placeholder, True)
-                _register(p, p.shard)
+                _register(p, p.registered)
             self.active = False
 
     def without_placeholders(self, outputs: Any) -> Any:
         """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
         with compat.without_torch_function():
             return compat.tree_map_only(
-                nn.Parameter, lambda p: self.by_placeholder[id(p)].shard if id(p) in self.by_placeholder else p, outputs
+                nn.Parameter,
+                lambda p: self.by_placeholder[id(p)].registered if id(p) in self.by_placeholder else p,
+                outputs,
             )
+
+    def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
+        """``whole`` stands in the modules from now on; None: the shard."""
+        p.whole = whole
+        _register(p, p.registered)
+
+    def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
+        """What stands in the modules for an unsharded parameter: it may have been replaced."""
+        found: Any = p.whole
+        right = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
+        if not right or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
+            raise ParameterChangedError(
+                f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a plain "
+                f"parameter of shape {tuple(p.spec.shape)} on {p.input.device} has to stand there"
+            )
+        return found
 
     def refresh(self) -> None:
         """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
@@ -164,7 +188,11 @@ class Storage:
         for p in self.parameters.values():
             module, leaf = p.owners[0]
             registered = module._parameters.get(leaf)
-            if registered is not p.shard:
+            if p.whole is not None:
+                p.whole = registered
+                if registered is not None and registered.requires_grad != p.shard.requires_grad:
+                    p.shard.requires_grad_(registered.requires_grad)
+            elif registered is not p.shard:
                 p.shard = _checked_replacement(p, registered)
             memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
             if memory.data_ptr() != p.local.data_ptr() and memory.numel():

@@ -37,6 +37,7 @@ whole test-suite was run.
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory, for planning | 2.9 to 2.15 |
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 """
 
@@ -45,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,7 @@ from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
@@ -128,6 +131,7 @@ __all__ = [
     "make_dtensor",
     "min_cut_rematerialization_partition",
     "reduce_scatter_single",
+    "registered_forward_method",
     "resolve_group",
     "same_memory",
     "set_local_tensor",
@@ -221,6 +225,15 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
 def is_tracing() -> bool:
     """Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+_WRAPPERS = {c for c in register_fsdp_forward_method.__code__.co_consts if isinstance(c, types.CodeType)}
+
+
+def registered_forward_method(value: object) -> Callable[..., Any] | None:
+    """The user's method, if ``value`` is what torch's ``register_fsdp_forward_method`` sets in its place."""
+    function = getattr(value, "__func__", None)
+    return function.__wrapped__ if getattr(function, "__code__", None) in _WRAPPERS else None  # type: ignore[union-attr]
 
 
 def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:

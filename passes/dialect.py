@@ -123,6 +123,7 @@ class Role(enum.Enum):
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
     KEPT_SHARD = "kept_shard"  # such a shard, in backward
+    UNSHARDED = "unsharded"  # a graph input: a parameter that was whole before the forward began
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class PassContext:
     ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``reduced``: parameters whose gradients the joint graph reduces.
+    ``unsharded``: per phase, the parameters that are inputs of the graph, whole, behind its other inputs.
     """
 
     model: ModelSpec
@@ -76,6 +77,7 @@ class PassContext:
     kept: dict[str, fx.Node] = field(default_factory=dict)
     kept_shards: dict[str, fx.Node] = field(default_factory=dict)
     slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
+    unsharded: dict[Phase, list[str]] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})

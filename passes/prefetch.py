@@ -18,6 +18,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.explicit_prefetch import prefetch_explicitly
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.reductions import defer_reductions, wait_of
@@ -96,10 +97,11 @@ class Prefetch(GraphPass):
         else:
             assert isinstance(distance, int)
             after = at_distance(len(starts), distance)
+        after, is_explicit = prefetch_explicitly(graph, waits, after, context)
         if self.budget is not None:
             after = fit(gathers, after, self.budget)
         _move(graph, starts, waits, after)
-        if distance is BackwardPrefetch.BACKWARD_POST:
+        if distance is BackwardPrefetch.BACKWARD_POST and not is_explicit:
             _start_after_last_uses(graph, starts, waits)
 
 

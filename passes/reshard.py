@@ -18,6 +18,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import keep_shards, receive_shards
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
+from graph_fsdp.passes.settings import SettingError
 
 
 class Reshard(GraphPass):
@@ -56,11 +57,22 @@ class Reshard(GraphPass):
         graph.output.args = (tuple(outputs),)
         context.kept = {wait.meta["fsdp"].bucket: wait for wait in kept}
         if context.model.reshard_size:
-            keep_shards(graph, [wait for wait in waits if wait not in kept], context)
+            whole = {wait for wait in waits if _set(wait, context) is True}  # gathered again from all ranks
+            keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
         names = ", ".join(context.kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
     def _choose(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
+        """What the user has set for a unit since ``compile`` goes before what holds for all."""
+        chosen = self._choose_by_policy(graph, waits, context)
+        kept = []
+        for wait in waits:
+            reshard = _set(wait, context)
+            if (wait in chosen if reshard is None else not reshard) and not _useless(wait, context):
+                kept.append(wait)
+        return kept
+
+    def _choose_by_policy(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
         if context.reshard_after_forward is True or not waits:
             return []
         if context.reshard_after_forward is False:
@@ -87,7 +99,37 @@ class Reshard(GraphPass):
             if bucket in gathered:
                 _use_kept(graph, gathered[bucket], kept)
         receive_shards(graph, context)
+        _check_needed(graph, context)
         return f"received from forward: {', '.join(removed) or 'none'}"
+
+
+def _units(wait: fx.Node, context: PassContext) -> set[str]:
+    return {context.model.parameters[name].unit for name in wait.meta["fsdp"].params}
+
+
+def _set(wait: fx.Node, context: PassContext) -> bool | None:
+    """Whether the user has set that a bucket is gathered again; None where nothing was. A bucket of several units is
+    kept if one of them is to be."""
+    settings = dict(context.settings.reshard_after_forward)
+    found = [settings[unit] for unit in _units(wait, context) if unit in settings]
+    return all(found) if found else None
+
+
+def _useless(wait: fx.Node, context: PassContext) -> bool:
+    """The user has said that backward reads nothing of the bucket."""
+    return _units(wait, context) <= context.settings.not_gathered_in_backward
+
+
+def _check_needed(graph: Graph, context: PassContext) -> None:
+    """Backward reads no parameter of a unit that ``set_unshard_in_backward(False)`` named."""
+    unneeded = context.settings.not_gathered_in_backward
+    for node in graph.with_role(Role.UNPACK) if unneeded else ():
+        name = node.meta["fsdp"].params[0]
+        if (unit := context.model.parameters[name].unit) in unneeded:
+            raise SettingError(
+                f"set_unshard_in_backward(False) was called on unit {unit or 'root'!r}, and backward reads its parameter "
+                f"{name!r}; call set_unshard_in_backward(True) on it"
+            )
 
 
 def _used_last(gathers: Gathers, waits: list[fx.Node]) -> list[fx.Node]:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeAlias
+
+Prefetches: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class SettingError(ValueError):
+    """What the user set does not fit the graph that was captured."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Each value has graphs of its own, captured at the first call with it; regions are compiled once for all of them.
 
-    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same.
+    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same. Units are named.
 
+    ``unsharded``: units whose parameters are whole before the forward begins: nothing of them is gathered.
+    ``reshard_after_forward``: (unit, whether it is gathered again in backward), for the units that were set.
+    ``not_gathered_in_backward``: units of which backward must not need a parameter.
+    ``forward_prefetch``, ``backward_prefetch``: (unit, the units whose gathers start when its own has arrived).
     ``unsynced``: units whose gradients are accumulated whole and not reduced; ``unreplicated``: those whose gradients
     are reduced over the ranks that shard, and not over the replicas. ``divide_factors``: unit → what sums of gradients
     are divided by, instead of the number of ranks. ``summed``: units whose reductions are sums, divided apart.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
     """
 
+    unsharded: frozenset[str] = frozenset()
+    reshard_after_forward: tuple[tuple[str, bool], ...] = ()
+    not_gathered_in_backward: frozenset[str] = frozenset()
+    forward_prefetch: Prefetches = ()
+    backward_prefetch: Prefetches = ()
     unsynced: frozenset[str] = frozenset()
     unreplicated: frozenset[str] = frozenset()
     divide_factors: tuple[tuple[str, float], ...] = ()

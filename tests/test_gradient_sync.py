@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
@@ -27,6 +28,12 @@ def model_on(shape: tuple[int, ...] = (8,), **options: object) -> nn.Module:
 def step(model: nn.Module) -> GraphReport:
     model(torch.randn(4, 16)).sum().backward()
     return graph_fsdp.inspect(model)
+
+
+def every_unit(model: nn.Module, method: str, *arguments: object) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            getattr(module, method)(*arguments)
 
 
 def reductions(report: GraphReport) -> str:
@@ -143,7 +150,7 @@ def test_where_nothing_shards_whole_gradients_are_kept() -> None:
 
 def test_a_divide_factor_is_an_argument_of_the_reductions() -> None:
     model = model_on((2, 4))
-    model.set_gradient_divide_factor(3.0)
+    every_unit(model, "set_gradient_divide_factor", 3.0)
     assert_expected_inline(
         lines_of(step(model), "reduce_root ", "replicate_root "),
         """\
@@ -154,7 +161,7 @@ replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_roo
 
 def test_sums_are_an_argument_of_the_reductions() -> None:
     model = model_on((2, 4))
-    model.set_force_sum_reduction_for_comms(True)
+    every_unit(model, "set_force_sum_reduction_for_comms", True)
     assert_expected_inline(
         lines_of(step(model), "reduce_root ", "replicate_root "),
         """\
@@ -165,7 +172,7 @@ replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_roo
 
 def test_a_hook_stands_behind_the_reductions_and_sees_each_bucket() -> None:
     model, seen = model_on((2, 4)), []
-    model.set_all_reduce_hook(lambda reduced: seen.append(tuple(reduced.shape)))
+    every_unit(model, "set_all_reduce_hook", lambda reduced: seen.append(tuple(reduced.shape)))
     report = step(model)
     assert_expected_inline(
         lines_of(report, "reduce_hook"),
@@ -175,7 +182,7 @@ hook_blocks_1 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_1, 'b
 hook_blocks_0 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_0, 'blocks.0')""",
     )
     assert len(seen) == 3
-    model.set_all_reduce_hook(None)
+    every_unit(model, "set_all_reduce_hook", None)
     assert "reduce_hook" not in lines_of(step(model), "hook")
     assert len(seen) == 3
 
@@ -200,18 +207,21 @@ def test_no_sync_leaves_what_was_set() -> None:
 
 
 def test_buckets_of_several_units_have_one_setting() -> None:
-    class OneUnitOfTwo(GraphPass):
-        """Sets what a model's methods set for all units."""
-
-        name, phase, provides = "one_unit", "joint", ("annotated",)
-
-        def run(self, graph: object, context: object) -> None:
-            context.settings = type(context.settings)(hooked=frozenset({"blocks.0"}))  # type: ignore[attr-defined]
-
-    passes = default_pipeline(bucket=100_000)
-    model = model_on(passes=passes.insert_before("bucket", OneUnitOfTwo()))
-    with pytest.raises(ValueError, match=r"units .*'blocks.0'.*bucket='unit'"):
+    model = model_on(passes=default_pipeline(bucket=100_000))
+    model.blocks[0].set_all_reduce_hook(print)
+    with pytest.raises(ValueError, match=r"units 'blocks.0', 'blocks.1', ''.*bucket='unit'"):
         step(model)
+
+
+def test_methods_of_a_unit_are_for_that_unit() -> None:
+    model = model_on()
+    model.blocks[0].set_requires_gradient_sync(False)
+    model.blocks[1].set_gradient_divide_factor(2.0)
+    assert_expected_inline(reductions(step(model)), """""")
+    assert "factor = 2.0" in lines_of(graph_fsdp.inspect(model), "reduce_blocks_1 ")
+    assert "factor" not in lines_of(graph_fsdp.inspect(model), "reduce_root ")
+    assert all(p.grad is None for p in model.blocks[0].parameters())
+    assert all(p.grad is not None for p in model.blocks[1].parameters())
 
 
 class DropsReductions(GraphPass):

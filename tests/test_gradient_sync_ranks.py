@@ -39,14 +39,18 @@ def sync_then_replicate(model: nn.Module, microbatch: int) -> None:
 
 
 def every_unit(name: str, *arguments: Any) -> Calls:
-    """FSDP2's method is for one module, ours for the model."""
+    """These methods are for one unit."""
 
     def call(model: nn.Module, microbatch: int) -> None:
-        modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        for module in modules if hasattr(modules[-1], name) else [model]:
-            getattr(module, name)(*arguments)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                getattr(module, name)(*arguments)
 
     return call
+
+
+def some_units(model: nn.Module, microbatch: int) -> None:
+    model.blocks[0].set_requires_gradient_sync(microbatch == MICROBATCHES - 1)  # type: ignore[index,union-attr,operator]
 
 
 def factor_and_sync(model: nn.Module, microbatch: int) -> None:
@@ -67,6 +71,7 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "gpt, reduced in float16": ("gpt", (2,), {"mp_policy": FP16}, sync_last),
     "tied weights": ("gpt_tied", (2,), {}, sync_last),
     "frozen parameters": ("frozen", (2,), {}, sync_last),
+    "some units": ("gpt", (2,), {}, some_units),
     "sums": ("gpt", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
     "a factor and one reduction": ("gpt", (2,), {}, factor_and_sync),
     "a hook": ("gpt", (2,), {}, every_unit("set_all_reduce_hook", halve)),

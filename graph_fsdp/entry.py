@@ -1,0 +1,75 @@
+"""The functions that enter compiled code: a model's forward, that of one of its units, and registered methods."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import compat
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``function`` takes the module first. Each entry has graphs and plans of its own."""
+
+    unit: str
+    name: str
+    function: Callable[..., Any]
+
+    @property
+    def suffix(self) -> str:
+        """Of the kinds of its graphs; equal on all ranks."""
+        return "" if (self.unit, self.name) == ("", "forward") else f"/{self.unit}.{self.name}"
+
+    @property
+    def hint(self) -> str:
+        if self.name == "forward":
+            return ""
+        return (
+            f"\n  A method that calls the model in a loop of Python, as {self.name}() may, need not be registered: each "
+            "call of the model is compiled."
+        )
+
+
+class _Entered:
+    """The engine, by number, whose compiled code runs or is traced: its model's functions are then called as they are."""
+
+    engine = -1
+
+
+@contextlib.contextmanager
+def entered(engine: int) -> Iterator[None]:
+    before, _Entered.engine = _Entered.engine, engine
+    try:
+        yield
+    finally:
+        _Entered.engine = before
+
+
+def is_entered(engine: int) -> bool:
+    return _Entered.engine == engine
+
+
+def differentiable_once(outputs: Any) -> Any:
+    """Outputs whose backward refuses ``create_graph=True``: what it recorded could not be differentiated."""
+    if torch.is_grad_enabled():
+        nodes = {}
+        compat.tree_map_only(Tensor, lambda t: nodes.setdefault(t.grad_fn) if t.grad_fn is not None else None, outputs)
+        for node in nodes:
+            node.register_prehook(_refuse_second_derivative)
+    return outputs
+
+
+def _refuse_second_derivative(gradients: Any) -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "backward with create_graph=True goes through a model compiled by graph_fsdp, and torch.compile cannot "
+            "differentiate a backward again; compute a gradient penalty on a model that is not compiled (fully_shard), or "
+            "by finite differences of the model's outputs"
+        )
