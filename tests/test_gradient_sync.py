@@ -217,7 +217,15 @@ def test_methods_of_a_unit_are_for_that_unit() -> None:
     model = model_on()
     model.blocks[0].set_requires_gradient_sync(False)
     model.blocks[1].set_gradient_divide_factor(2.0)
-    assert_expected_inline(reductions(step(model)), """""")
+    assert_expected_inline(
+        reductions(step(model)),
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      kept         2  1,024      -     -         14    26
+  root      reduce       2     68     27    80         81     -
+  blocks.1  reduce       4    536     55    84         85     -
+  blocks.0  keep         4  4,288     75     -          -     -""",
+    )
     assert "factor = 2.0" in lines_of(graph_fsdp.inspect(model), "reduce_blocks_1 ")
     assert "factor" not in lines_of(graph_fsdp.inspect(model), "reduce_root ")
     assert all(p.grad is None for p in model.blocks[0].parameters())
