@@ -41,6 +41,7 @@ from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
 from graph_fsdp.sharding import Storage
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -99,6 +100,7 @@ class Engine:
         self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self._index = _models_of_ranks[self.ranks]
         _models_of_ranks[self.ranks] += 1
+        self.lockstep = lockstep_of(self.ranks) if is_shared(self.ranks) else None
         self._inputs: dict[str, Tensor] = {}
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
@@ -207,17 +209,17 @@ class Engine:
             partitioned[:] = graphs
             return forward, backward
 
-        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram | InStep:
             # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
             if not self.whole:
                 self.regions.prepare(partitioned)
             partitioned.clear()
             return self._program(Graph(forward, "forward"), context, captured)
 
-        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram | InStep:
             return self._program(Graph(backward, "backward"), context, captured)
 
-        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram | InStep:
             graph = Graph(self.backend.prepare(inference), "inference")
             self._run_passes([graph], context, captured, kind_of(graph, self.spec, context.settings))
             if not self.whole:
@@ -247,15 +249,18 @@ class Engine:
         Then agree with the other ranks on the collectives, where they are new."""
         shared = is_shared(self.ranks)
         decides = not shared or dist.get_rank() == self.ranks[0]
+        refused = self.lockstep.check_refused if self.lockstep is not None else None
+        if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
+            self.lockstep.compiling()
         if shared and not self._facts_agreed:
-            agree(f"model{self._index}", self._facts(), self.ranks)
+            agree(f"model{self._index}", self._facts(), self.ranks, refused=refused)
             self._facts_agreed = True
         plan, key = self.plans.get(kind), f"model{self._index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
         if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
             self._plans_made += 1
             if not decides:
-                found = json.loads(receive(key, self.ranks))
+                found = json.loads(receive(key, self.ranks, refused=refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan() if plan is None else plan.copy()
@@ -273,8 +278,10 @@ class Engine:
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs, self.pipeline))
-        if shared and fingerprint not in self._agreed:
-            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks)
+        if self.lockstep is not None and fingerprint not in self._agreed:
+            if not is_new:
+                self.lockstep.compiling()
+            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks, refused=refused)
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 
@@ -295,7 +302,7 @@ class Engine:
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
         return lines
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram | InStep:
         graph.cost = context.cost
         program: Program | WholeProgram
         if self.whole:
@@ -304,7 +311,12 @@ class Engine:
             program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
-        return program
+        collectives = tuple(_fingerprint([graph], self.pipeline))
+        if self.lockstep is None or not collectives:
+            return program
+        model = f"model {self._index} ({self._forward.__qualname__.removesuffix('.forward')})"
+        key = self.lockstep.know(RunnableProgram(model, graph.phase, collectives))
+        return InStep(program, self.lockstep, key)
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
