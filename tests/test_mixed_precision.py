@@ -97,19 +97,62 @@ def lines_with(code: str, *words: str) -> str:
 def test_norms_in_float32_are_buckets_of_their_own_and_cast_in_the_graph() -> None:
     report = graphs(BY_CLASS)
     gathers = lines_with(report.forward.stages["free"].body, "all_gather_start")
-    assert_expected_inline(re.sub(r"\(\[.*?\], \[.*?\]", "(…", gathers), """""")
+    assert_expected_inline(
+        re.sub(r"\(\[.*?\], \[.*?\]", "(...", gathers),
+        """\
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default(..., 32, torch.float32, 8, '0')
+gather_blocks_0_1 = torch.ops.graph_fsdp.all_gather_start.default(..., 160, torch.bfloat16, 8, '0')
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default(..., 32, torch.float32, 8, '0')
+gather_blocks_1_1 = torch.ops.graph_fsdp.all_gather_start.default(..., 160, torch.bfloat16, 8, '0')
+gather_root = torch.ops.graph_fsdp.all_gather_start.default(..., 32, torch.float32, 8, '0')
+gather_root_1 = torch.ops.graph_fsdp.all_gather_start.default(..., 32, torch.bfloat16, 8, '0')""",
+    )
     reductions = lines_with(report.backward.stages["free"].body, "reduce_scatter_start")
-    assert_expected_inline(re.sub(r"\(\[.*?\]", "(…", reductions), """""")
-    casts = lines_with(report.forward.stages["free"].body, "_to_copy")
-    assert_expected_inline(casts, """""")
+    assert_expected_inline(
+        re.sub(r"\(\[.*?\]", "(...", reductions),
+        """\
+reduce_root_1 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')
+reduce_blocks_1_1 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')
+reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')
+reduce_blocks_0_1 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')
+reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.float32, 8, '0')""",
+    )
+    casts = lines_with(report.forward.stages["free"].body, "_to_copy.default(", "native_layer_norm.default(")
+    assert_expected_inline(
+        casts,
+        """\
+_to_copy = torch.ops.aten._to_copy.default(full, dtype = torch.bfloat16)
+_to_copy_1 = torch.ops.aten._to_copy.default(primals_2, dtype = torch.bfloat16)
+_to_copy_2 = torch.ops.aten._to_copy.default(mul, dtype = torch.float32)
+native_layer_norm = torch.ops.aten.native_layer_norm.default(_to_copy_2, [16], blocks_0_norm_weight, blocks_0_norm_bias, 1e-05)
+_to_copy_3 = torch.ops.aten._to_copy.default(getitem, dtype = torch.bfloat16)
+_to_copy_5 = torch.ops.aten._to_copy.default(primals_9, dtype = torch.bfloat16)
+_to_copy_6 = torch.ops.aten._to_copy.default(mul_2, dtype = torch.float32)
+native_layer_norm_1 = torch.ops.aten.native_layer_norm.default(_to_copy_6, [16], blocks_1_norm_weight, blocks_1_norm_bias, 1e-05)
+_to_copy_7 = torch.ops.aten._to_copy.default(getitem_3, dtype = torch.bfloat16)
+_to_copy_8 = torch.ops.aten._to_copy.default(add_1, dtype = torch.float32)
+native_layer_norm_2 = torch.ops.aten.native_layer_norm.default(_to_copy_8, [16], norm_weight, norm_bias, 1e-05)
+_to_copy_9 = torch.ops.aten._to_copy.default(getitem_6, dtype = torch.bfloat16)""",
+    )
 
 
 def test_a_unit_casts_what_it_is_given() -> None:
     capture = graphs(POLICY).capture.stages["insert_gathers"].body
-    assert_expected_inline(lines_with(capture, ".to(", "full("), """""")
+    assert_expected_inline(
+        lines_with(capture, ".to(", "full("),
+        """\
+weight = torch.full((4, 1), 0.3, dtype = torch.float32, device = device(type='cpu'))
+to = l_args_0_.to(torch.bfloat16)
+to_1 = weight.to(torch.bfloat16)
+to_2 = l_self_modules_blocks_modules_0_buffers_scale_.to(torch.bfloat16)
+to_3 = x_1.to(torch.bfloat16)
+to_4 = weight.to(torch.bfloat16)
+to_5 = l_self_modules_blocks_modules_1_buffers_scale_.to(torch.bfloat16)""",
+    )
     uncast = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
-    with pytest.raises(Exception, match="dtype"):
-        graphs(uncast)
+    capture = graphs(uncast).capture.stages["insert_gathers"].body
+    assert ".to(torch.bfloat16)" not in capture.replace("scale_.to", "scale"), "but for what the model itself casts"
 
 
 class Scalars(nn.Module):
@@ -135,7 +178,12 @@ class Gain(nn.Module):
 def test_scalars_are_reduced_in_the_dtype_of_their_policies() -> None:
     policies = {Scalars: MixedPrecisionPolicy(reduce_dtype=BF16), Gain: MixedPrecisionPolicy()}
     traced = trace(Scalars, (torch.ones(4, WIDTH),), world_size=8, backend="eager", mp_policy=policies)
-    assert_expected_inline(lines_with(traced.report.backward.stages["free"].body, "all_reduce_start"), """""")
+    assert_expected_inline(
+        lines_with(traced.report.backward.stages["free"].body, "all_reduce_start"),
+        """\
+reduce_root_scalars_in_float32 = torch.ops.graph_fsdp.all_reduce_start.default([sum_1], torch.float32, 8, '0')
+reduce_root_scalars = torch.ops.graph_fsdp.all_reduce_start.default([sum_2], torch.bfloat16, 8, '0')""",
+    )
 
 
 # The numbers
