@@ -96,6 +96,7 @@ class Engine:
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
+        self._agreements = 0
         self._facts_agreed = False
         self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self._index = _models_of_ranks[self.ranks]
@@ -281,7 +282,8 @@ class Engine:
         if self.lockstep is not None and fingerprint not in self._agreed:
             if not is_new:
                 self.lockstep.compiling()
-            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks, refused=refused)
+            self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
+            agree(f"model{self._index}/collectives{self._agreements}", fingerprint, self.ranks, refused=refused)
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 

@@ -34,6 +34,19 @@ def rank() -> int:
     return dist.get_rank()
 
 
+class ChosenByData(nn.Module):
+    """In pieces: which layer runs is data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.layers[0](x)
+        return self.layers[1](x)
+
+
 class Branching(nn.Module):
     """Three layers, of which a forward takes the one that it is told; which one is Python's decision."""
 
@@ -158,6 +171,20 @@ def different_graphs_that_all_ranks_know() -> None:
     )
     disagree(lambda: step(model, "ab"[rank()]), *words, "layers.a", "on rank 0", "take the same branches")
     step(model, "c")  # no rank has started anything: they may go on
+
+
+@FACTS
+def branches_on_data_in_a_model_of_pieces() -> None:
+    model = graph_fsdp.compile(ChosenByData(), backend="eager", fullgraph=False, auto_wrap_policy={nn.Linear})
+    different = torch.full((2, 8), 1.0 - 2 * rank())
+    disagree(lambda: model(different), "gather_start layers.0", "gather_start layers.1", "a rank's own data")
+    for sign in (1, -1, 1):
+        model(torch.full((2, 8), float(sign))).sum().backward()
+        assert [p.grad is not None for p in model.parameters()] == [sign > 0, sign > 0, sign < 0, sign < 0]
+        model.zero_grad()
+    other = graph_fsdp.compile(MLP(), backend="eager")
+    other(torch.ones(4, 16))
+    disagree(lambda: model(different), "gather_start layers.0", "gather_start layers.1", "take the same branches")
 
 
 @FACTS

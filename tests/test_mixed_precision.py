@@ -120,20 +120,20 @@ reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default(..., torch.f
     )
     casts = lines_with(report.forward.stages["free"].body, "_to_copy.default(", "native_layer_norm.default(")
     assert_expected_inline(
-        casts,
+        casts.replace("torch.ops.aten.", ""),
         """\
-_to_copy = torch.ops.aten._to_copy.default(full, dtype = torch.bfloat16)
-_to_copy_1 = torch.ops.aten._to_copy.default(primals_2, dtype = torch.bfloat16)
-_to_copy_2 = torch.ops.aten._to_copy.default(mul, dtype = torch.float32)
-native_layer_norm = torch.ops.aten.native_layer_norm.default(_to_copy_2, [16], blocks_0_norm_weight, blocks_0_norm_bias, 1e-05)
-_to_copy_3 = torch.ops.aten._to_copy.default(getitem, dtype = torch.bfloat16)
-_to_copy_5 = torch.ops.aten._to_copy.default(primals_9, dtype = torch.bfloat16)
-_to_copy_6 = torch.ops.aten._to_copy.default(mul_2, dtype = torch.float32)
-native_layer_norm_1 = torch.ops.aten.native_layer_norm.default(_to_copy_6, [16], blocks_1_norm_weight, blocks_1_norm_bias, 1e-05)
-_to_copy_7 = torch.ops.aten._to_copy.default(getitem_3, dtype = torch.bfloat16)
-_to_copy_8 = torch.ops.aten._to_copy.default(add_1, dtype = torch.float32)
-native_layer_norm_2 = torch.ops.aten.native_layer_norm.default(_to_copy_8, [16], norm_weight, norm_bias, 1e-05)
-_to_copy_9 = torch.ops.aten._to_copy.default(getitem_6, dtype = torch.bfloat16)""",
+_to_copy = _to_copy.default(full, dtype = torch.bfloat16)
+_to_copy_1 = _to_copy.default(primals_2, dtype = torch.bfloat16)
+_to_copy_2 = _to_copy.default(mul, dtype = torch.float32)
+native_layer_norm = native_layer_norm.default(_to_copy_2, [16], blocks_0_norm_weight, blocks_0_norm_bias, 1e-05)
+_to_copy_3 = _to_copy.default(getitem, dtype = torch.bfloat16)
+_to_copy_5 = _to_copy.default(primals_9, dtype = torch.bfloat16)
+_to_copy_6 = _to_copy.default(mul_2, dtype = torch.float32)
+native_layer_norm_1 = native_layer_norm.default(_to_copy_6, [16], blocks_1_norm_weight, blocks_1_norm_bias, 1e-05)
+_to_copy_7 = _to_copy.default(getitem_3, dtype = torch.bfloat16)
+_to_copy_8 = _to_copy.default(add_1, dtype = torch.float32)
+native_layer_norm_2 = native_layer_norm.default(_to_copy_8, [16], norm_weight, norm_bias, 1e-05)
+_to_copy_9 = _to_copy.default(getitem_6, dtype = torch.bfloat16)""",
     )
 
 
