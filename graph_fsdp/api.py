@@ -16,6 +16,7 @@ from graph_fsdp import validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
+from graph_fsdp.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
 from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.hardware import detect_hardware
@@ -34,7 +35,7 @@ def compile(
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    mp_policy: PrecisionPolicies = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
@@ -72,7 +73,10 @@ def compile(
             forward each rank keeps one part in so many of every unit, and backward gathers it over as many
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
+            ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype, buffers their
+            own: cast those before. A dict from module classes to policies, or a function of a module that returns its
+            policy or None, gives modules policies of their own, as FSDP2 does for modules that are sharded by
+            themselves: see :mod:`graph_fsdp.mixed_precision`.
         ignored_params: left as they are: not sharded, gradients not reduced.
         shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
             dimension 0. Any other dimension must be divisible by the number of ranks that shard.
@@ -99,7 +103,6 @@ def compile(
     validate.model(model)
     validate.options(
         reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
         sync_module_states=sync_module_states,
@@ -108,6 +111,7 @@ def compile(
         backend=backend,
         regions=regions,
     )
+    policies = find_policies(model, mp_policy)
     ignored = validate.ignored_parameters(model, ignored_params)
     device = validate.device(model, ignored)
     names = parameter_names(model)
@@ -126,7 +130,7 @@ def compile(
     )
     pipeline = passes if passes is not None else default_pipeline()
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
-    spec = _model_spec(units, names, parallel, mp_policy, dims)
+    spec = _model_spec(units, names, parallel, policies, dims)
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     if size:
         assert parallel is not None
@@ -152,8 +156,9 @@ def compile(
         whole=regions == "whole",
     )
     storage.install(fullgraph)
-    input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
-    become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype), units)
+    policies.install(unit.name for unit in units)
+    input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
+    become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
 
 
@@ -182,14 +187,15 @@ def _model_spec(
     units: list[Unit],
     names: dict[nn.Parameter, list[str]],
     parallel: DataParallelMesh | None,
-    policy: MixedPrecisionPolicy,
+    policies: ModulePolicies,
     shard_dims: Mapping[str, int],
 ) -> ModelSpec:
     world_size = parallel.world_size if parallel is not None else 1
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
-    for p, (name, *_) in names.items():  # in order of registration, which is about the order of use
+    for p, (name, *others) in names.items():  # in order of registration, which is about the order of use
         if name in unit_of:
+            policy = policies.of_parameter([name, *others])
             param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
             reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
             specs.append(

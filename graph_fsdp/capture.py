@@ -45,6 +45,7 @@ from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.kept_gradients import KeptGradients
+from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
 from graph_fsdp.sharding import Storage
 from graph_fsdp.unshard import UnshardedUnits
 
@@ -101,10 +102,12 @@ class Engine:
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
+        self._agreements = 0
         self._facts_agreed = False
         self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self._index = _models_of_ranks[self.ranks]
         _models_of_ranks[self.ranks] += 1
+        self.lockstep = lockstep_of(self.ranks) if is_shared(self.ranks) else None
         self._inputs: dict[str, Tensor] = {}
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
@@ -287,15 +290,18 @@ class Engine:
         Then agree with the other ranks on the collectives, where they are new."""
         shared = is_shared(self.ranks)
         decides = not shared or dist.get_rank() == self.ranks[0]
+        refused = self.lockstep.check_refused if self.lockstep is not None else None
+        if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
+            self.lockstep.compiling()
         if shared and not self._facts_agreed:
-            agree(f"model{self._index}", self._facts(), self.ranks)
+            agree(f"model{self._index}", self._facts(), self.ranks, refused=refused)
             self._facts_agreed = True
         plan, key = self.plans.get(kind), f"model{self._index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
         if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
             self._plans_made += 1
             if not decides:
-                found = json.loads(receive(key, self.ranks))
+                found = json.loads(receive(key, self.ranks, refused=refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan() if plan is None else plan.copy()
@@ -313,8 +319,11 @@ class Engine:
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs, self.pipeline))
-        if shared and fingerprint not in self._agreed:
-            agree(f"model{self._index}/collectives{len(self._agreed)}", fingerprint, self.ranks)
+        if self.lockstep is not None and fingerprint not in self._agreed:
+            if not is_new:
+                self.lockstep.compiling()
+            self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
+            agree(f"model{self._index}/collectives{self._agreements}", fingerprint, self.ranks, refused=refused)
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 
@@ -348,7 +357,13 @@ class Engine:
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
-        return self.unsharded.feeding(program, whole) if whole else program
+        runnable = self.unsharded.feeding(program, whole) if whole else program
+        collectives = tuple(_fingerprint([graph], self.pipeline))
+        if self.lockstep is None or not collectives:
+            return runnable
+        model = f"model {self._index} ({self._forward.__qualname__.removesuffix('.forward')})"
+        key = self.lockstep.know(RunnableProgram(model, graph.phase, collectives))
+        return InStep(runnable, self.lockstep, key)
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:

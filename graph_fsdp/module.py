@@ -17,6 +17,7 @@ from graph_fsdp.entry import Entry, is_entered
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
+from graph_fsdp.mixed_precision import cast
 from graph_fsdp.passes import compat
 from graph_fsdp.units import Unit
 
@@ -155,13 +156,7 @@ class InputOutputCasts:
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args, kwargs) if self.input_dtype is None else _cast((args, kwargs), self.input_dtype)
+        return (args, kwargs) if self.input_dtype is None else cast((args, kwargs), self.input_dtype)
 
     def outputs(self, value: Any) -> Any:
-        return value if self.output_dtype is None else _cast(value, self.output_dtype)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    from graph_fsdp.passes.compat import tree_map_only
-
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+        return value if self.output_dtype is None else cast(value, self.output_dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,7 +157,6 @@ def reshard_size(value: Any, world_size: int) -> tuple[Any, int]:
 def options(
     *,
     reshard_after_forward: Any,
-    mp_policy: Any,
     offload_policy: Any,
     activation_checkpointing: Any,
     sync_module_states: Any,
@@ -176,8 +175,6 @@ def options(
             f"regions='whole' has a graph compiled in one piece, and backend {backend!r} runs it operator by operator; "
             f"leave regions out, or pass backend={able}"
         )
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
     if passes is not None and not isinstance(passes, PassPipeline):
         raise TypeError(f"passes must be a PassPipeline (see graph_fsdp.passes.default_pipeline), got {passes!r}")
     if not isinstance(reshard_after_forward, (bool, int, type(None))) and reshard_after_forward != "auto":

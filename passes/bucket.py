@@ -157,10 +157,13 @@ def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: f
 
 def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
     """Gradients are reduced by the buckets that parameters are gathered in; a unit's scalars, which are in none, by
-    dtype."""
+    their dtype and that of the reduction, where it is not what the model's other scalars have."""
     if not p.replicated:
         return context.bucket_of(p.name).name
-    return f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
+    name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
+    scalars = (q for q in context.model.parameters.values() if q.replicated and q.unit == p.unit and q.dtype is p.dtype)
+    usual = next(scalars).reduce_dtype
+    return name if p.reduce_dtype is usual else f"{name}#in {p.reduce_dtype}".replace("torch.", "")
 
 
 def _reduce_bucket(

@@ -192,10 +192,10 @@ def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
 
 def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
     """(unit, consecutive parameters of it), each combination of dtypes by itself."""
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[ParameterSpec]] = {}
+    kinds: dict[tuple[torch.dtype, ...], list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
-            kinds.setdefault((p.dtype, p.param_dtype), []).append(p)
+            kinds.setdefault((p.dtype, p.param_dtype, p.reduce_dtype), []).append(p)
     return [(u, tuple(run)) for members in kinds.values() for u, run in groupby(members, key=lambda p: p.unit)]
 
 

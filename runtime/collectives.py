@@ -32,6 +32,7 @@ from torch import Tensor
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.layout import GatherLayout, Message
+from graph_fsdp.runtime import lockstep
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -79,7 +80,7 @@ def start_all_gather(
 
     def finish(keep_alive: Any = (source, targets)) -> None:
         for work in works:
-            work.wait()
+            lockstep.finish(work, buffer.device)
         for target, message in unpacked:
             _unpack(target, buffer, message, world)
         if landing is not None:
@@ -206,7 +207,7 @@ def _exchange_reduce_scatter(
 
     def finish() -> None:
         for work, part, own in under_way:
-            work.wait()
+            lockstep.finish(work, out.device)
             part.add_(own)
             if divisor is not None:
                 part.div_(divisor)
@@ -254,7 +255,7 @@ def _finish_reduction(
 ) -> Callable[[], None]:
     def finish(keep_alive: Any = keep_alive) -> None:
         for work in works:
-            work.wait()
+            lockstep.finish(work, out.device)
         if after is not None:
             out.div_(after)
 

@@ -106,7 +106,7 @@ def test_param_dtype_is_what_gathers_move_and_reduce_dtype_what_reductions_run_i
     assert_expected_inline(
         lines_with(report, "forward", "all_gather_start"),
         """\
-gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 64, 80, 144], 160, torch.bfloat16, 8, '0')
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_2, primals_3, primals_4, primals_5], [0, 64, 80, 144], 160, torch.bfloat16, 8, '0')
 gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.bfloat16, 8, '0')
 gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.bfloat16, 8, '0')""",
     )

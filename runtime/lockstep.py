@@ -1,0 +1,284 @@
+"""Ranks run the same programs in the same order, or say so before one of them starts a collective.
+
+[Note: predicted programs]
+A model may have several graphs whose collectives differ: for training and for evaluation, for other branches of its
+Python code, with other parameters frozen. All ranks know and have agreed to each of them, but which one runs next is
+each rank's own decision, and where two ranks decide differently a collective would wait for ever, or exchange data of
+different parameters. To compare before every program would cost every step.
+
+So every rank predicts the next program from those that ran before, as a processor predicts branches. A rank whose
+next program is the predicted one runs it, and asks nobody. A rank whose next program is another one stops and compares
+it with those of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict
+alike; hence either nobody compares and all run the predicted program, or all compare, or those who compare find that
+others do not come, and have not started any collective. A training loop is predicted from its second step on; what
+alternates is predicted once its pattern was seen.
+
+A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
+looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
+other devices the host does not wait for collectives: there the rank that compares raises after ``TIMEOUT_SECONDS``, and
+the others end by the timeout of their process group, or by their launcher.
+
+Models on the same ranks share one past, so that ranks that run different models are found too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graph_fsdp.passes import compat
+from graph_fsdp.runtime import agreement
+from graph_fsdp.runtime.agreement import RankDisagreement, digest, first_difference, listed, prefix_of, wait
+
+TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
+_DEPTH = 4  # programs of the past that a prediction looks at
+_MOST_PREDICTIONS = 4096
+_COMPILES = "compiles a graph that no rank has run before"
+_ADVICE = (
+    "ranks have to take the same branches, freeze the same parameters, and train or evaluate together: decide by what "
+    "all of them share"
+)
+
+
+@dataclass(frozen=True)
+class RunnableProgram:
+    """A program as ranks know it. ``collectives``: each with its sizes, in order."""
+
+    model: str
+    phase: str
+    collectives: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.phase} of {self.model} {digest(self.collectives)[:16]}"
+
+    def __str__(self) -> str:
+        return f"the {self.phase} graph of {self.model}"
+
+
+class Lockstep:
+    """The programs that some ranks run together, one after the other. ``comparisons`` counts those with other ranks."""
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
+        self.ranks, self.store = tuple(ranks), store
+        self.position = 0  # programs begun; the same on all ranks
+        self.comparisons = 0
+        self._base = prefix_of(ranks, "program")
+        self._programs: dict[str, RunnableProgram] = {}
+        self._past: tuple[str, ...] = ()
+        self._predictions: dict[tuple[str, ...], str] = {}
+        self._running = ""  # key of the program that began last
+        self._failure = ""
+        self._compared = -1  # position of the last comparison
+        self._compiled = 0  # how often this rank has waited for others to compile
+
+    def know(self, program: RunnableProgram) -> str:
+        """The key to ``begin`` it with."""
+        self._programs[program.key] = program
+        return program.key
+
+    def begin(self, key: str) -> None:
+        """To be called before a program starts its first collective.
+
+        Raises:
+            RankDisagreement: other ranks are about to run another program.
+        """
+        global _current
+        if self._failure:
+            raise RankDisagreement(self._failure)
+        past = self._past
+        if self._predictions.get(past) != key:
+            try:
+                if self._predicted() != key:
+                    self._compare(key)
+            finally:
+                self.position += 1
+            self._learn(key)
+        else:
+            self.position += 1
+        self._past = (*past[1 - _DEPTH :], key)
+        self._running = key
+        _current = self
+
+    def compiling(self) -> None:
+        """To be called before this rank waits for others to compile what they have not run before. Another rank may
+        be in the program that is predicted here, and learns of it."""
+        if self._failure:
+            raise RankDisagreement(self._failure)
+        self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {dist.get_rank()}")
+        self._compiled += 1
+
+    def check_refused(self) -> None:
+        """While this rank waits: raises RankDisagreement if another one runs a program here."""
+        self._raise_announced(self.position)
+
+    def look_for_others(self) -> None:
+        """From within a collective that takes long: raises RankDisagreement if another rank does not run it."""
+        if self._failure:
+            raise RankDisagreement(self._failure)
+        here = self.position - 1
+        if self._compared == here:  # all ranks are in this program
+            return
+        self._raise_announced(here)
+        other = self._other_than_here(here)
+        if other:
+            text = f"rank {dist.get_rank()} runs {self._programs[self._running]}, and {other}; {_ADVICE}"
+            self._announce(here, text)
+            self._raise_announced(here)
+
+    def _other_than_here(self, here: int) -> str:
+        """What another rank does in place of the program that is predicted here; nothing if none does."""
+        rank = self._compiling_at(here)
+        if rank:
+            return f"rank {rank} {_COMPILES}"
+        names = {rank: f"{self._prefix(here)}/{rank}" for rank in self.ranks}
+        found = {rank: self.store.get(name).decode() for rank, name in names.items() if self.store.check([name])}
+        if not found:
+            return ""
+        other, key = next(iter(found.items()))
+        return self._difference(list(found), key, other, self._running, dist.get_rank())
+
+    def _compiling_at(self, position: int) -> str:
+        """A rank that waits there for others, and this one among them, to compile with it; "" if there is none."""
+        name = f"{self._base}compiling{self._compiled}"
+        if not self.store.check([name]):
+            return ""
+        at, rank = self.store.get(name).decode().split()
+        return rank if int(at) == position else ""
+
+    def _predicted(self) -> str | None:
+        for length in range(len(self._past), -1, -1):
+            found = self._predictions.get(self._past[len(self._past) - length :])
+            if found is not None:
+                return found
+        return None
+
+    def _learn(self, key: str) -> None:
+        if len(self._predictions) > _MOST_PREDICTIONS:
+            self._predictions.clear()
+        for length in range(len(self._past) + 1):
+            self._predictions[self._past[len(self._past) - length :]] = key
+
+    def _compare(self, key: str) -> None:
+        """With all other ranks. The last one to come finds the verdict for all: a rank's share of the work does not
+        grow with their number, but for that one."""
+        self.comparisons += 1
+        prefix, me = self._prefix(self.position), dist.get_rank()
+        verdict = f"{prefix}/verdict"
+        self.store.set(f"{prefix}/{me}", key)
+        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self.store.check([verdict]):
+            self._announce(self.position, self._verdict(prefix), all_came=True)
+            if self._compared >= 0:  # everyone has read that one
+                self._forget(self._compared, "arrived", "verdict")
+        elif wait(self.store, [verdict], TIMEOUT_SECONDS, functools.partial(self._refuse_compiling, key)):
+            self._announce(self.position, self._missing(prefix, key))
+        self._compared = self.position
+        self._forget(self.position, str(me))
+        self._raise_announced(self.position)
+
+    def _announce(self, position: int, message: str, all_came: bool = False) -> None:
+        """A verdict for every rank that is, or comes, here: "" for equal programs. ``all_came``: no rank has started
+        anything, and they may go on together."""
+        self.store.set(f"{self._prefix(position)}/verdict", json.dumps([all_came, message]))
+
+    def _raise_announced(self, position: int) -> None:
+        name = f"{self._prefix(position)}/verdict"
+        if self.store.check([name]):
+            all_came, message = json.loads(self.store.get(name))
+            self._failure = "" if all_came else message
+            if message:
+                raise RankDisagreement(message)
+
+    def _refuse_compiling(self, key: str) -> None:
+        """While this rank compares: another one that compiles here waits for it in vain."""
+        rank = self._compiling_at(self.position)
+        if rank:
+            text = (
+                f"rank {dist.get_rank()} is about to run {self._programs[key]}, and rank {rank} {_COMPILES}; {_ADVICE}"
+            )
+            self._announce(self.position, text)
+
+    def _verdict(self, prefix: str) -> str:
+        names = [f"{prefix}/{rank}" for rank in self.ranks]
+        keys = dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(names)), strict=True))
+        first = self.ranks[0]
+        different = [rank for rank in self.ranks if keys[rank] != keys[first]]
+        if not different:
+            return ""
+        rank = different[0]
+        return f"{self._difference(different, keys[rank], rank, keys[first], first)}; {_ADVICE}"
+
+    def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
+        """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
+        a, b = self._programs.get(theirs), self._programs.get(own)
+        text = f"ranks {listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
+        if a is None or b is None or (a.model, a.phase) != (b.model, b.phase):
+            return text
+        at, in_a, in_b = first_difference(a.collectives, b.collectives)
+        return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
+
+    def _missing(self, prefix: str, key: str) -> str:
+        missing = [rank for rank in self.ranks if not self.store.check([f"{prefix}/{rank}"])]
+        return (
+            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(missing)} to run "
+            f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
+            f"output; {_ADVICE}"
+        )
+
+    def _prefix(self, position: int) -> str:
+        return f"{self._base}{position}"
+
+    def _forget(self, position: int, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
+                self.store.delete_key(f"{self._prefix(position)}/{name}")
+
+
+_lockstep_of: dict[tuple[int, ...], Lockstep] = {}
+_current: Lockstep | None = None  # that of the program that began last
+
+
+def lockstep_of(ranks: Sequence[int]) -> Lockstep:
+    """That of all models on these ranks."""
+    store, key = compat.default_store(), tuple(ranks)
+    found = _lockstep_of.get(key)
+    if found is None or found.store is not store:  # another process group since
+        found = _lockstep_of[key] = Lockstep(ranks, store)
+    return found
+
+
+class InStep:
+    """A program that begins when all ranks are about to run it."""
+
+    def __init__(self, program: Callable[[list[Any]], Any], lockstep: Lockstep, key: str) -> None:
+        self._boxed_call = True  # see Program
+        self.program, self.lockstep, self.key = program, lockstep, key
+
+    def __call__(self, args: list[Any]) -> Any:
+        self.lockstep.begin(self.key)
+        return self.program(args)
+
+
+def finish(work: Any, device: torch.device) -> None:
+    """Wait for a collective; see [Note: predicted programs]."""
+    lockstep = _current
+    if lockstep is None or device.type != "cpu":
+        work.wait()
+        return
+    patience = datetime.timedelta(seconds=agreement.PATIENCE_SECONDS)
+    while True:
+        try:
+            work.wait(patience)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        lockstep.look_for_others()
