@@ -4,6 +4,7 @@ from typing import Literal
 
 import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
 from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
+from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.arrange import BucketSize
 from graph_fsdp.passes.bucket import Bucket
@@ -28,11 +29,13 @@ from graph_fsdp.passes.verification_error import VerificationError
 
 __all__ = [
     "HARDWARE",
+    "ActivationCheckpointing",
     "Annotate",
     "AssignSlots",
     "Bucket",
     "BucketNodes",
     "BudgetError",
+    "CheckpointActivations",
     "CostModel",
     "Free",
     "Gather",

@@ -36,3 +36,8 @@ class TagRecompute(GraphPass):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = _REGION_ID
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
+
+
+def is_of_parameters(node: fx.Node) -> bool:
+    """Whether the pass has tagged the node."""
+    return node.meta.get("ac_graph_id") == _REGION_ID
