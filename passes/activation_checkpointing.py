@@ -30,7 +30,7 @@ from torch import fx
 
 from graph_fsdp.passes.compat import CheckpointPolicy, HigherOrderOperator
 from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.graph import Graph, aliased_inputs, is_random, iterate_tensors, mutated_inputs
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
 from graph_fsdp.passes.recompute import is_of_parameters
 from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
@@ -206,7 +206,10 @@ class _Joint:
         self.forward = _ancestors(nodes, outputs[: context.forward_outputs])
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
-        left_out = self.of_gradients | self.of_parameters
+        # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
+        # by then, and tags of different units would have it saved.)
+        self.constants = _constants(nodes)
+        left_out = self.of_gradients | self.of_parameters | self.constants
         calls = unit_calls(graph, context.model)
         self.calls = {n: call for n, call in calls.items() if n not in left_out and _is_tensor(n)}
         for node in nodes:  # what backward computes of a unit's activations alone, for its gradients
@@ -227,9 +230,9 @@ class _Joint:
         """What forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
         found = []
         for node in self.graph.fx_graph.nodes:
-            if node.op != "call_function" or node in self.of_parameters or node not in self.forward:
+            if node.op != "call_function" or node not in self.forward or not _is_tensor(node):
                 continue
-            if not _is_tensor(node):
+            if node in self.of_parameters or node in self.constants:
                 continue
             own = self.calls.get(node)
             if any(self.calls.get(user) != own and user in self.forward for user in node.users):
@@ -239,8 +242,7 @@ class _Joint:
         return found
 
     def random(self) -> list[fx.Node]:
-        tag = torch.Tag.nondeterministic_seeded
-        return [n for n in self.forward if n.op == "call_function" and tag in getattr(n.target, "tags", ())]
+        return [node for node in self.graph.fx_graph.nodes if node in self.forward and is_random(node)]
 
     def readers_of_unneeded_buckets(self) -> list[fx.Node]:
         """What reads parameters of buckets of which no gradient reads any."""
@@ -285,6 +287,15 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
 
 def _is_tensor(node: fx.Node) -> bool:
     return next(iterate_tensors(node.meta.get("val")), None) is not None
+
+
+def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "get_attr" or (node.op == "call_function" and found.issuperset(node.all_input_nodes)):
+            if not is_random(node) and not mutated_inputs(node):
+                found.add(node)
+    return found
 
 
 def _descendants(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:

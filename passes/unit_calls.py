@@ -2,8 +2,8 @@
 
 Dynamo writes the modules whose forward was running when an operator was called into ``nn_module_stack``, outermost
 first, and numbers the calls of a module that is called again. AOTAutograd copies it to the operators of ATen. The
-innermost unit on the stack is the node's. Operators that compilers put in have no stack: they belong to where the
-parameters or values that they read come from, or else to where their own value is read.
+innermost unit on the stack is the node's; the root's own code has a line and no module. Operators that compilers put
+in have neither: they belong to where what they read comes from, or else to where their own value is read.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
             key = units.innermost(stack)
             if key is not None:
                 found[node] = calls.setdefault(key, UnitCall(key[0], len(calls)))
+        if stack or "stack_trace" in node.meta:
             continue
         read = {unit_of_value[source] for source in inputs if source in unit_of_value}
         near = [found[s] for s in inputs if s in found and s not in unit_of_value]
