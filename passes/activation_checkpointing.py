@@ -166,6 +166,7 @@ class CheckpointActivations(GraphPass):
         assert self.budget is not None
         context.activation_memory_budget = max(self.budget, _SMALLEST_BUDGET)
         kept = [*joint.borders(), *joint.random(), *joint.readers_of_unneeded_buckets()]
+        kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
         for node in kept:
             _save(node)
         return f"the partitioner chooses within {self.budget:g} of the activations; {len(kept)} nodes not recomputed"
