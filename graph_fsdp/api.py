@@ -131,6 +131,7 @@ def compile(
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     if checkpointing is not None:
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
+        validate.offloaded_from(device, checkpointing)
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, mp_policy)
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}

@@ -160,6 +160,15 @@ def reshard_size(value: Any, world_size: int) -> tuple[Any, int]:
     return (True, 0) if value == world_size else (True, value)
 
 
+def offloaded_from(device: torch.device, checkpointing: ActivationCheckpointing) -> None:
+    if checkpointing.offload and device.type == "cpu":
+        warnings.warn(
+            "activation_checkpointing: activations are offloaded to the CPU's memory, and the model is on the CPU: the "
+            "copies save nothing there",
+            stacklevel=3,
+        )
+
+
 def options(
     *,
     reshard_after_forward: Any,

@@ -30,9 +30,10 @@ from torch import fx
 
 from graph_fsdp.passes.compat import CheckpointPolicy, HigherOrderOperator
 from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph, aliased_inputs, is_random, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.graph import Graph, is_random, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.offload import OffloadActivations, SaveBases
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
-from graph_fsdp.passes.recompute import is_of_parameters
+from graph_fsdp.passes.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
 from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
 
 Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
@@ -132,6 +133,7 @@ class CheckpointActivations(GraphPass):
         self.policy = self._named or self.budget or ", ".join(sorted(map(str, self._save)))
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
+        context.recomputes_activations = True
         joint = _Joint(graph, context)
         if self.budget is not None:
             return self._within_budget(joint, context)
@@ -149,10 +151,10 @@ class CheckpointActivations(GraphPass):
             if node.target is operator.getitem:  # as what it is an element of
                 continue
             if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and joint.can_be_recomputed(node):
-                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 tagged += 1
         for node in (*saved, *joint.borders()):
-            _save(node)
+            save(node)
         calls = len(set(joint.calls.values()))
         return f"{tagged} nodes of {calls} calls of units are recomputed in backward, {len(saved)} of them saved"
 
@@ -168,7 +170,7 @@ class CheckpointActivations(GraphPass):
         kept = [*joint.borders(), *joint.random(), *joint.readers_of_unneeded_buckets()]
         kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
         for node in kept:
-            _save(node)
+            save(node)
         return f"the partitioner chooses within {self.budget:g} of the activations; {len(kept)} nodes not recomputed"
 
 
@@ -184,6 +186,12 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     if policy.recompute is not None:
         _check_absent(pipeline, CheckpointActivations)
         pipeline = pipeline.insert_after(tagging[-1], CheckpointActivations(policy.recompute))
+    if policy.offload:
+        for kind in (SaveBases, OffloadActivations):
+            _check_absent(pipeline, kind)
+        freeing = [p.name for p in pipeline if "freed" in p.provides]  # every pipeline has one
+        last = next((p.name for p in pipeline if isinstance(p, CheckpointActivations)), tagging[-1])
+        pipeline = pipeline.insert_after(last, SaveBases()).insert_before(freeing[0], OffloadActivations())
     return pipeline
 
 
@@ -201,10 +209,8 @@ class _Joint:
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, self.context = graph, context
         nodes = graph.nodes
-        self.of_gradients = _descendants(nodes, graph.placeholders[context.tangents])
-        outputs = graph.output.args[0]
-        assert isinstance(outputs, (list, tuple))
-        self.forward = _ancestors(nodes, outputs[: context.forward_outputs])
+        self.of_gradients = gradient_nodes(graph, context)
+        self.forward = forward_nodes(graph, context)
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
@@ -266,26 +272,6 @@ class _Joint:
         return sorted({str(node.target) for node in self.calls if node.target is not operator.getitem})
 
 
-def _save(node: fx.Node) -> None:
-    """The node's value is not computed again. A view or an element of a tuple has no memory of its own: its base, and
-    not the view, is what the partitioner can save."""
-    while True:
-        sources = aliased_inputs(node)
-        if not sources:
-            _tag(node, CheckpointPolicy.MUST_SAVE)
-        if len(sources) != 1 or sources[0].op != "call_function" or is_of_parameters(sources[0]):
-            return
-        node = sources[0]
-
-
-def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    """An operator that returns several tensors is saved or computed again with all of them."""
-    node.meta["recompute"] = policy
-    for user in node.users:
-        if user.target is operator.getitem:
-            user.meta["recompute"] = policy
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
@@ -296,20 +282,4 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node.op == "get_attr" or (node.op == "call_function" and found.issuperset(node.all_input_nodes)):
             if not is_random(node) and not mutated_inputs(node):
                 found.add(node)
-    return found
-
-
-def _descendants(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
-    found = set(of)
-    for node in nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def _ancestors(nodes: list[fx.Node], of: Iterable[Any]) -> set[fx.Node]:
-    found = {node for node in of if isinstance(node, fx.Node)}
-    for node in reversed(nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
     return found
