@@ -14,10 +14,10 @@
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
 | ``accumulate_grad(grad, shard_shape, dtype, reduce_dtype, param)`` | no gradient | added to what is kept |
 | ``reduce_hook(buffer, unit)`` | the same buffer | a function of the user has seen it |
-| ``offload_start(value)`` | copy on the CPU | contents unknown until |
-| ``offload_wait(host, value)`` | the same copy | …it is waited for, and ``value`` may go |
-| ``reload_start(host, device)`` | copy on the device | contents unknown until |
-| ``reload_wait(buffer, host)`` | the same copy | …it is waited for, and ``host`` may go |
+| ``offload_activation(value)`` | copy on the CPU | contents unknown until |
+| ``activation_offloaded(host, value)`` | the same copy | …it is waited for, and ``value`` may go |
+| ``reload_activation(host, device)`` | copy on the device | contents unknown until |
+| ``activation_reloaded(buffer, host)`` | the same copy | …it is waited for, and ``host`` may go |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -84,10 +84,10 @@ _SCHEMAS = (
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
     "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param) -> Tensor",
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
-    "offload_start(Tensor value) -> Tensor",
-    "offload_wait(Tensor(a!) host, Tensor value) -> Tensor(a!)",
-    "reload_start(Tensor host, Device device) -> Tensor",
-    "reload_wait(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
+    "offload_activation(Tensor value) -> Tensor",
+    "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
+    "reload_activation(Tensor host, Device device) -> Tensor",
+    "activation_reloaded(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
@@ -105,15 +105,15 @@ all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
 accumulate_grad = _ops.accumulate_grad.default
 reduce_hook = _ops.reduce_hook.default
-offload_start = _ops.offload_start.default
-offload_wait = _ops.offload_wait.default
-reload_start = _ops.reload_start.default
-reload_wait = _ops.reload_wait.default
+offload_activation = _ops.offload_activation.default
+activation_offloaded = _ops.activation_offloaded.default
+reload_activation = _ops.reload_activation.default
+activation_reloaded = _ops.activation_reloaded.default
 
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
 # Copies between the device and the CPU: each rank's own business, no collectives.
-COPIES = frozenset({offload_start, offload_wait, reload_start, reload_wait})
+COPIES = frozenset({offload_activation, activation_offloaded, reload_activation, activation_reloaded})
 # What the executor runs itself, between compute regions.
 EXECUTED = STARTS | WAITS | COPIES | {keep_shard, free, accumulate_grad, reduce_hook}
 
@@ -304,22 +304,22 @@ def _(buffer: Tensor, unit: str) -> Tensor:
     return buffer
 
 
-@torch.library.register_fake("graph_fsdp::offload_start", lib=_LIBRARY)
+@torch.library.register_fake("graph_fsdp::offload_activation", lib=_LIBRARY)
 def _(value: Tensor) -> Tensor:
     return torch.empty_like(value, device="cpu")
 
 
-@torch.library.register_fake("graph_fsdp::offload_wait", lib=_LIBRARY)
+@torch.library.register_fake("graph_fsdp::activation_offloaded", lib=_LIBRARY)
 def _(host: Tensor, value: Tensor) -> Tensor:
     return host
 
 
-@torch.library.register_fake("graph_fsdp::reload_start", lib=_LIBRARY)
+@torch.library.register_fake("graph_fsdp::reload_activation", lib=_LIBRARY)
 def _(host: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(host, device=device)
 
 
-@torch.library.register_fake("graph_fsdp::reload_wait", lib=_LIBRARY)
+@torch.library.register_fake("graph_fsdp::activation_reloaded", lib=_LIBRARY)
 def _(buffer: Tensor, host: Tensor) -> Tensor:
     return buffer
 

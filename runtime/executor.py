@@ -227,8 +227,8 @@ def _generate_call(
         if not has_role(handle, Role.KEPT):  # a kept buffer is given back when its last reference is dropped
             lines.append(f"    frame.free({names[handle]})")
         return
-    if node.target in (dialect.offload_start, dialect.reload_start):
-        method = "offload" if node.target is dialect.offload_start else "reload"
+    if node.target in (dialect.offload_activation, dialect.reload_activation):
+        method = "offload" if node.target is dialect.offload_activation else "reload"
         inputs = ", ".join(_render(argument, names) for argument in node.args)
         constants["device"] = torch.device
         lines.append(f"    {names[node]} = frame.{method}({inputs})")

@@ -227,10 +227,10 @@ def test_offload_copies_what_is_saved_of_all_units_but_the_last() -> None:
     assert_expected_inline(
         "\n".join(line for line in forward.splitlines() if "offload" in line),
         """\
-    offload_mm = torch.ops.graph_fsdp.offload_start.default(mm)
-    offload_gelu = torch.ops.graph_fsdp.offload_start.default(gelu)
-    offloaded_mm = torch.ops.graph_fsdp.offload_wait.default(offload_mm, mm)
-    offloaded_gelu = torch.ops.graph_fsdp.offload_wait.default(offload_gelu, gelu)
+    offload_mm = torch.ops.graph_fsdp.offload_activation.default(mm)
+    offload_gelu = torch.ops.graph_fsdp.offload_activation.default(gelu)
+    offloaded_mm = torch.ops.graph_fsdp.activation_offloaded.default(offload_mm, mm)
+    offloaded_gelu = torch.ops.graph_fsdp.activation_offloaded.default(offload_gelu, gelu)
     return (pow_1, primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, offloaded_mm, offloaded_gelu, add, mm_2, gelu_1, add_1, gelu_2, mm_4)""",
     )
     assert_expected_inline(
@@ -247,7 +247,7 @@ reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default
 mm_7 = torch.ops.aten.mm.default
 full_blocks_1 = torch.ops.graph_fsdp.all_gather_wait.default
 gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default
-reload_gelu = torch.ops.graph_fsdp.reload_start.default
+reload_gelu = torch.ops.graph_fsdp.reload_activation.default
 mm_8 = torch.ops.aten.mm.default
 gelu_backward_1 = torch.ops.aten.gelu_backward.default
 mm_9 = torch.ops.aten.mm.default
@@ -255,11 +255,11 @@ mm_10 = torch.ops.aten.mm.default
 add_2 = torch.ops.aten.add.Tensor
 free_blocks_1 = torch.ops.graph_fsdp.free.default
 reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default
-reload_mm = torch.ops.graph_fsdp.reload_start.default
-reloaded_gelu = torch.ops.graph_fsdp.reload_wait.default
+reload_mm = torch.ops.graph_fsdp.reload_activation.default
+reloaded_gelu = torch.ops.graph_fsdp.activation_reloaded.default
 mm_11 = torch.ops.aten.mm.default
 full_blocks_0 = torch.ops.graph_fsdp.all_gather_wait.default
-reloaded_mm = torch.ops.graph_fsdp.reload_wait.default
+reloaded_mm = torch.ops.graph_fsdp.activation_reloaded.default
 mm_12 = torch.ops.aten.mm.default
 gelu_backward_2 = torch.ops.aten.gelu_backward.default
 mm_13 = torch.ops.aten.mm.default
@@ -296,11 +296,11 @@ mm_11 = torch.ops.aten.mm.default
 mm_12 = torch.ops.aten.mm.default
 add_3 = torch.ops.aten.add.Tensor
 free_blocks_2 = torch.ops.graph_fsdp.free.default
-reload_add = torch.ops.graph_fsdp.reload_start.default
+reload_add = torch.ops.graph_fsdp.reload_activation.default
 reduce_blocks_2 = torch.ops.graph_fsdp.reduce_scatter_start.default
 full_blocks_1 = torch.ops.graph_fsdp.all_gather_wait.default
 gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default
-reloaded_add = torch.ops.graph_fsdp.reload_wait.default
+reloaded_add = torch.ops.graph_fsdp.activation_reloaded.default
 mm_2 = torch.ops.aten.mm.default
 gelu_1 = torch.ops.aten.gelu.default
 mm_13 = torch.ops.aten.mm.default
@@ -333,7 +333,7 @@ def test_copies_that_come_back_are_started_one_region_ahead() -> None:
     units = ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]
     seen = 0
     for start in found.backward.with_role(Role.RELOAD):
-        if start.target is not dialect.reload_start:
+        if start.target is not dialect.reload_activation:
             continue
         unit = start.meta["fsdp"].unit
         (wait,) = start.users

@@ -82,9 +82,11 @@ def _offload(graph: Graph, context: PassContext) -> str:
         arrived = behind[1] if len(behind) > 1 else graph.output
         put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), nbytes(node.meta["val"]))
         with graph.fx_graph.inserting_before(behind[0]):
-            start = set_record(graph.call(dialect.offload_start, (node,), name=f"offload_{node.name}"), put)
+            start = set_record(graph.call(dialect.offload_activation, (node,), name=f"offload_{node.name}"), put)
         with graph.fx_graph.inserting_before(arrived):
-            wait = set_record(graph.call(dialect.offload_wait, (start, node), name=f"offloaded_{node.name}"), put)
+            wait = set_record(
+                graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put
+            )
         for index in range(context.forward_outputs, len(outputs)):
             if outputs[index] is node:
                 outputs[index] = wait
@@ -150,9 +152,9 @@ def _reload(graph: Graph, context: PassContext) -> str:
         put = NodeRecord(Role.RELOAD, copy.meta["fsdp"].unit, "", (), copy.meta["fsdp"].nbytes)
         set_record(node, put)
         with graph.fx_graph.inserting_before(_behind(before[-2:-1], graph)):
-            start = set_record(graph.call(dialect.reload_start, (node, device), name=f"reload_{node.name}"), put)
+            start = set_record(graph.call(dialect.reload_activation, (node, device), name=f"reload_{node.name}"), put)
         with graph.fx_graph.inserting_before(_behind(before[-1:], graph)):
-            wait = set_record(graph.call(dialect.reload_wait, (start, node), name=f"reloaded_{node.name}"), put)
+            wait = set_record(graph.call(dialect.activation_reloaded, (start, node), name=f"reloaded_{node.name}"), put)
         for user in users:
             user.replace_input_with(node, wait)
     return f"{len(hosts)} saved activations come back from the CPU"
