@@ -70,6 +70,10 @@ def compile(
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
+            in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
+            reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
+            are made all the same, with a warning.
         ignored_params: left as they are: not sharded, gradients not reduced.
         sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
             parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
@@ -120,6 +124,7 @@ def compile(
     pipeline = passes if passes is not None else default_pipeline()
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, mp_policy)
+    spec = dataclasses.replace(spec, offload=validate.offload(offload_policy, device))
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     if size:
         assert parallel is not None

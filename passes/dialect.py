@@ -2,8 +2,8 @@
 
 | operator | value | meaning |
 |---|---|---|
-| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
-| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
+| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | parameter | full |
+| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | its shard | mean |
 | ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages, numels)`` | buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``keep_shard(buffer, offsets, numels, length, world_size, ranks, group)`` | flat shard | of a bucket, over ``ranks`` |
@@ -12,6 +12,10 @@
 | ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | mean, not sharded |
 | ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
+| ``fetch_start(shards, offsets, length, device)`` | flat shards | a copy on ``device``, unknown until |
+| ``fetch_wait(buffer)`` | the same buffer | …it is waited for |
+| ``offload_start(values, pin_memory)`` | flat gradients | a copy on the CPU, unknown until |
+| ``offload_wait(buffer)`` | the same buffer | …it is waited for |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -30,6 +34,9 @@ multiples of ALIGNMENT bytes (``reduced_offsets``).
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
 before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
+
+Where shards are kept on the CPU (``offload.py``), ``gather_param`` is told the ``device`` to gather on, and
+``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
 records and the predicates over them. The operators' implementations on process groups are in the runtime.
@@ -52,9 +59,9 @@ ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the b
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 _SCHEMAS = (
     "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
-    " str replicate_group='') -> Tensor",
+    " str replicate_group='', Device? device=None) -> Tensor",
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
-    " str replicate_group='') -> Tensor",
+    " str replicate_group='', Device? device=None) -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
     " int[] messages=[], int[] numels=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
@@ -66,6 +73,10 @@ _SCHEMAS = (
     "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
     "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group) -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "fetch_start(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor",
+    "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
+    "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
@@ -81,11 +92,19 @@ reduce_scatter_start = _ops.reduce_scatter_start.default
 all_reduce_start = _ops.all_reduce_start.default
 all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
+fetch_start = _ops.fetch_start.default
+fetch_wait = _ops.fetch_wait.default
+offload_start = _ops.offload_start.default
+offload_wait = _ops.offload_wait.default
 
+# Collectives. Ranks agree on the order of their starts.
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
+# Copies between the CPU and the device, which are a rank's own affair.
+COPY_STARTS = frozenset({fetch_start, offload_start})
+COPY_WAITS = frozenset({fetch_wait, offload_wait})
 # What the executor runs itself, between compute regions.
-EXECUTED = STARTS | WAITS | {keep_shard, free}
+EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | {keep_shard, free}
 
 
 class Role(enum.Enum):
@@ -105,13 +124,17 @@ class Role(enum.Enum):
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
     KEPT_SHARD = "kept_shard"  # such a shard, in backward
+    FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
+    FETCH_WAIT = "fetch_wait"
+    OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU
+    OFFLOAD_WAIT = "offload_wait"
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, or the reduced one. ``slot`` and
-    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of their
-    own, or where there is no such buffer."""
+    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, the reduced or the copied one. ``slot``
+    and ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
+    their own, or where there is no such buffer."""
 
     role: Role
     unit: str
@@ -168,8 +191,9 @@ def _(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype)
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("graph_fsdp::reduce_grad", lib=_LIBRARY)
@@ -181,8 +205,9 @@ def _(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
-    return grad.new_empty(shard_shape, dtype=dtype)
+    return grad.new_empty(shard_shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("graph_fsdp::all_gather_start", lib=_LIBRARY)
@@ -249,6 +274,26 @@ def _(buffer: Tensor) -> Tensor:
     return buffer
 
 
+@torch.library.register_fake("graph_fsdp::fetch_start", lib=_LIBRARY)
+def _(shards: Sequence[Tensor], offsets: Sequence[int], length: int, device: torch.device) -> Tensor:
+    return shards[0].new_empty([length], device=device)
+
+
+@torch.library.register_fake("graph_fsdp::fetch_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::offload_start", lib=_LIBRARY)
+def _(values: Sequence[Tensor], pin_memory: bool) -> Tensor:
+    return values[0].new_empty([sum(v.numel() for v in values)], device="cpu")
+
+
+@torch.library.register_fake("graph_fsdp::offload_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
     """Elements of each gradient's (padded) chunk."""
     return [-(-g.shape[0] // world_size) * math.prod(g.shape[1:]) for g in grads]
@@ -279,13 +324,15 @@ def is_sent_as_it_is(grad: Tensor, dtype: torch.dtype, world_size: int) -> bool:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, _, _, ctx.reduce_dtype, *ctx.names = inputs  # param, group, and replicate_group where there is one
-    ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
+    shard, _, _, ctx.reduce_dtype, *names = inputs  # param, group, and what else is given
+    ctx.shard_shape, ctx.dtype, ctx.given = list(shard.shape), shard.dtype, len(inputs)
+    offloaded = len(names) > 3 and names[3] is not None
+    ctx.names = [*names[:3], shard.device] if offloaded else names[:3]
 
 
 def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shard_grad = reduce_grad(grad, ctx.shard_shape, ctx.dtype, ctx.reduce_dtype, *ctx.names)
-    return shard_grad, None, None, None, *([None] * len(ctx.names))
+    return shard_grad, *([None] * (ctx.given - 1))
 
 
 torch.library.register_autograd(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.spec import ModelSpec
 
 
 class InsertGathers(GraphPass):
@@ -32,7 +35,7 @@ class InsertGathers(GraphPass):
                         parameter.reduce_dtype,
                         parameter.name,
                         context.model.group,
-                        *([context.model.replicate_group] if context.model.replicas > 1 else []),
+                        *_last_arguments(context.model),
                     ),
                 )
             for user in [user for user in node.users if user is not gather]:
@@ -40,3 +43,11 @@ class InsertGathers(GraphPass):
             gather.meta["example_value"] = full
             node.meta["example_value"] = shard
         return f"{len(context.shard_inputs)} parameters gathered"
+
+
+def _last_arguments(model: ModelSpec) -> list[Any]:
+    """The group of replicas and the device, where there is a use for them."""
+    replicate_group = model.replicate_group if model.replicas > 1 else ""
+    if model.offload is not None:
+        return [replicate_group, model.offload.device]
+    return [replicate_group] if replicate_group else []

@@ -26,6 +26,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -60,6 +61,7 @@ class Frame:
         self.counter = counter
         self.slots = Slots(counter, plan)
         self.pending: dict[int, Pending] = {}
+        self.copies = Copies()
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
         self.counter.count("all_gather")
@@ -88,6 +90,12 @@ class Frame:
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
+    def copy_start(self, plan: CopyPlan, tensors: list[Tensor]) -> Tensor:
+        self.counter.count(plan.kind)
+        copy = self.copies.start(plan, tensors)
+        self.pending[id(copy.buffer)] = copy
+        return copy.buffer
+
     def wait(self, buffer: Tensor) -> Tensor:
         self.pending.pop(id(buffer)).finish()
         return buffer
@@ -101,6 +109,7 @@ class Frame:
         try:
             while self.pending:
                 self.pending.popitem()[1].finish()
+            self.copies.close()
         finally:
             self.slots.close()
 
@@ -174,14 +183,19 @@ def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
-        _generate_call(step, index, names, constants, lines)
+        _generate_call(step, graph, index, names, constants, lines)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
     return "\n".join(lines) + "\n", constants
 
 
 def _generate_call(
-    node: fx.Node, index: int, names: dict[fx.Node, str], constants: dict[str, Any], lines: list[str]
+    node: fx.Node,
+    graph: Graph,
+    index: int,
+    names: dict[fx.Node, str],
+    constants: dict[str, Any],
+    lines: list[str],
 ) -> None:
     if node.target is dialect.free:
         handle = node.args[0]
@@ -189,7 +203,7 @@ def _generate_call(
         if not has_role(handle, Role.KEPT):  # a kept buffer is given back when its last reference is dropped
             lines.append(f"    frame.free({names[handle]})")
         return
-    if node.target in dialect.WAITS:
+    if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
     if node.target is dialect.keep_shard:
@@ -197,6 +211,11 @@ def _generate_call(
         lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
         return
     plan = f"plan_{index}"
+    if node.target in dialect.COPY_STARTS:
+        constants[plan] = copy_plan(node, graph)
+        tensors = _render(node.args[0], names)
+        lines.append(f"    {names[node]} = frame.copy_start({plan}, {tensors})  # {node.meta['fsdp'].bucket}")
+        return
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
     comment = f"  # {node.meta['fsdp'].bucket}"

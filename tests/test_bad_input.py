@@ -15,7 +15,7 @@ from conftest import FAKE_WORLD_SIZE, fake_process_group
 from models import MLP, MLPBlock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -243,7 +243,6 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 
 
 NOT_AVAILABLE_YET: dict[str, Any] = {
-    "offload_policy": CPUOffloadPolicy(),
     "activation_checkpointing": "full",
 }
 
