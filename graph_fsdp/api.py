@@ -85,6 +85,10 @@ def compile(
             own: cast those before. A dict from module classes to policies, or a function of a module that returns its
             policy or None, gives modules policies of their own, as FSDP2 does for modules that are sharded by
             themselves: see :mod:`graph_fsdp.mixed_precision`.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
+            in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
+            reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
+            are made all the same, with a warning.
         ignored_params: left as they are: not sharded, gradients not reduced.
         shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
             dimension 0. Any other dimension must be divisible by the number of ranks that shard.
@@ -152,6 +156,7 @@ def compile(
         validate.offloaded_from(device, checkpointing)
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, policies, dims)
+    spec = dataclasses.replace(spec, offload=validate.offload(offload_policy, device))
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     if size:
         assert parallel is not None

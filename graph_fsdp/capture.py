@@ -334,6 +334,9 @@ class Engine:
         lines.append(f"regions {'whole' if self.whole else 'cut'}")
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
         lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
+        if self.spec.offload is not None:
+            device, pinned = self.spec.offload.device.type, self.spec.offload.pin_memory
+            lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
         if self.spec.reshard_size:
             lines.append(f"resharded to {self.spec.reshard_size} ranks")
         lines += [f"pass {p.settings()}" for p in self.pipeline]

@@ -70,7 +70,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         )
     _check_count("steps", steps)
     _check_count("warmup", warmup)
-    device = next(iter(engine.storage.buffers.values())).device
+    device = engine.storage.device
     recorder = Recorder(device)
     with _restored(model, device):
         for _ in range(warmup):

@@ -13,6 +13,7 @@ from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.layout import copies
 from graph_fsdp.passes.memory import MemoryProfile
+from graph_fsdp.passes.offload import find_transfers
 from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
@@ -283,6 +284,10 @@ def _bucket_rows(graph: Graph) -> list[BucketRow]:
         rows[positions[nodes[0]]] = BucketRow(
             bucket, "keep", params, nbytes, positions[nodes[0]], None, None, None, False
         )
+    for t in find_transfers(graph):
+        first_use = min((positions[user] for user in t.wait.users if user.op != "output"), default=None)
+        times = (positions[t.start], positions[t.wait], first_use, None)
+        rows[positions[t.start]] = BucketRow(t.bucket, t.kind, t.params, t.nbytes, *times, False)
     return [rows[position] for position in sorted(rows)]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import compat
+from graph_fsdp.passes.offload import HOST
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.placeholder import guard, set_guarded
 
@@ -67,8 +68,8 @@ class Storage:
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(p) for p in originals.values())
         # Not zeroed: on the CPU, pages are then taken as shards are filled, while the originals give theirs back.
-        allocate = torch.empty if self.has_memory else compat.without_memory
-        self.buffers = {dtype: allocate((n,), dtype=dtype, device=device) for dtype, n in sizes.items()}
+        self.device = device  # of gathered parameters
+        self.buffers = {dtype: self._allocate_shards(n, dtype) for dtype, n in sizes.items()}
         self.parameters: dict[str, ShardedParameter] = {}
         self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
         for name, p in spec.parameters.items():
@@ -87,17 +88,27 @@ class Storage:
         self.active = False
         self.unguarded_in_forward = False
 
+    def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
+        offload = self.spec.offload
+        if not self.has_memory:
+            return compat.without_memory((numel,), dtype, self.device if offload is None else HOST)
+        if offload is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=offload.pin_memory)
+
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
         if self.mesh is not None:
-            value = DTensor.from_local(
-                local,
+            # Without the tensor itself, which ``from_local`` would move to the mesh's device.
+            like = DTensor.from_local(
+                local.to("meta"),
                 self.mesh.mesh,
                 self.mesh.placements(None if p.replicated else p.shard_dim),
                 run_check=False,
                 shape=original.shape,
                 stride=_contiguous(original.shape),
             )
+            value = compat.make_dtensor(local, like)
         shard = nn.Parameter(value, requires_grad=original.requires_grad)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
         return shard
@@ -125,7 +136,7 @@ class Storage:
                 self.fill(p, p.placeholder)
             _register(p, p.shard)
             allocate = torch.empty if self.has_memory else compat.without_memory
-            empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
+            empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=self.device)
             if self.has_memory:
                 empty.untyped_storage().resize_(0)
             _set_memory(p.placeholder, empty)

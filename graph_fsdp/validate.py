@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from graph_fsdp.mesh_names import data_parallel_slice
 from graph_fsdp.module import GraphFSDPModule
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat
 from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
+from graph_fsdp.passes.spec import Offload
 from graph_fsdp.runtime.backends import BACKENDS
 
 _TORCHRUN = "torchrun --nproc-per-node N script.py"
@@ -197,8 +198,7 @@ def options(
             "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for, and there is none; pass "
             "passes=graph_fsdp.passes.default_pipeline(budget=…) with a number of bytes"
         )
-    if type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedError(f"offload_policy={offload_policy!r} is not available yet; leave it out")
+    _offload_policy(offload_policy, regions)
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     if checkpointing is not None and passes is not None:
         with_activation_checkpointing(passes, checkpointing)
@@ -214,3 +214,35 @@ def options(
             "param_init_fn would never be called: sync_module_states=True gives every rank the values of the mesh's "
             "first rank; leave one of the two out"
         )
+
+
+def _offload_policy(policy: Any, regions: Any) -> None:
+    if not isinstance(policy, OffloadPolicy):
+        raise TypeError(
+            "offload_policy must be torch.distributed.fsdp's OffloadPolicy() or CPUOffloadPolicy(pin_memory=…), got "
+            f"{policy!r}"
+        )
+    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            f"offload_policy is a {type(policy).__name__}, of which only its author knows what it does; pass "
+            "OffloadPolicy() or CPUOffloadPolicy(pin_memory=…)"
+        )
+    if regions == "whole" and isinstance(policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "offload_policy=CPUOffloadPolicy() has copies run between regions, and regions='whole' leaves no place "
+            "between them; leave one of the two out"
+        )
+
+
+def offload(policy: OffloadPolicy, device: torch.device) -> Offload | None:
+    """What ``offload_policy`` asks for, of a model that computes on ``device``."""
+    if not isinstance(policy, CPUOffloadPolicy):
+        return None
+    if device.type == "cpu":
+        warnings.warn(
+            "offload_policy=CPUOffloadPolicy(): the model computes on the CPU, where its shards are anyway; they are "
+            "copied before each gather and gradients after each reduction all the same, which saves no memory. "
+            "Nothing is pinned",
+            stacklevel=3,
+        )
+    return Offload(device, policy.pin_memory and device.type != "cpu")

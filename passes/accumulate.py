@@ -17,6 +17,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.offload import HOST
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.spec import ParameterSpec
 
@@ -44,14 +45,16 @@ def accumulate(
         last = graph.placeholders[-1]
     with graph.fx_graph.inserting_before(last.next):
         return {
-            node: keep(graph, grad, context.model.parameters[node.meta["fsdp"].params[0]], node.meta["fsdp"].bucket)
+            node: keep(graph, grad, context, node.meta["fsdp"].params[0], node.meta["fsdp"].bucket)
             for node, grad in grads.items()
         }
 
 
-def keep(graph: Graph, grad: fx.Node, p: ParameterSpec, bucket: str) -> fx.Node:
+def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
     """``grad``: whole, or this rank's shard of it."""
-    arguments = (grad, list(p.shard_shape), p.dtype, p.reduce_dtype, p.name)
+    p = context.model.parameters[parameter]
+    on_the_cpu = [HOST] if context.model.offload is not None else []
+    arguments = (grad, list(p.shard_shape), p.dtype, p.reduce_dtype, p.name, *on_the_cpu)
     node = graph.call(dialect.accumulate_grad, arguments, name=f"{p.name}.kept")
     return set_record(node, NodeRecord(Role.ACCUMULATE, p.unit, bucket, (p.name,), nbytes(grad.meta["val"])))
 

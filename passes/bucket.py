@@ -27,6 +27,8 @@ from graph_fsdp.passes.arrange import BucketSize, arrange_buckets
 from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.offload import HOST, fetch, fetch_shards
+from graph_fsdp.passes.offload import offload as copy_to_cpu
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 
@@ -68,17 +70,22 @@ class Bucket(GraphPass):
         context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it
         positions = graph.positions()
         unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
+        offload = context.model.offload
         gathers: dict[str, list[fx.Node]] = {}
+        fetches: dict[str, list[fx.Node]] = {}  # of what is not gathered
         reductions: dict[str, list[fx.Node]] = {}
         gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
         for node in graph.with_role(Role.GATHER, Role.REDUCE):
             parameter = _parameter(node, context)
             if node.meta["fsdp"].role is Role.GATHER:
                 if parameter.replicated or parameter.empty or unsharded:
-                    _use_shard(graph, node, parameter)
+                    if offload is None:
+                        _use_shard(graph, node, parameter)
+                    else:
+                        fetches.setdefault(_reduction_name(parameter, context), []).append(node)
                 else:
                     gathers.setdefault(node.meta["fsdp"].bucket, []).append(node)
-            elif alone:
+            elif alone and offload is None:
                 gradients[node] = _gradient(graph, node, parameter)
             elif parameter.empty:
                 _empty_gradient(graph, node, parameter)
@@ -87,6 +94,11 @@ class Bucket(GraphPass):
         for bucket in context.model.buckets:
             if bucket.name in gathers:
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
+        if offload is not None:
+            for name, nodes in fetches.items():
+                parameters = [_parameter(node, context) for node in nodes]
+                bucket_of_first = context.model.bucket_of.get(parameters[0].name)
+                fetch_shards(graph, name, nodes, parameters, bucket_of_first, offload.device)
         positions = graph.positions()  # a parameter may be its own gradient, and is a new node now
         accumulated = 0
         for name, nodes in reductions.items():
@@ -126,11 +138,15 @@ def _gather_bucket(
 
     with graph.fx_graph.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
-        arguments = (shards, offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, context.model.group)
-        messages = bucket.message_arguments()
-        start = graph.call(
-            dialect.all_gather_start, (*arguments, messages) if messages else arguments, name=f"gather_{bucket.name}"
-        )
+        rest: list[Any] = [used[0].param_dtype, bucket.world_size, context.model.group]
+        if messages := bucket.message_arguments():
+            rest.append(messages)
+        if context.model.offload is not None:
+            device = context.model.offload.device
+            shards = [fetch(graph, shards, offsets, bucket.shard_numel, device, put(Role.FETCH_START))]  # type: ignore[arg-type]
+            rest = [*rest[:3], messages, [p.shard_numel for p in used]]
+        arguments = (shards, offsets, bucket.shard_numel, *rest)
+        start = graph.call(dialect.all_gather_start, arguments, name=f"gather_{bucket.name}")
         set_record(start, put(Role.GATHER_START))
         wait = set_record(
             graph.call(dialect.all_gather_wait, (start,), name=f"full_{bucket.name}"), put(Role.GATHER_WAIT)
@@ -158,7 +174,7 @@ def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: f
 def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
     """Gradients are reduced by the buckets that parameters are gathered in; a unit's scalars, which are in none, by
     their dtype and that of the reduction, where it is not what the model's other scalars have."""
-    if not p.replicated:
+    if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
     scalars = (q for q in context.model.parameters.values() if q.replicated and q.unit == p.unit and q.dtype is p.dtype)
@@ -182,25 +198,39 @@ def _reduce_bucket(
 
     shard_grads: dict[fx.Node, fx.Node] = {}
     with graph.fx_graph.inserting_before(last.next):
+        offload = context.model.offload
         options = reduction_options(parameters, name, context)
         hooked = options.pop("unit", None)
         unreplicated = is_unreplicated(parameters[0], context)
-        flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters, options, unreplicated)
-        if hooked is not None and not unreplicated:
-            flat = call_hook(graph, flat, hooked)
-        if flat.meta["val"].dtype is not dtype and not unreplicated:
-            flat = graph.call(prims.convert_element_type.default, (flat, dtype))
+        if context.model.ranks == 1:
+            values = [_cast(graph, grad, dtype) for grad in grads]
+            begins = list(itertools.accumulate((p.shard_numel for p in parameters[:-1]), initial=0))
+        else:
+            flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters, options, unreplicated)
+            if hooked is not None and not unreplicated:
+                flat = call_hook(graph, flat, hooked)
+            values = [flat if unreplicated else _cast(graph, flat, dtype)]
+        if offload is not None and not unreplicated:
+            record = NodeRecord(Role.OFFLOAD_START, unit, name, tuple(p.name for p in parameters))
+            values = [copy_to_cpu(graph, values, offload.pin_memory, record)]
+        (flat,) = values
         for node, p, begin in zip(nodes, parameters, begins, strict=True):
             piece = (flat, 0, begin, begin + p.shard_numel)
             grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
             if len(p.shard_shape) != 1:
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
             if unreplicated:
-                shard_grads[node] = keep(graph, grad, p, name)
+                shard_grads[node] = keep(graph, grad, context, p.name, name)
                 continue
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
             shard_grads[node] = grad
     return shard_grads
+
+
+def _cast(graph: Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if value.meta["val"].dtype is dtype:
+        return value
+    return graph.call(prims.convert_element_type.default, (value, dtype))
 
 
 def _reduce(
@@ -271,8 +301,9 @@ def _gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> fx.Node:
 
 def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     with graph.fx_graph.inserting_before(node):
+        device = {} if node.meta["val"].device == node.args[0].meta["val"].device else {"device": HOST}  # type: ignore[union-attr]
         value = graph.fx_graph.call_function(
-            aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype}
+            aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype, **device}
         )
         value.meta["val"] = node.meta["val"]
     set_record(value, NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))

@@ -187,7 +187,13 @@ class CostModel:
         for node in seconds:
             if node.target in dialect.STARTS:
                 seconds[node] = self.collective_seconds(node)
+            elif node.target in dialect.COPY_STARTS:
+                seconds[node] = self.transfer_seconds(node.meta["fsdp"].nbytes)
         return seconds
+
+    def transfer_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy of ``nbytes`` between the CPU's memory and the device's."""
+        return self.hardware.host.latency + nbytes / self.hardware.host.sustained
 
     # collectives
 

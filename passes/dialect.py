@@ -2,8 +2,8 @@
 
 | operator | value | meaning |
 |---|---|---|
-| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group)`` | parameter | full, in ``dtype`` |
-| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group)`` | gradient's shard | mean |
+| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | parameter | full |
+| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | its shard | mean |
 | ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages, numels)`` | buffer | unknown until |
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``keep_shard(buffer, offsets, numels, length, world_size, ranks, group)`` | flat shard | of a bucket, over ``ranks`` |
@@ -18,6 +18,10 @@
 | ``activation_offloaded(host, value)`` | the same copy | …it is waited for, and ``value`` may go |
 | ``reload_activation(host, device)`` | copy on the device | contents unknown until |
 | ``activation_reloaded(buffer, host)`` | the same copy | …it is waited for, and ``host`` may go |
+| ``fetch_start(shards, offsets, length, device)`` | flat shards | a copy on ``device``, unknown until |
+| ``fetch_wait(buffer)`` | the same buffer | …it is waited for |
+| ``offload_start(values, pin_memory)`` | flat gradients | a copy on the CPU, unknown until |
+| ``offload_wait(buffer)`` | the same buffer | …it is waited for |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -42,8 +46,10 @@ A reduction yields the mean, by the group's own means, unless ``factor`` says wh
 
 ``accumulate_grad`` takes the place of a reduction in graphs that do not reduce: what it is given, a whole gradient or
 one that was reduced over the ranks that shard, is added up in ``reduce_dtype`` until a graph reduces the parameter's
-gradient, which takes it along. Autograd is then given no gradient; the value, of ``shard_shape`` and ``dtype``, exists
-for the tracer alone.
+gradient, which takes it along. Autograd is then given no gradient; the value, of ``shard_shape`` and ``dtype``, and on
+``device`` where shards lie on another one, exists for the tracer alone.
+Where shards are kept on the CPU (``offload.py``), ``gather_param`` is told the ``device`` to gather on, and
+``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
 records and the predicates over them. The operators' implementations on process groups are in the runtime.
@@ -66,9 +72,9 @@ ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the b
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 _SCHEMAS = (
     "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
-    " str replicate_group='') -> Tensor",
+    " str replicate_group='', Device? device=None) -> Tensor",
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
-    " str replicate_group='') -> Tensor",
+    " str replicate_group='', Device? device=None) -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
     " int[] messages=[], int[] numels=[]) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
@@ -82,12 +88,17 @@ _SCHEMAS = (
     "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False)"
     " -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param) -> Tensor",
+    "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
+    " Device? device=None) -> Tensor",
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
     "offload_activation(Tensor value) -> Tensor",
     "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
     "reload_activation(Tensor host, Device device) -> Tensor",
     "activation_reloaded(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
+    "fetch_start(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor",
+    "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
+    "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
@@ -109,13 +120,21 @@ offload_activation = _ops.offload_activation.default
 activation_offloaded = _ops.activation_offloaded.default
 reload_activation = _ops.reload_activation.default
 activation_reloaded = _ops.activation_reloaded.default
+fetch_start = _ops.fetch_start.default
+fetch_wait = _ops.fetch_wait.default
+offload_start = _ops.offload_start.default
+offload_wait = _ops.offload_wait.default
 
+# Collectives. Ranks agree on the order of their starts.
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
-# Copies between the device and the CPU: each rank's own business, no collectives.
-COPIES = frozenset({offload_activation, activation_offloaded, reload_activation, activation_reloaded})
+# Copies between the CPU and the device, which are a rank's own affair: of shards and gradients, and of activations.
+COPY_STARTS = frozenset({fetch_start, offload_start})
+COPY_WAITS = frozenset({fetch_wait, offload_wait})
+ACTIVATION_COPIES = frozenset({offload_activation, activation_offloaded, reload_activation, activation_reloaded})
 # What the executor runs itself, between compute regions.
-EXECUTED = STARTS | WAITS | COPIES | {keep_shard, free, accumulate_grad, reduce_hook}
+_OTHERS = frozenset({keep_shard, free, accumulate_grad, reduce_hook})
+EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | ACTIVATION_COPIES | _OTHERS
 
 
 class Role(enum.Enum):
@@ -140,13 +159,17 @@ class Role(enum.Enum):
     UNSHARDED = "unsharded"  # a graph input: a parameter that was whole before the forward began
     OFFLOAD = "offload"  # copies a saved activation to the CPU
     RELOAD = "reload"  # and back, in backward
+    FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
+    FETCH_WAIT = "fetch_wait"
+    OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU
+    OFFLOAD_WAIT = "offload_wait"
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, or the reduced one. ``slot`` and
-    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of their
-    own, or where there is no such buffer."""
+    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, the reduced or the copied one. ``slot``
+    and ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
+    their own, or where there is no such buffer."""
 
     role: Role
     unit: str
@@ -203,8 +226,9 @@ def _(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype)
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("graph_fsdp::reduce_grad", lib=_LIBRARY)
@@ -216,8 +240,9 @@ def _(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
-    return grad.new_empty(shard_shape, dtype=dtype)
+    return grad.new_empty(shard_shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("graph_fsdp::all_gather_start", lib=_LIBRARY)
@@ -295,8 +320,15 @@ def _(buffer: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("graph_fsdp::accumulate_grad", lib=_LIBRARY)
-def _(grad: Tensor, shard_shape: Sequence[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str) -> Tensor:
-    return grad.new_empty(shard_shape, dtype=dtype)
+def _(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    device: torch.device | None = None,
+) -> Tensor:
+    return grad.new_empty(shard_shape, dtype=dtype, device=device)
 
 
 @torch.library.register_fake("graph_fsdp::reduce_hook", lib=_LIBRARY)
@@ -321,6 +353,26 @@ def _(host: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.register_fake("graph_fsdp::activation_reloaded", lib=_LIBRARY)
 def _(buffer: Tensor, host: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::fetch_start", lib=_LIBRARY)
+def _(shards: Sequence[Tensor], offsets: Sequence[int], length: int, device: torch.device) -> Tensor:
+    return shards[0].new_empty([length], device=device)
+
+
+@torch.library.register_fake("graph_fsdp::fetch_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::offload_start", lib=_LIBRARY)
+def _(values: Sequence[Tensor], pin_memory: bool) -> Tensor:
+    return values[0].new_empty([sum(v.numel() for v in values)], device="cpu")
+
+
+@torch.library.register_fake("graph_fsdp::offload_wait", lib=_LIBRARY)
+def _(buffer: Tensor) -> Tensor:
     return buffer
 
 
@@ -354,13 +406,15 @@ def is_sent_as_it_is(grad: Tensor, dtype: torch.dtype, world_size: int) -> bool:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, _, _, ctx.reduce_dtype, *ctx.names = inputs  # param, group, and replicate_group where there is one
-    ctx.shard_shape, ctx.dtype = list(shard.shape), shard.dtype
+    shard, _, _, ctx.reduce_dtype, *names = inputs  # param, group, and what else is given
+    ctx.shard_shape, ctx.dtype, ctx.given = list(shard.shape), shard.dtype, len(inputs)
+    offloaded = len(names) > 3 and names[3] is not None
+    ctx.names = [*names[:3], shard.device] if offloaded else names[:3]
 
 
 def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shard_grad = reduce_grad(grad, ctx.shard_shape, ctx.dtype, ctx.reduce_dtype, *ctx.names)
-    return shard_grad, None, None, None, *([None] * len(ctx.names))
+    return shard_grad, *([None] * (ctx.given - 1))
 
 
 torch.library.register_autograd(

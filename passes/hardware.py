@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -65,6 +65,7 @@ class Hardware:
     memory_efficiency: what large kernels reach of these peaks, in (0, 1]. launch: seconds that one kernel takes at
     the least. collective_launch: seconds that one collective takes at the least, besides its steps. island: devices
     joined by ``intra`` (a node, an NVLink domain, a pod slice). inter: what one device has to other islands.
+    host: what one device has to the memory of its host's CPU, for copies of shards that are kept there.
     overlaps: collectives run beside compute, on engines or processors of their own; False where they take its cores.
     Raises ValueError on figures that cannot be.
     """
@@ -81,6 +82,7 @@ class Hardware:
     inter: Link
     collective_launch: float = 10e-6
     overlaps: bool = True
+    host: Link = field(default_factory=lambda: Link(32e9, 10e-6))  # PCIe 4.0, 16 lanes
 
     def __post_init__(self) -> None:
         _check_positive(self, "memory_bandwidth", "memory", "island")

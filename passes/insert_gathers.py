@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.spec import ModelSpec
 
 
 class InsertGathers(GraphPass):
@@ -36,7 +39,7 @@ class InsertGathers(GraphPass):
                         parameter.reduce_dtype,
                         parameter.name,
                         context.model.group,
-                        *([context.model.replicate_group] if context.model.replicas > 1 else []),
+                        *_last_arguments(context.model),
                     ),
                 )
                 value = gather
@@ -48,3 +51,11 @@ class InsertGathers(GraphPass):
             value.meta["example_value"] = full
             node.meta["example_value"] = shard
         return f"{len(context.shard_inputs)} parameters gathered"
+
+
+def _last_arguments(model: ModelSpec) -> list[Any]:
+    """The group of replicas and the device, where there is a use for them."""
+    replicate_group = model.replicate_group if model.replicas > 1 else ""
+    if model.offload is not None:
+        return [replicate_group, model.offload.device]
+    return [replicate_group] if replicate_group else []

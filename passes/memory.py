@@ -20,6 +20,9 @@ What is live when follows the executor, which drops a value after its last use, 
   (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated until a later gather of its
   size takes it, or the run ends (``_pooled_buffers``).
 
+Where shards are kept on the CPU, the bytes are the device's, and what is on the CPU is not counted; unless the device
+is the CPU itself.
+
 Values are counted as if every operator writes its result to memory: so ``backend="eager"`` runs, and it is more than a
 compiler that fuses needs. What an operator or a collective allocates inside itself (workspace: convolutions, bfloat16
 products on the CPU, gloo's reductions) and what the caller computes between forward and backward is not counted.
@@ -45,6 +48,7 @@ from graph_fsdp.passes.slots import Slot, slot_table
 from graph_fsdp.passes.spec import ModelSpec, aligned
 
 # shards: the storage of all parameters of the model, live throughout.
+# fetched: shards that are kept on the CPU, copied to the device; until their gather is waited for.
 # gathered: unsharded buckets, from the start of their gather to their free.
 # landing: what a gather receives rank by rank, from its start to its wait, where it does not land in place.
 # pooled: what is allocated for gathered buffers and holds none now: what is unused of slots, and, where there are
@@ -54,7 +58,9 @@ from graph_fsdp.passes.spec import ModelSpec, aligned
 # reducing: full gradients until their reduction starts, and what it sends of them, copied or not, until its wait.
 # gradients: what reductions yield and what else backward returns.
 # temporary: all else.
-Category = Literal["shards", "gathered", "landing", "pooled", "inputs", "saved", "reducing", "gradients", "temporary"]
+Category = Literal[
+    "shards", "fetched", "gathered", "landing", "pooled", "inputs", "saved", "reducing", "gradients", "temporary"
+]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 MAX_HOLDERS = 20
 
@@ -128,7 +134,8 @@ def memory_profile(graph: Graph, context: PassContext) -> MemoryProfile:
     nodes = graph.nodes
     slots = slot_table(graph, context).slots
     storages = [*_values(graph, context), *_collective_buffers(nodes), *_pooled_buffers(nodes), *_idle_slots(slots)]
-    timeline = _timeline(storages, len(nodes), shard_nbytes(context.model))
+    on_host = context.model.offload is not None and context.model.offload.device.type != "cpu"
+    timeline = _timeline(storages, len(nodes), 0 if on_host else shard_nbytes(context.model))
     total = [sum(values) for values in zip(*timeline.values(), strict=True)]
     at = max(range(len(nodes)), key=total.__getitem__)
     live = [Holder(s.node.name, s.category, s.nbytes) for s in storages if s.begin <= at <= s.end and s.nbytes]
@@ -191,7 +198,14 @@ def _values(graph: Graph, context: PassContext) -> list[_Storage]:
         _reclassify(outputs[context.forward_outputs :], storages_of, "saved")
     elif graph.phase == "backward":
         _reclassify(outputs, storages_of, "gradients")
-    return [storage for storage in storages if storage.category != "shards"]
+    device = context.model.offload.device if context.model.offload is not None else None
+    return [s for s in storages if s.category != "shards" and not _is_elsewhere(s.node, device)]
+
+
+def _is_elsewhere(node: fx.Node, device: torch.device | None) -> bool:
+    """On the CPU, where the device is another."""
+    values = [] if device is None else list(iterate_tensors(node.meta.get("val")))
+    return bool(values) and device is not None and all(v.device.type != device.type for v in values)
 
 
 class _Lifetimes:
@@ -272,8 +286,10 @@ def _region_ends(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 def _category_of_origin(node: fx.Node, phase: Phase) -> Category:
     if has_role(node, Role.GATHER_START, Role.KEPT):
         return "gathered"
-    if has_role(node, Role.REDUCE_START):
+    if has_role(node, Role.REDUCE_START, Role.OFFLOAD_START):
         return "gradients"
+    if has_role(node, Role.FETCH_START):
+        return "fetched"
     if has_role(node, Role.SHARD):
         return "shards"
     if has_role(node, Role.OFFLOAD, Role.RELOAD):
@@ -310,8 +326,10 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
 
 
 def _sent_until(wait: fx.Node) -> list[fx.Node]:
-    """The gradients that a reduction reads until this, its wait."""
-    start = wait.args[0] if wait.target is dialect.reduce_wait else None
+    """What a collective reads until this, its wait: the gradients of a reduction, a copy of the shards of a gather."""
+    start = wait.args[0] if wait.target in dialect.WAITS else None
+    if isinstance(start, fx.Node) and start.target is dialect.all_gather_start and not _cast_nbytes(start):
+        return [shard for shard in _flat(start.args[0]) if has_role(shard, Role.FETCH_WAIT)]
     sent = isinstance(start, fx.Node) and start.target is dialect.reduce_scatter_start
     return gradients_sent(start) if sent else []  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import keep_shards, receive_shards
+from graph_fsdp.passes.offload import drop_unread_fetches
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
 from graph_fsdp.passes.settings import SettingError
@@ -100,6 +101,7 @@ class Reshard(GraphPass):
                 _use_kept(graph, gathered[bucket], kept)
         receive_shards(graph, context)
         _check_needed(graph, context)
+        drop_unread_fetches(graph)
         return f"received from forward: {', '.join(removed) or 'none'}"
 
 

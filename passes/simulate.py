@@ -1,7 +1,8 @@
 """The cost model's clock: a scheduled graph on one compute lane and one communication lane per process group.
 
 Compute runs in graph order. A collective starts when it is reached and its group's lane is free, lanes run in order
-(a process group has one stream), and a wait holds compute up until its collective has ended. Linear in the graph.
+(a process group has one stream), and a wait holds compute up until its collective has ended. Copies between the CPU
+and the device have a lane for each direction. Linear in the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from graph_fsdp.passes.graph import Graph
 
 @dataclass(frozen=True)
 class Event:
-    """One collective on its group's lane. Seconds from the start of the graph; ``exposed``: compute waited so long."""
+    """One collective on its group's lane, or one copy ("fetch", "offload"). Seconds from the start of the graph;
+    ``exposed``: compute waited so long."""
 
     node: fx.Node
     group: str
@@ -54,13 +56,13 @@ def simulate(graph: Graph, cost: CostModel) -> Timeline:
     starts: dict[fx.Node, float] = {}
     for node in graph.fx_graph.nodes:
         starts[node] = now
-        if node.target in dialect.STARTS:
-            group, seconds = dialect.group_of(node), cost.collective_seconds(node)
+        if node.target in dialect.STARTS or node.target in dialect.COPY_STARTS:
+            group, seconds = _lane(node, cost)
             begin = max(now, free.get(group, 0.0))
             free[group] = begin + seconds
             load[group] = load.get(group, 0.0) + seconds
             ends[node] = (group, begin, begin + seconds)
-        elif node.target in dialect.WAITS:
+        elif node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
             started = node.args[0]
             assert isinstance(started, fx.Node)
             waited[started] = max(0.0, ends[started][2] - now)
@@ -71,3 +73,11 @@ def simulate(graph: Graph, cost: CostModel) -> Timeline:
     total = max([now, *free.values()])
     events = [Event(n, group, begin, end, waited.get(n, 0.0)) for n, (group, begin, end) in ends.items()]
     return Timeline(total, compute, max(load.values(), default=0.0), total - compute, events, starts)
+
+
+def _lane(start: fx.Node, cost: CostModel) -> tuple[str, float]:
+    """The lane that a start runs on, and its seconds there."""
+    if start.target in dialect.STARTS:
+        return dialect.group_of(start), cost.collective_seconds(start)
+    lane = "fetch" if start.target is dialect.fetch_start else "offload"
+    return lane, cost.transfer_seconds(start.meta["fsdp"].nbytes)

@@ -139,12 +139,22 @@ class BucketSpec:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Shards, and their gradients, are kept on the CPU. ``device``: what they are gathered and reduced on.
+    ``pin_memory``: the CPU's memory is page-locked, so that copies run beside compute."""
+
+    device: torch.device
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The parameters of a model, its buckets in storage order, and the groups of ranks.
 
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
-    shards between forward and backward; 0 where there is no such group.
+    shards between forward and backward; 0 where there is no such group. ``offload``: None where shards are kept on the
+    device that they are gathered on.
     """
 
     parameters: dict[str, ParameterSpec]
@@ -155,6 +165,7 @@ class ModelSpec:
     replicas: int = 1
     reshard_group: str = ""
     reshard_size: int = 0
+    offload: Offload | None = None
     bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

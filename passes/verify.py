@@ -14,6 +14,7 @@ from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import scale_of
+from graph_fsdp.passes.offload import wrong_fetch
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
 from graph_fsdp.passes.verification_error import VerificationError
@@ -124,7 +125,7 @@ class Verifier:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
         freed_due = "freed" in self.context.facts[self.graph.phase]
         roots = self.graph.alias_roots()
-        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS}
+        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS | dialect.COPY_STARTS}
         # A collective that works in place starts on the buffer of another.
         buffers = {n for n in self.graph.fx_graph.nodes if (n in starts and n in roots[n]) or has_role(n, Role.KEPT)}
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
@@ -183,6 +184,9 @@ class Verifier:
             if has_role(shards[0], Role.KEPT_SHARD):  # type: ignore[arg-type,index]
                 scale = scale_of(self.context)
                 self._kept_layout(node, scale)
+            elif has_role(shards[0], Role.FETCH_WAIT):  # type: ignore[arg-type,index]
+                if wrong := wrong_fetch(node, bucket):
+                    self._fail(invariant, node, wrong)
             else:
                 found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
                 if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
@@ -236,7 +240,7 @@ class Verifier:
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params
-        if node.target in dialect.WAITS:
+        if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
             if state != "started":
                 invariant = "each collective is waited for once"
                 self._fail(invariant, node, f"{root} is waited for when it is {state}", params)

@@ -284,7 +284,7 @@ _pending: dict[int, Pending] = {}
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL")
 
 
-def _implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         return function
@@ -292,17 +292,17 @@ def _implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def _started(pending: Pending) -> Tensor:
+def started(pending: Pending) -> Tensor:
     _pending[pending.buffer.data_ptr()] = pending
     return pending.buffer
 
 
-def _finished(buffer: Tensor) -> Tensor:
+def finished(buffer: Tensor) -> Tensor:
     _pending.pop(buffer.data_ptr()).finish()
     return buffer
 
 
-@_implement("all_gather_start")
+@implement("all_gather_start")
 def _all_gather_start(
     shards: list[Tensor],
     offsets: list[int],
@@ -314,15 +314,15 @@ def _all_gather_start(
     numels: Sequence[int] = (),
 ) -> Tensor:
     layout = GatherLayout.make(offsets, numels or [s.numel() for s in shards], length, world_size, messages)
-    return _started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
+    return started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
 
 
-@_implement("all_gather_wait")
+@implement("all_gather_wait")
 def _all_gather_wait(buffer: Tensor) -> Tensor:
-    return _finished(buffer)
+    return finished(buffer)
 
 
-@_implement("keep_shard")
+@implement("keep_shard")
 def _keep_shard(
     buffer: Tensor,
     offsets: list[int],
@@ -335,12 +335,12 @@ def _keep_shard(
     return keep_shard(buffer, offsets, numels, length, world_size // ranks, compat.resolve_group(group))
 
 
-@_implement("free")
+@implement("free")
 def _free(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-@_implement("reduce_scatter_start")
+@implement("reduce_scatter_start")
 def _reduce_scatter_start(
     grads: list[Tensor],
     dtype: torch.dtype,
@@ -352,10 +352,10 @@ def _reduce_scatter_start(
     summed: bool = False,
 ) -> Tensor:
     resolved = compat.resolve_group(group)
-    return _started(start_reduce_scatter(grads, dtype, resolved, replicas, messages, factor, summed))
+    return started(start_reduce_scatter(grads, dtype, resolved, replicas, messages, factor, summed))
 
 
-@_implement("all_reduce_start")
+@implement("all_reduce_start")
 def _all_reduce_start(
     grads: list[Tensor],
     dtype: torch.dtype,
@@ -365,34 +365,41 @@ def _all_reduce_start(
     factor: float | None = None,
     summed: bool = False,
 ) -> Tensor:
-    return _started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas, factor, summed))
+    return started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas, factor, summed))
 
 
-@_implement("all_reduce_shard_start")
+@implement("all_reduce_shard_start")
 def _all_reduce_shard_start(
     shard: Tensor, ranks: int, group: str, factor: float | None = None, summed: bool = False
 ) -> Tensor:
-    return _started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group), factor, summed))
+    return started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group), factor, summed))
 
 
-@_implement("reduce_wait")
+@implement("reduce_wait")
 def _reduce_wait(buffer: Tensor) -> Tensor:
-    return _finished(buffer)
+    return finished(buffer)
 
 
-@_implement("accumulate_grad")
+@implement("accumulate_grad")
 def _accumulate_grad(
-    grad: Tensor, shard_shape: list[int], dtype: torch.dtype, reduce_dtype: torch.dtype, param: str
+    grad: Tensor,
+    shard_shape: list[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    device: torch.device | None = None,
 ) -> Tensor:
-    return grad.new_zeros(shard_shape, dtype=dtype)  # operator by operator there is nothing that a gradient adds to
+    return grad.new_zeros(
+        shard_shape, dtype=dtype, device=device
+    )  # operator by operator there is nothing that a gradient adds to
 
 
-@_implement("reduce_hook")
+@implement("reduce_hook")
 def _reduce_hook(buffer: Tensor, unit: str) -> Tensor:
     return buffer
 
 
-@_implement("gather_param")
+@implement("gather_param")
 def _gather_param(
     shard: Tensor,
     shape: list[int],
@@ -401,7 +408,9 @@ def _gather_param(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
+    shard = shard if device is None else shard.to(device)
     if math.prod(shape) == 0 or not shape or not group:
         return shard.to(dtype, copy=True).reshape(shape)
     process_group = compat.resolve_group(group)
@@ -411,7 +420,7 @@ def _gather_param(
     return pending.buffer.view(-1, *shape[1:])[: shape[0]].contiguous()
 
 
-@_implement("reduce_grad")
+@implement("reduce_grad")
 def _reduce_grad(
     grad: Tensor,
     shard_shape: list[int],
@@ -420,16 +429,17 @@ def _reduce_grad(
     param: str,
     group: str,
     replicate_group: str = "",
+    device: torch.device | None = None,
 ) -> Tensor:
     if grad.numel() == 0:
-        return grad.new_zeros(shard_shape, dtype=dtype)
+        return grad.new_zeros(shard_shape, dtype=dtype, device=device)
     groups = [compat.resolve_group(name) for name in (group, replicate_group) if name]
     if not groups:
-        return grad.to(dtype, copy=True)
+        return grad.to(dtype=dtype, device=device, copy=True)
     ranks = math.prod(g.size() for g in groups)
     start = start_reduce_scatter if shard_shape and group else start_all_reduce
     pending = start([grad], reduce_dtype, groups[0], ranks // groups[0].size())
     pending.finish()
     for replicas in groups[1:]:
         start_shard_all_reduce(pending.buffer, ranks, replicas).finish()
-    return pending.buffer.to(dtype).view(shard_shape)
+    return pending.buffer.to(dtype=dtype, device=device).view(shard_shape)

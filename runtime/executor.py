@@ -27,6 +27,7 @@ from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
+from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -63,6 +64,7 @@ class Frame:
         self.counter, self.kept = counter, kept
         self.slots = Slots(counter, plan)
         self.pending: dict[int, Pending] = {}
+        self.copies = Copies()
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
         self.counter.count("all_gather")
@@ -103,6 +105,12 @@ class Frame:
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
+    def copy_start(self, plan: CopyPlan, tensors: list[Tensor]) -> Tensor:
+        self.counter.count(plan.kind)
+        copy = self.copies.start(plan, tensors)
+        self.pending[id(copy.buffer)] = copy
+        return copy.buffer
+
     def wait(self, buffer: Tensor) -> Tensor:
         self.pending.pop(id(buffer)).finish()
         return buffer
@@ -124,6 +132,7 @@ class Frame:
         try:
             while self.pending:
                 self.pending.popitem()[1].finish()
+            self.copies.close()
         finally:
             self.slots.close()
 
@@ -207,7 +216,7 @@ def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
-        _generate_call(step, index, names, constants, lines, owned)
+        _generate_call(step, graph, index, names, constants, lines, owned)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
     return "\n".join(lines) + "\n", constants
@@ -215,6 +224,7 @@ def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
 
 def _generate_call(
     node: fx.Node,
+    graph: Graph,
     index: int,
     names: dict[fx.Node, str],
     constants: dict[str, Any],
@@ -233,7 +243,7 @@ def _generate_call(
         constants["device"] = torch.device
         lines.append(f"    {names[node]} = frame.{method}({inputs})")
         return
-    if node.target in dialect.WAITS or node.target in dialect.COPIES:
+    if node.target in dialect.WAITS | dialect.COPY_WAITS | dialect.ACTIVATION_COPIES:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
     if node.target is dialect.keep_shard:
@@ -248,6 +258,11 @@ def _generate_call(
         lines.append(f"    {names[node]} = frame.hook({node.args[1]!r}, {_render(node.args[0], names)})")
         return
     plan = f"plan_{index}"
+    if node.target in dialect.COPY_STARTS:
+        constants[plan] = copy_plan(node, graph)
+        tensors = _render(node.args[0], names)
+        lines.append(f"    {names[node]} = frame.copy_start({plan}, {tensors})  # {node.meta['fsdp'].bucket}")
+        return
     constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
     comment = f"  # {node.meta['fsdp'].bucket}"

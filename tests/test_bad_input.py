@@ -15,7 +15,7 @@ from conftest import FAKE_WORLD_SIZE, fake_process_group
 from models import MLP, MLPBlock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -241,18 +241,6 @@ def test_old_torch_versions_are_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.9", "2.9.0+cu128", "2.10.0", "2.15.0.dev20260101+cpu", "3.0.0"])
 def test_new_torch_versions_are_accepted(version: str) -> None:
     torch_version(version)
-
-
-NOT_AVAILABLE_YET: dict[str, Any] = {
-    "offload_policy": CPUOffloadPolicy(),
-}
-
-
-@pytest.mark.parametrize("option", NOT_AVAILABLE_YET)
-def test_an_option_that_is_not_available_yet(fake_group: None, option: str) -> None:
-    model = MLP()
-    refuse(model, UnsupportedError, option, "not available yet", **{option: NOT_AVAILABLE_YET[option]})
-    accept(model)
 
 
 WRONG_TYPES = [

@@ -242,7 +242,7 @@ class DropsReductions(GraphPass):
 
         (node, *_) = graph.with_role(Role.SHARD_GRAD)
         with graph.fx_graph.inserting_before(graph.output):
-            kept = accumulate.keep(graph, node, context.model.parameters[node.meta["fsdp"].params[0]], "root")
+            kept = accumulate.keep(graph, node, context, node.meta["fsdp"].params[0], "root")
         node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is graph.output)
 
 

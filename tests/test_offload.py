@@ -1,0 +1,501 @@
+"""``offload_policy=CPUOffloadPolicy()``: copies in the printed graphs, and numbers on two ranks. There is no
+accelerator here: copies go from the CPU to the CPU, or stand in graphs of fake CUDA tensors that are not run."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check
+from models import MLP, UnevenBlock
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import (
+    CostModel,
+    Graph,
+    GroupShape,
+    NodeRecord,
+    PassContext,
+    Phase,
+    Role,
+    VerificationError,
+    default_pipeline,
+    dialect,
+    find_hardware,
+    memory_profile,
+    simulate,
+)
+from graph_fsdp.passes.dialect import set_record
+from graph_fsdp.passes.offload import HOST, find_transfers
+from graph_fsdp.passes.spec import Offload, ParameterSpec, make_model_spec
+from graph_fsdp.passes.verify import Verifier
+from graph_fsdp.report import GraphReport
+
+OFFLOADED = CPUOffloadPolicy()
+FACTS = Facts(__name__)
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+def report_of(model: nn.Module | None = None, **options: Any) -> GraphReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = graph_fsdp.compile(model or MLP(), backend="eager", offload_policy=OFFLOADED, **options)
+    model(torch.randn(4, 16)).float().sum().backward()
+    return graph_fsdp.inspect(model)
+
+
+def communication(report: GraphReport, phase: str) -> str:
+    """Starts, waits and frees in order, a line up to each computation."""
+    lines: list[list[str]] = [[]]
+    for node in getattr(report, phase).graph.fx_graph.nodes:
+        if str(node.target).startswith("graph_fsdp."):
+            lines[-1].append(node.name)
+        elif lines[-1] and node.op == "call_function":
+            lines.append([])
+    return "\n".join(" ".join(line) for line in lines if line)
+
+
+# Graphs
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_each_gather_reads_a_copy_and_each_gradient_is_copied() -> None:
+    report = report_of(MLP(depth=1))
+    assert_expected_inline(communication(report, "forward"), """fetch_root fetched_root gather_root full_root""")
+    assert_expected_inline(
+        communication(report, "backward"), """free_root reduce_root reduced_root offload_root offloaded_root"""
+    )
+    body = report.backward.stages["free"].body
+    lines = [line.strip() for line in body.splitlines() if "fetch" in line or "offload" in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+offload_root = torch.ops.graph_fsdp.offload_start.default([reduced_root], False)
+offloaded_root = torch.ops.graph_fsdp.offload_wait.default(offload_root)
+blocks_0_up_weight_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 0, 64)
+blocks_0_up_bias_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 64, 68)
+blocks_0_down_weight_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 68, 132)
+blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 132, 134)
+head_weight_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 134, 150)
+head_bias_grad = torch.ops.aten.slice.Tensor(offloaded_root, 0, 150, 151)""",
+    )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_fetches_start_behind_the_gathers_before_them() -> None:
+    report = report_of(reshard_after_forward=True)
+    assert_expected_inline(
+        communication(report, "forward"),
+        """\
+fetch_blocks_0 fetched_blocks_0 gather_blocks_0 fetch_blocks_1 full_blocks_0 fetched_blocks_1 gather_blocks_1 fetch_root
+free_blocks_0 full_blocks_1 fetched_root gather_root
+free_blocks_1 full_root
+free_root""",
+    )
+    assert_expected_inline(
+        communication(report, "backward"),
+        """\
+fetch_root fetched_root gather_root fetch_blocks_1 full_root fetched_blocks_1 gather_blocks_1 fetch_blocks_0
+free_root reduce_root full_blocks_1 fetched_blocks_0 gather_blocks_0
+free_blocks_1 reduce_blocks_1 full_blocks_0
+free_blocks_0 reduced_root offload_root reduce_blocks_0 reduced_blocks_1 offload_blocks_1 reduced_blocks_0 offload_blocks_0 offloaded_root
+offloaded_blocks_1
+offloaded_blocks_0""",
+    )
+    assert_expected_inline(
+        report.backward.table(),
+        """\
+  bucket    kind     params  bytes  start  wait  first use  free
+  root      fetch         2    128     12    13         14     -
+  root      gather        2  1,024     14    16         20    32
+  blocks.1  fetch         4    640     15    17         18     -
+  blocks.1  gather        4  5,120     18    34         37    61
+  blocks.0  fetch         4    640     19    35         36     -
+  root      reduce        2     68     33    83         84     -
+  blocks.0  gather        4  5,120     36    63         64    82
+  blocks.1  reduce        4    536     62    86         87     -
+  root      offload       2     68     84    90         91     -
+  blocks.0  reduce        4    536     85    88         89     -
+  blocks.1  offload       4    536     87    94         95     -
+  blocks.0  offload       4    536     89   101        102     -""",
+    )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_casts_run_on_the_device() -> None:
+    report = report_of(nn.Sequential(nn.Linear(16, 8)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    body = report.backward.stages["free"].body
+    lines = [line.strip() for line in body.splitlines() if "(reduce" in line or "([" in line or "[convert" in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_3, view], torch.bfloat16, 8, '0')
+reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)
+convert_element_type_default = torch.ops.prims.convert_element_type.default(reduced_root, torch.float32)
+offload_root = torch.ops.graph_fsdp.offload_start.default([convert_element_type_default], False)""",
+    )
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_scalars_are_fetched_without_a_gather() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(UnevenBlock(16))
+    report = report_of(model)
+    assert_expected_inline(
+        communication(report, "forward"),
+        """\
+fetch_root fetched_root gather_root fetch_root_scalars full_root
+fetched_root_scalars""",
+    )
+    assert_expected_inline(
+        communication(report, "backward"),
+        """\
+fetch_root_scalars fetched_root_scalars
+reduce_root_scalars
+free_root reduce_root reduced_root_scalars offload_root_scalars reduced_root offload_root offloaded_root_scalars
+offloaded_root""",
+    )
+
+
+def test_one_process_fetches_and_gathers_nothing() -> None:
+    report = report_of(MLP(depth=1))
+    assert_expected_inline(communication(report, "forward"), """fetch_root fetched_root""")
+    assert_expected_inline(
+        communication(report, "backward"),
+        """\
+fetch_root fetched_root
+offload_root offloaded_root""",
+    )
+
+
+# Graphs for a device that is not here
+
+CUDA = torch.device("cuda", 0)
+
+
+def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
+    """Two units on 8 ranks after all passes: their weights are used one after the other, or their gradients reduced."""
+    f32, mode, module = torch.float32, FakeTensorMode(), fx.GraphModule(nn.Module(), fx.Graph())
+    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, 8) for unit in "ab"]
+    offload = Offload(CUDA, pin_memory=True)
+    context = PassContext(replace(make_model_spec(parameters, "group", 8), offload=offload))
+    graph = Graph(module, phase)
+
+    def placeholder(name: str, shape: tuple[int, ...], device: torch.device) -> fx.Node:
+        node = module.graph.placeholder(name)
+        with mode:
+            node.meta["val"] = torch.empty(shape, device=device)
+        return node
+
+    if phase == "inference":
+        shards = [placeholder(p.unit, p.shard_shape, HOST) for p in parameters]
+        value = placeholder("x", (4, 4), CUDA)
+        for shard, p in zip(shards, parameters, strict=True):
+            full = graph.call(dialect.gather_param, (shard, [16, 4], f32, f32, p.name, "group", "", CUDA))
+            value = graph.call(aten.mm.default, (value, graph.call(aten.slice.Tensor, (full, 0, 0, 4))))
+        outputs = [value]
+    else:
+        context.reduced = frozenset(p.name for p in parameters)
+        grads = [placeholder(f"grad_{p.unit}", (16, 4), CUDA) for p in parameters]
+        outputs = []
+        for grad, p in zip(grads, parameters, strict=True):
+            doubled = graph.call(aten.mul.Tensor, (grad, 2.0))
+            arguments = (doubled, [2, 4], f32, f32, p.name, "group", "", HOST)
+            outputs.append(graph.call(dialect.reduce_grad, arguments))
+            record = NodeRecord(Role.REDUCE, p.unit, context.bucket_of(p.name).name, (p.name,))
+            set_record(outputs[-1], record)
+    module.graph.output(tuple(outputs))
+    default_pipeline(hardware="h100").run([graph], context)
+    return graph, context
+
+
+def test_a_cuda_graph_fetches_to_the_device_and_counts_its_memory_alone() -> None:
+    graph, context = cuda_graph("inference")
+    assert_expected_inline(
+        "\n".join(map(placed, graph.nodes)),
+        """\
+a cpu
+b cpu
+x cuda:0
+fetch_a cuda:0
+fetched_a cuda:0
+gather_a cuda:0
+fetch_b cuda:0
+full_a cuda:0
+fetched_b cuda:0
+gather_b cuda:0
+a_w cuda:0
+a_w_1 cuda:0
+slice_tensor cuda:0
+mm_default cuda:0
+free_a
+full_b cuda:0
+b_w cuda:0
+b_w_1 cuda:0
+slice_tensor_1 cuda:0
+mm_default_1 cuda:0
+free_b
+output""",
+    )
+    profile = memory_profile(graph, context)
+    assert max(profile.timeline["fetched"]) == 2 * 64, "two shards of 32 bytes, each with its padding"
+    assert not any(profile.timeline["shards"]), "they are on the CPU"
+
+
+def test_a_cuda_graph_returns_gradients_on_the_cpu() -> None:
+    graph, context = cuda_graph("backward")
+    assert_expected_inline(
+        "\n".join(map(placed, graph.nodes)),
+        """\
+grad_a cuda:0
+grad_b cuda:0
+mul_tensor cuda:0
+reduce_a cuda:0
+mul_tensor_1 cuda:0
+reduce_b cuda:0
+reduced_a cuda:0
+offload_a cpu
+reduced_b cuda:0
+offload_b cpu
+offloaded_a cpu
+a_w_grad cpu
+a_w_grad_1 cpu
+offloaded_b cpu
+b_w_grad cpu
+b_w_grad_1 cpu
+output""",
+    )
+    offloads = [t for t in find_transfers(graph) if t.kind == "offload"]
+    assert [dialect.argument(t.start, "pin_memory") for t in offloads] == [True, True]
+    on_device = memory_profile(graph, context).timeline["gradients"]
+    assert on_device[-1] == 0, "what the graph returns is on the CPU"
+
+
+def placed(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return f"{node.name} {value.device}" if isinstance(value, Tensor) else node.name
+
+
+def test_copies_have_lanes_of_their_own_on_the_modelled_clock() -> None:
+    graph, _ = cuda_graph("inference")
+    cost = CostModel(find_hardware("h100"), {"group": GroupShape(8)})
+    lanes = [event.group for event in simulate(graph, cost).events]
+    assert lanes == ["fetch", "group", "fetch", "group"]
+
+
+# What the verifier refuses
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "words"), [("unwaited", "before it is waited for"), ("moved", "are said to lie at")]
+)
+def test_the_verifier_knows_copies(spoiled: str, words: str) -> None:
+    graph, context = cuda_graph("inference")
+    verifier = Verifier(graph, context)
+    verifier.check("nothing")
+    _gather_unwaited(graph) if spoiled == "unwaited" else _move_shard(graph)
+    with pytest.raises(VerificationError, match=words):
+        verifier.check("spoil")
+
+
+def _gather_unwaited(graph: Graph) -> None:
+    wait = graph.with_role(Role.FETCH_WAIT)[0]
+    gather = next(iter(wait.users))
+    gather.replace_input_with(wait, wait.args[0])  # type: ignore[arg-type]
+    gather.append(wait)
+
+
+def _move_shard(graph: Graph) -> None:
+    start = graph.with_role(Role.FETCH_START)[0]
+    start.args = (start.args[0], [4], *start.args[2:])
+
+
+# Numbers
+
+
+def train(model: nn.Module, steps: int = 3, accumulate: int = 1) -> dict[str, Tensor]:
+    """Parameters whole, and each norm that gradients were clipped from."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = {}
+    for step in range(steps):
+        for _ in range(accumulate):
+            model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found[f"norm{step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in optimizer.state.values():
+        assert state["exp_avg"].device.type == "cpu"
+    return {**found, **{name: p.detach().full_tensor() for name, p in model.named_parameters()}}
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return graph_fsdp.compile(model or MLP(depth=3), backend="eager", **options)
+
+
+def fsdp2(policy: OffloadPolicy, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = MLP(depth=3)
+    for block in model.blocks:
+        fully_shard(block, offload_policy=policy, **options)
+    return fully_shard(model, offload_policy=policy, **options)
+
+
+def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@FACTS
+def training_is_fsdp2s_bit_for_bit_with_and_without_offload() -> None:
+    found = train(compiled(offload_policy=OFFLOADED))
+    equal(found, train(fsdp2(CPUOffloadPolicy(pin_memory=False))))
+    equal(found, train(fsdp2(OffloadPolicy())))
+    equal(found, train(compiled()))
+
+
+@FACTS
+def so_it_is_in_bfloat16_and_with_gradients_accumulated() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = train(compiled(offload_policy=OFFLOADED, mp_policy=policy), accumulate=2)
+    equal(found, train(fsdp2(CPUOffloadPolicy(pin_memory=False), mp_policy=policy), accumulate=2))
+
+
+@FACTS
+def options_of_the_schedule_change_no_number() -> None:
+    expected = train(compiled())
+    for options in (
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"passes": default_pipeline(prefetch=3, reductions_in_flight=4)},
+        {"passes": default_pipeline(prefetch=0)},
+        {"passes": default_pipeline(bucket="none")},
+    ):
+        torch._dynamo.reset()
+        equal(train(compiled(offload_policy=OFFLOADED, **options)), expected)
+
+
+@FACTS
+def what_is_not_sharded_is_copied_too() -> None:
+    replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    for model in (lambda: UnevenBlock(16), lambda: MLP(depth=1)):
+        for mesh in (None, replicas):
+            torch.manual_seed(0)
+            expected = train(compiled(model(), mesh=mesh))
+            torch.manual_seed(0)
+            equal(train(compiled(model(), mesh=mesh, offload_policy=OFFLOADED)), expected)
+
+
+@FACTS
+def what_is_copied_is_counted() -> None:
+    model = compiled(offload_policy=OFFLOADED, reshard_after_forward=True)
+    train(model, steps=1)
+    counted = graph_fsdp.inspect(model).collectives
+    assert counted == {"fetch": 8, "all_gather": 8, "reduce": 4, "offload": 4}, counted
+
+
+@FACTS
+def gradients_are_dtensors_and_one_step_leaves_no_trace_in_the_next() -> None:
+    model = compiled(offload_policy=OFFLOADED)
+    x = torch.randn(4, 16)
+    model(x).sum().backward()
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model(x).sum().backward()
+    for name, p in model.named_parameters():
+        assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements
+        assert torch.equal(p.grad.full_tensor(), 2 * first[name].full_tensor()), name
+
+
+@FACTS
+def state_dicts_go_out_and_in() -> None:
+    model, options = compiled(offload_policy=OFFLOADED), StateDictOptions(full_state_dict=True)
+    train(model, steps=1)
+    state = get_model_state_dict(model, options=options)
+    other = compiled(offload_policy=OFFLOADED)
+    set_model_state_dict(other, state, options=options)
+    x = torch.randn(4, 16)
+    assert torch.equal(other(x), model(x)), "the copies are of the values that were loaded"
+
+
+@FACTS
+def values_of_the_first_rank_and_of_meta_models_arrive() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = MLP(depth=1)
+    graph_fsdp.compile(model, backend="eager", offload_policy=OFFLOADED, sync_module_states=True)
+    torch.manual_seed(0)
+    expected = MLP(depth=1)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+    with torch.device("meta"):
+        meta = MLP(depth=1)
+    x = torch.randn(4, 16)
+    assert compiled(meta, offload_policy=OFFLOADED)(x).isfinite().all()
+
+
+@FACTS
+def a_printed_stage_runs() -> None:
+    torch.manual_seed(0)
+    model, x = compiled(MLP(depth=1), offload_policy=OFFLOADED), torch.randn(4, 16)
+    with torch.no_grad():
+        expected = model(x)
+    stage = graph_fsdp.inspect(model).inference.stages["free"]
+    values = {tuple(p.shape): p.to_local() for p in model.parameters()}
+    by_name = dict(model.named_parameters())
+    records = [n.meta.get("fsdp") for n in graph_fsdp.inspect(model).inference.graph.placeholders]
+    inputs = [by_name[r.params[0]].to_local().detach() if r is not None else x for r in records]
+    namespace: dict[str, Any] = {}
+    exec(stage.code, namespace)
+    assert values and torch.equal(namespace["forward"](*inputs)[0], expected)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
+# The option itself
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_offloading_to_where_the_model_computes_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="saves no memory. Nothing is pinned"):
+        graph_fsdp.compile(MLP(), backend="eager", offload_policy=OFFLOADED)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_policies_that_cannot_be() -> None:
+    class Mine(CPUOffloadPolicy):
+        pass
+
+    model = MLP()
+    for policy, error, words in (
+        (True, TypeError, "offload_policy must be .* got True"),
+        (Mine(), UnsupportedError, "offload_policy is a Mine"),
+    ):
+        with pytest.raises(error, match=words):
+            graph_fsdp.compile(model, backend="eager", offload_policy=policy)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="regions='whole' leaves no place"):
+        graph_fsdp.compile(model, regions="whole", offload_policy=OFFLOADED)
+    assert type(model) is MLP
