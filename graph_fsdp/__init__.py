@@ -16,6 +16,7 @@ from graph_fsdp.errors import (
     UnsupportedError,
     VerificationError,
 )
+from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
 from graph_fsdp.profile_report import Profile
 from graph_fsdp.profiling import profile
 from graph_fsdp.report import GraphReport, inspect
@@ -23,6 +24,7 @@ from graph_fsdp.report import GraphReport, inspect
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointing",
     "AlreadyCompiledError",
     "AlreadyShardedError",
     "BudgetError",

@@ -17,7 +17,8 @@ from graph_fsdp.capture import Engine
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
-from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.passes.hardware import detect_hardware
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.runtime.backends import BACKENDS
@@ -37,7 +38,7 @@ def compile(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: Iterable[nn.Parameter] | None = None,
-    activation_checkpointing: str | None = None,
+    activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"] = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     checkpoint: Safetensors | AnyPath | Sequence[AnyPath] | None = None,
@@ -73,6 +74,15 @@ def compile(
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
         ignored_params: left as they are: not sharded, gradients not reduced.
+        activation_checkpointing: what becomes of the activations that backward needs. ``"unit"``: of each unit but the
+            root only what goes into it is saved, and the rest is computed again when backward comes to it.
+            ``"selective"``: likewise, but the results of matrix multiplications, convolutions and attention are saved
+            too; a collection of operators saves theirs instead, such as ``[torch.ops.aten.mm]``. A number from 0 to 1:
+            the partitioner chooses what to save within this part of what it saves by itself. ``"offload"``: nothing is
+            computed again; what is saved of units is copied to the CPU and back.
+            :class:`ActivationCheckpointing` combines offloading with one of the others. Random numbers are the same
+            when they are computed again, and a bucket is gathered no more than once in forward and once in backward.
+            ``torch.utils.checkpoint`` in the model works with all of these, and alone.
         sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
             parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
             or parts of it; nothing is initialised there.
@@ -126,6 +136,10 @@ def compile(
         checkpoint=source,
     )
     pipeline = passes if passes is not None else default_pipeline()
+    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+    if checkpointing is not None:
+        pipeline = with_activation_checkpointing(pipeline, checkpointing)
+        validate.offloaded_from(device, checkpointing)
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, mp_policy)
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}

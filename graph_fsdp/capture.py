@@ -197,9 +197,10 @@ class Engine:
             self.pipeline.run([joint_graph], context)
             kind = kind_of(joint_graph, self.spec, context.settings)
             begin = time.perf_counter()
-            forward, backward = compat.min_cut_rematerialization_partition(
-                joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
-            )
+            with compat.activation_memory_budget(context.activation_memory_budget):
+                forward, backward = compat.min_cut_rematerialization_partition(
+                    joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+                )
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.module import GraphFSDPModule
-from graph_fsdp.passes import PassPipeline, compat
+from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat
+from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
 from graph_fsdp.runtime.backends import BACKENDS
 
 _TORCHRUN = "torchrun --nproc-per-node N script.py"
@@ -159,6 +160,15 @@ def reshard_size(value: Any, world_size: int) -> tuple[Any, int]:
     return (True, 0) if value == world_size else (True, value)
 
 
+def offloaded_from(device: torch.device, checkpointing: ActivationCheckpointing) -> None:
+    if checkpointing.offload and device.type == "cpu":
+        warnings.warn(
+            "activation_checkpointing: activations are offloaded to the CPU's memory, and the model is on the CPU: the "
+            "copies save nothing there",
+            stacklevel=3,
+        )
+
+
 def options(
     *,
     reshard_after_forward: Any,
@@ -197,10 +207,13 @@ def options(
         )
     if type(offload_policy) is not OffloadPolicy:
         raise UnsupportedError(f"offload_policy={offload_policy!r} is not available yet; leave it out")
-    if activation_checkpointing is not None:
-        raise UnsupportedError(
-            f"activation_checkpointing={activation_checkpointing!r} is not available yet; use "
-            "torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
+    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+    if checkpointing is not None and passes is not None:
+        with_activation_checkpointing(passes, checkpointing)
+    if checkpointing is not None and checkpointing.offload and regions == "whole":
+        raise ValueError(
+            "activation_checkpointing with offload copies activations between compiled pieces, and regions='whole' "
+            "compiles a graph in one; leave regions out"
         )
     if param_init_fn is not None and not callable(param_init_fn):
         raise TypeError(f"param_init_fn must be a function that initialises a module, or None, got {param_init_fn!r}")

@@ -4,6 +4,7 @@ from typing import Literal
 
 import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
 from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
+from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.annotate import Annotate
 from graph_fsdp.passes.arrange import BucketSize
 from graph_fsdp.passes.bucket import Bucket
@@ -28,11 +29,13 @@ from graph_fsdp.passes.verification_error import VerificationError
 
 __all__ = [
     "HARDWARE",
+    "ActivationCheckpointing",
     "Annotate",
     "AssignSlots",
     "Bucket",
     "BucketNodes",
     "BudgetError",
+    "CheckpointActivations",
     "CostModel",
     "Free",
     "Gather",
@@ -75,7 +78,7 @@ def default_pipeline(
     bucket: BucketSize = "unit",
     prefetch: Distance = "auto",
     forward_prefetch: int | Literal["auto"] | None = None,
-    reductions_in_flight: int = 2,
+    reductions_in_flight: int | None = None,
     budget: int | None = None,
     hardware: str | Hardware | None = None,
     measured: Measurements | Profiled | None = None,
@@ -89,7 +92,8 @@ def default_pipeline(
         prefetch: how gathers are started ahead: ``"auto"``, as late as still hides them; a number of buckets; 0, one
             by one; FSDP1's ``BackwardPrefetch.BACKWARD_PRE`` and ``BACKWARD_POST`` or None, for backward.
         forward_prefetch: the same for forward, where it differs: a number of buckets or ``"auto"``.
-        reductions_in_flight: reductions that may be under way at once.
+        reductions_in_flight: reductions that may be under way at once; None is 2, and 1 where backward computes
+            activations again.
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a
             unit does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
         hardware: what the cost model computes with: a name of ``HARDWARE`` or a ``Hardware``; None finds the device's.

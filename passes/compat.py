@@ -8,6 +8,7 @@ whole test-suite was run.
 |---|---|---|
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
+| ``_functorch.config.activation_memory_budget`` | how much of its saved activations the partitioner keeps | 2.9, 2.13 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
@@ -78,6 +79,7 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     Unsupported,
 )
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
@@ -106,6 +108,7 @@ __all__ = [
     "TracingContext",
     "Unsupported",
     "_Policy",
+    "activation_memory_budget",
     "all_gather_single",
     "aot_autograd",
     "check_torch_version",
@@ -198,6 +201,13 @@ UNBACKED_HINT = 1024
 def size_hint(size: int | torch.SymInt) -> int:
     """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
     return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
+
+
+def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[Any]:
+    """The partitioner saves as much for backward; 1 is what it does without being asked."""
+    if budget == 1:  # what the user may have set is left alone
+        return contextlib.nullcontext()
+    return functorch_config.patch(activation_memory_budget=budget)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

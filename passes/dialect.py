@@ -12,6 +12,10 @@
 | ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | mean, not sharded |
 | ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
+| ``offload_start(value)`` | copy on the CPU | contents unknown until |
+| ``offload_wait(host, value)`` | the same copy | …it is waited for, and ``value`` may go |
+| ``reload_start(host, device)`` | copy on the device | contents unknown until |
+| ``reload_wait(buffer, host)`` | the same copy | …it is waited for, and ``host`` may go |
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -66,6 +70,10 @@ _SCHEMAS = (
     "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
     "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group) -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    "offload_start(Tensor value) -> Tensor",
+    "offload_wait(Tensor(a!) host, Tensor value) -> Tensor(a!)",
+    "reload_start(Tensor host, Device device) -> Tensor",
+    "reload_wait(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
@@ -81,11 +89,17 @@ reduce_scatter_start = _ops.reduce_scatter_start.default
 all_reduce_start = _ops.all_reduce_start.default
 all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
+offload_start = _ops.offload_start.default
+offload_wait = _ops.offload_wait.default
+reload_start = _ops.reload_start.default
+reload_wait = _ops.reload_wait.default
 
 STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
 WAITS = frozenset({all_gather_wait, reduce_wait})
+# Copies between the device and the CPU: each rank's own business, no collectives.
+COPIES = frozenset({offload_start, offload_wait, reload_start, reload_wait})
 # What the executor runs itself, between compute regions.
-EXECUTED = STARTS | WAITS | {keep_shard, free}
+EXECUTED = STARTS | WAITS | COPIES | {keep_shard, free}
 
 
 class Role(enum.Enum):
@@ -105,6 +119,8 @@ class Role(enum.Enum):
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
     KEPT_SHARD = "kept_shard"  # such a shard, in backward
+    OFFLOAD = "offload"  # copies a saved activation to the CPU
+    RELOAD = "reload"  # and back, in backward
 
 
 @dataclass(frozen=True)
@@ -246,6 +262,26 @@ def _(shard: Tensor, ranks: int, group: str) -> Tensor:
 
 @torch.library.register_fake("graph_fsdp::reduce_wait", lib=_LIBRARY)
 def _(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+@torch.library.register_fake("graph_fsdp::offload_start", lib=_LIBRARY)
+def _(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="cpu")
+
+
+@torch.library.register_fake("graph_fsdp::offload_wait", lib=_LIBRARY)
+def _(host: Tensor, value: Tensor) -> Tensor:
+    return host
+
+
+@torch.library.register_fake("graph_fsdp::reload_start", lib=_LIBRARY)
+def _(host: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(host, device=device)
+
+
+@torch.library.register_fake("graph_fsdp::reload_wait", lib=_LIBRARY)
+def _(buffer: Tensor, host: Tensor) -> Tensor:
     return buffer
 
 

@@ -211,7 +211,7 @@ class Graph:
                     last_write[root] = node
                 else:
                     uses_since.setdefault(root, []).append(node)
-            kind = "collective" if node.target in dialect.STARTS else "random" if _is_random(node) else None
+            kind = "collective" if node.target in dialect.STARTS else "random" if is_random(node) else None
             if kind is not None:
                 if kind in previous:
                     edge(previous[kind], node, kind)
@@ -275,6 +275,6 @@ def is_cheap(node: fx.Node) -> bool:
     return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags

@@ -270,6 +270,8 @@ def _category_of_origin(node: fx.Node, phase: Phase) -> Category:
         return "gradients"
     if has_role(node, Role.SHARD):
         return "shards"
+    if has_role(node, Role.OFFLOAD, Role.RELOAD):
+        return "saved"
     if node.op == "placeholder" and phase == "backward" and not has_role(node, Role.TANGENT):
         return "saved"
     return "inputs" if node.op in ("placeholder", "get_attr") else "temporary"

@@ -61,6 +61,9 @@ class PassContext:
     ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``reduced``: parameters whose gradients the joint graph reduces.
+    ``recomputes_activations``: whether backward does, by the user's checkpoints or by an option.
+    ``offloaded``: place among the saved tensors → forward's node of the copy on the CPU that backward receives.
+    ``activation_memory_budget``: what the partitioner may save for backward, from 0, inputs only, to 1, all it wants.
     """
 
     model: ModelSpec
@@ -72,6 +75,9 @@ class PassContext:
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
+    recomputes_activations: bool = False
+    offloaded: dict[int, fx.Node] = field(default_factory=dict)
+    activation_memory_budget: float = 1.0
     budget: int | None = None
     kept: dict[str, fx.Node] = field(default_factory=dict)
     kept_shards: dict[str, fx.Node] = field(default_factory=dict)

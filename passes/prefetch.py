@@ -38,7 +38,8 @@ class Prefetch(GraphPass):
       before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
 
     ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
-    ``reductions_in_flight``: reductions that may be under way at once, at least 1.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where backward
+    computes activations again: their gradients are then what takes most memory.
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
 
@@ -49,7 +50,7 @@ class Prefetch(GraphPass):
     def __init__(
         self,
         distance: Distance = "auto",
-        reductions_in_flight: int = 2,
+        reductions_in_flight: int | None = None,
         budget: int | None = None,
         forward: int | Literal["auto"] | None = None,
     ) -> None:
@@ -57,7 +58,7 @@ class Prefetch(GraphPass):
         _check_distance("forward_prefetch", forward)
         if isinstance(forward, BackwardPrefetch):
             raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {forward}")
-        if reductions_in_flight < 1:
+        if reductions_in_flight is not None and reductions_in_flight < 1:
             raise ValueError(f"reductions_in_flight must be 1 or more, got {reductions_in_flight}")
         if budget is not None and budget <= 0:
             raise ValueError(f"budget must be a positive number of bytes or None, got {budget}")
@@ -75,12 +76,13 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self.distance if graph.phase == "backward" else self.forward
         self._place(graph, gathers, distance, context)
-        defer_reductions(graph, reductions, self.reductions_in_flight)
+        in_flight = self.reductions_in_flight or (1 if context.recomputes_activations else 2)
+        defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
-        return f"{ahead}, at most {self.reductions_in_flight} reductions in flight{limit}"
+        return f"{ahead}, at most {in_flight} reductions in flight{limit}"
 
     def _place(self, graph: Graph, starts: list[fx.Node], distance: Distance, context: PassContext) -> None:
         waits = [wait_of(start) for start in starts]

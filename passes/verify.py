@@ -116,7 +116,8 @@ class Verifier:
             if not own or value.meta["fsdp"].params != params:
                 self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
-            if before != after:
+            moved = outputs[index] in self.context.offloaded.values() and before[:2] == after[:2]
+            if before != after and not moved:
                 self._fail(invariant, output, f"output {index} was {before} and is {after}")
 
     def _buffers(self) -> None:

@@ -24,7 +24,7 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
-from graph_fsdp.runtime import collectives
+from graph_fsdp.runtime import collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
@@ -85,6 +85,16 @@ class Frame:
     def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
         self.counter.count(plan.kind)
         pending = plan.start(grads)
+        self.pending[id(pending.buffer)] = pending
+        return pending.buffer
+
+    def offload(self, value: Tensor) -> Tensor:
+        return self._copying(host_copies.start_offload(value))
+
+    def reload(self, host: Tensor, device: torch.device) -> Tensor:
+        return self._copying(host_copies.start_reload(host, device))
+
+    def _copying(self, pending: Pending) -> Tensor:
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
@@ -189,7 +199,13 @@ def _generate_call(
         if not has_role(handle, Role.KEPT):  # a kept buffer is given back when its last reference is dropped
             lines.append(f"    frame.free({names[handle]})")
         return
-    if node.target in dialect.WAITS:
+    if node.target in (dialect.offload_start, dialect.reload_start):
+        method = "offload" if node.target is dialect.offload_start else "reload"
+        inputs = ", ".join(_render(argument, names) for argument in node.args)
+        constants["device"] = torch.device
+        lines.append(f"    {names[node]} = frame.{method}({inputs})")
+        return
+    if node.target in dialect.WAITS or node.target in dialect.COPIES:
         lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
         return
     if node.target is dialect.keep_shard:

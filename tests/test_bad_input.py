@@ -244,7 +244,6 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 
 NOT_AVAILABLE_YET: dict[str, Any] = {
     "offload_policy": CPUOffloadPolicy(),
-    "activation_checkpointing": "full",
 }
 
 

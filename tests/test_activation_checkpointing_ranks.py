@@ -1,0 +1,113 @@
+"""Checkpointed activations do not change the numbers, and gather nothing twice: on two ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from models import GPT, VOCABULARY
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import ActivationCheckpointing
+
+FACTS = Facts(__name__)
+
+VALUES: dict[str, Any] = {
+    "unit": "unit",
+    "selective": "selective",
+    "operators": [torch.ops.aten.bmm, torch.ops.aten.mm.default],
+    "half the memory": 0.5,
+    "no memory": 0,
+    "offload": "offload",
+    "offloaded inputs of units": ActivationCheckpointing("unit", offload=True),
+}
+_results: dict[str, tuple[list[Tensor], list[Tensor], Tensor]] = {}
+
+
+def train(prepare: Callable[[nn.Module], nn.Module], **model_options: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Losses, parameters and the state of the random numbers after three steps with dropout."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = prepare(GPT(depth=2, dropout=0.1, **model_options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(500 + dist.get_rank())  # each rank draws its own masks
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(3):
+        x = torch.randint(VOCABULARY, (4, 8), generator=generator)
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    values = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+    return losses, values, torch.get_rng_state()
+
+
+def ours(value: Any = None, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    warnings.filterwarnings("ignore", "activation_checkpointing: activations are offloaded")
+    options = {"backend": "eager", "reshard_after_forward": True, **options}
+    return lambda model: graph_fsdp.compile(model, activation_checkpointing=value, **options)
+
+
+def plain() -> tuple[list[Tensor], list[Tensor], Tensor]:
+    if "plain" not in _results:
+        _results["plain"] = train(ours())
+    return _results["plain"]
+
+
+def assert_equal(found: tuple[list[Tensor], list[Tensor], Tensor]) -> None:
+    losses, values, state = plain()
+    assert all(torch.equal(a, b) for a, b in zip(found[0], losses, strict=True)), "losses"
+    assert all(torch.equal(a, b) for a, b in zip(found[1], values, strict=True)), "parameters"
+    assert torch.equal(found[2], state), "random numbers drawn afterwards"
+
+
+@FACTS
+def dropout_is_replayed_under_every_policy() -> None:
+    for name, value in VALUES.items():
+        counters = []
+
+        def prepare(model: nn.Module, value: Any = value, counters: list[Any] = counters) -> nn.Module:
+            model = ours(value)(model)
+            counters.append(model._graph_fsdp.counter)  # type: ignore[union-attr]
+            return model
+
+        assert_equal(train(prepare))
+        buckets = 4  # two blocks, what the root has before and after them
+        assert counters[0].collectives["all_gather"] == 3 * (buckets + buckets - 1), name
+
+
+@FACTS
+def fsdp2_with_torchs_wrapper_is_the_same() -> None:
+    def prepare(model: nn.Module) -> nn.Module:
+        for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+            model.blocks[index] = fully_shard(checkpoint_wrapper(block))  # type: ignore[index,operator]
+        return fully_shard(model)
+
+    assert_equal(train(prepare))
+
+
+@FACTS
+def the_users_own_checkpoint_works_with_every_policy() -> None:
+    for value in (None, "unit", 0.5):
+        assert_equal(train(ours(value), checkpointed=True))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
