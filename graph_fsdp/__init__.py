@@ -1,11 +1,12 @@
 """Fully sharded data parallelism by FX graph passes on torch.compile."""
 
-from graph_fsdp import passes
+from graph_fsdp import checkpoint, passes
 from graph_fsdp.api import compile
 from graph_fsdp.errors import (
     AlreadyCompiledError,
     AlreadyShardedError,
     BudgetError,
+    CheckpointError,
     EmptyPlaceholderError,
     GraphBreakError,
     MeshError,
@@ -29,6 +30,7 @@ __all__ = [
     "AlreadyCompiledError",
     "AlreadyShardedError",
     "BudgetError",
+    "CheckpointError",
     "EmptyPlaceholderError",
     "GraphBreakError",
     "GraphReport",
@@ -40,6 +42,7 @@ __all__ = [
     "SettingError",
     "UnsupportedError",
     "VerificationError",
+    "checkpoint",
     "compile",
     "inspect",
     "passes",

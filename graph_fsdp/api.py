@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from graph_fsdp.passes.hardware import detect_hardware
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.placements import ShardPlacementFn, shard_dims
 from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.sharding import Storage
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
 
@@ -50,6 +51,7 @@ def compile(
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"] = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
+    checkpoint: Safetensors | AnyPath | Sequence[AnyPath] | None = None,
     passes: PassPipeline | None = None,
     backend: str = "inductor",
     regions: Literal["cut", "whole"] = "cut",
@@ -108,6 +110,9 @@ def compile(
             module with anything on the meta device in it or below it, children first (a Hugging Face model's is
             ``model._init_weights``). It finds the module on the mesh's device, with what is below it in its unit, and
             must write to all of it with torch's operators.
+        checkpoint: safetensors files that have the values: a path, or a
+            :class:`graph_fsdp.checkpoint.Safetensors`. Each rank reads its own rows. Of a model on the meta device,
+            only what the files do not have is initialised (buffers that are in no state dict).
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
         backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
@@ -118,6 +123,7 @@ def compile(
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
             before anything of the model is changed.
+        CheckpointError: the checkpoint cannot be read, or does not fit the model; likewise.
         RankDisagreement: ranks would get their values in different ways; likewise.
     """
     validate.torch_version(torch.__version__)
@@ -133,6 +139,7 @@ def compile(
         regions=regions,
     )
     policies = find_policies(model, mp_policy)
+    source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
     device = validate.device(model, ignored)
     names = parameter_names(model)
@@ -148,6 +155,7 @@ def compile(
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         shard_dims=dims,
+        checkpoint=source,
     )
     pipeline = passes if passes is not None else default_pipeline()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)

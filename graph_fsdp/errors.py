@@ -12,6 +12,7 @@ __all__ = [
     "AlreadyCompiledError",
     "AlreadyShardedError",
     "BudgetError",
+    "CheckpointError",
     "EmptyPlaceholderError",
     "GraphBreakError",
     "MeshError",
@@ -32,6 +33,10 @@ class MeshError(ValueError):
 
 class MetaDeviceError(ValueError):
     """A parameter or buffer is on the meta device, and nothing gives it a value."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read, or does not fit the model. (``nn.Module.load_state_dict`` raises RuntimeError.)"""
 
 
 class AlreadyShardedError(ValueError):

@@ -1,4 +1,4 @@
-"""Where a sharded model's values come from: its own tensors, the mesh's first rank, or an initialisation.
+"""Where a sharded model's values come from: its own tensors, files, the mesh's first rank, or an initialisation.
 
 Ranks agree on it through the store before the first collective: a rank whose model is on the meta device and one whose
 model has values would otherwise wait for each other.
@@ -14,12 +14,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from graph_fsdp.errors import MetaDeviceError
+from graph_fsdp.errors import CheckpointError, MetaDeviceError
 from graph_fsdp.materialise import ParamInitFn, find_pieces, materialise, tensor_names
 from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared
+from graph_fsdp.safetensors_files import Safetensors, SafetensorsFiles
 from graph_fsdp.sharding import Storage
+from graph_fsdp.state_keys import Matched
 
 FillStorage: TypeAlias = Callable[[Storage], None]
 
@@ -36,21 +38,33 @@ def initial_values(
     sync_module_states: bool,
     param_init_fn: ParamInitFn | None,
     shard_dims: Mapping[str, int],
+    checkpoint: Safetensors | None = None,
 ) -> FillStorage:
     """What puts the values into a storage that the model's own tensors do not have; ``install`` does the rest. Nothing
     of the model is changed, here or by what is returned.
 
     Raises:
-        MetaDeviceError, ValueError: this rank's model cannot be given values so.
+        MetaDeviceError, CheckpointError, ValueError: this rank's model cannot be given values so.
         RankDisagreement: another rank's cannot, or ranks would get their values in different ways.
     """
     names = tensor_names(model)
     fill: FillStorage = functools.partial(_move_buffers, model, device)
-    problem: ValueError | None = None
+    facts = _facts(names, sync_module_states, param_init_fn)
+    problem: Exception | None = None
     try:
         _check_references(model, names)
         name = _on_meta(names)
-        if sync_module_states:
+        if checkpoint is not None:
+            if sync_module_states:
+                raise ValueError(
+                    "checkpoint and sync_module_states=True both say where values come from; leave one of the two out"
+                )
+            files, matched = checkpoint.match(model)
+            facts += checkpoint_facts(files, matched)
+            pieces = find_pieces(model, units, param_init_fn, matched.key_of)
+            run = functools.partial(materialise, pieces, names, mesh, device)
+            fill = functools.partial(_load, files, matched, run if pieces else None, device, fill)
+        elif sync_module_states:
             if name is not None and (mesh is None or mesh.is_first):
                 raise MetaDeviceError(
                     f"sync_module_states=True gives all ranks the values of the mesh's first rank, and there {name} is "
@@ -62,16 +76,15 @@ def initial_values(
         elif name is not None:
             pieces = find_pieces(model, units, param_init_fn)
             fill = functools.partial(_materialise, functools.partial(materialise, pieces, names, mesh, device), fill)
-        elif param_init_fn is not None:
+        if param_init_fn is not None and name is None:
             raise ValueError(
                 "param_init_fn is for parameters and buffers on the meta device, and model has none; leave it out, or "
                 "build the model under torch.device('meta')"
             )
-    except ValueError as error:
+    except (ValueError, CheckpointError, ImportError) as error:
         problem = error
-    facts = _facts(names, sync_module_states, param_init_fn)
     facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in shard_dims.items()]
-    _agree(mesh, facts, problem)
+    agree_on_values(mesh, facts, problem)
     return fill
 
 
@@ -89,7 +102,14 @@ def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn:
     return lines
 
 
-def _agree(mesh: DataParallelMesh | None, facts: list[str], problem: ValueError | None) -> None:
+def checkpoint_facts(files: SafetensorsFiles, matched: Matched) -> list[str]:
+    """What ranks that read a checkpoint must have in common."""
+    entries = [(key, files.entries[key]) for key in matched.key_of.values()]
+    return [f"of the checkpoint {key!r} {list(entry.shape)} {entry.dtype}" for key, entry in entries]
+
+
+def agree_on_values(mesh: DataParallelMesh | None, facts: list[str], problem: Exception | None) -> None:
+    """Raise ``problem``, and on the other ranks that this one has it; or that the ranks' ``facts`` differ."""
     if mesh is not None and is_shared(mesh.ranks):
         index = _starts[mesh.ranks]
         _starts[mesh.ranks] += 1
@@ -132,6 +152,30 @@ def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
 def _materialise(run: FillStorage, move_buffers: FillStorage, storage: Storage) -> None:
     run(storage)
     move_buffers(storage)
+
+
+def _load(
+    files: SafetensorsFiles,
+    matched: Matched,
+    initialise_others: FillStorage | None,
+    device: torch.device,
+    move_buffers: FillStorage,
+    storage: Storage,
+) -> None:
+    if initialise_others is not None:
+        initialise_others(storage)
+    move_buffers(storage)
+    wanted = []
+    for tensor, key in matched.key_of.items():
+        parameter = storage.by_placeholder.get(id(tensor))
+        if parameter is not None:
+            parameter.filled = True
+            wanted.append((key, parameter.shard))
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            storage.keep_whole(tensor, value)
+            wanted.append((key, value))
+    files.read(wanted)
 
 
 def _move_buffers(model: nn.Module, device: torch.device, storage: Storage) -> None:

@@ -60,14 +60,19 @@ def tensor_names(model: nn.Module) -> dict[Tensor, str]:
     return names | {b: f"buffer {name!r}" for name, b in model.named_buffers()}
 
 
-def find_pieces(model: nn.Module, units: Collection[nn.Module], init_fn: ParamInitFn | None) -> list[Piece]:
-    """Who initialises what, in order. ``units``: the modules that are units.
+def find_pieces(
+    model: nn.Module,
+    units: Collection[nn.Module],
+    init_fn: ParamInitFn | None,
+    loaded: Collection[Tensor] = (),
+) -> list[Piece]:
+    """Who initialises what, in order. ``units``: the modules that are units. ``loaded``: get their values otherwise.
 
     Raises:
         MetaDeviceError: a module has a tensor on the meta device, and nobody to initialise it.
     """
     names = tensor_names(model)
-    missing = {tensor for tensor in names if tensor.is_meta}
+    missing = {tensor for tensor in names if tensor.is_meta and tensor not in loaded}
     on_meta = frozenset(missing)
     pieces = []
     for modules, holds_units in _divide(model, units):

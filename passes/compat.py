@@ -30,6 +30,7 @@ whole test-suite was run.
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``UntypedStorage._cdata`` | which fake tensors share memory | 2.9 to 2.15 |
 | ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``distributed.tensor._utils.compute_local_shape_and_global_offset`` | a rank's part of a DTensor | 2.9, 2.13 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
@@ -89,6 +90,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_default
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,6 +132,7 @@ __all__ = [
     "inductor_joint_passes",
     "is_tracing",
     "launches_groups",
+    "local_shape_and_offset",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -225,6 +228,12 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
+
+
+def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
+    assert isinstance(tensor, DTensor)
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:

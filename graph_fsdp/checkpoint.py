@@ -1,0 +1,116 @@
+"""Loading checkpoints into compiled models.
+
+- ``graph_fsdp.compile(model, checkpoint=…)`` takes a model's values from safetensors files from the start: on the meta
+  device, nothing that the files have is initialised.
+- :func:`load_safetensors` does so at any later time.
+- :func:`load_full_state_dict` takes a whole state dict that one rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from graph_fsdp.errors import CheckpointError
+from graph_fsdp.initial_values import agree_on_values, checkpoint_facts
+from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.module import GraphFSDPModule
+from graph_fsdp.safetensors_files import AnyPath, Safetensors
+from graph_fsdp.state_keys import IncompatibleKeys, Rename, match_keys
+
+__all__ = ["CheckpointError", "IncompatibleKeys", "Safetensors", "load_full_state_dict", "load_safetensors"]
+
+
+def load_safetensors(
+    model: nn.Module, path: AnyPath | Sequence[AnyPath], *, strict: bool = True, rename: Rename | None = None
+) -> IncompatibleKeys:
+    """Load safetensors files into a compiled model. Every rank reads its own rows, and all ranks call it.
+
+    Floating-point values are cast to the shards' dtype. Arguments as of :class:`Safetensors`. Returns what
+    ``load_state_dict`` returns.
+
+    Raises:
+        CheckpointError: on every rank, before anything is written: the files cannot be read or do not fit the model.
+        RankDisagreement: ranks were given different files, or another rank cannot read its own; likewise.
+    """
+    mesh = _mesh_of(model)
+    problem: Exception | None = None
+    facts: list[str] = []
+    try:
+        files, matched = Safetensors(path, strict, rename).match(model)
+        facts = checkpoint_facts(files, matched)
+    except Exception as error:  # whatever it is, other ranks are told
+        problem = error
+    agree_on_values(mesh, facts, problem)
+    files.read((key, value) for value, key in matched.key_of.items())
+    return matched.incompatible
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True
+) -> IncompatibleKeys:
+    """Load whole tensors that rank 0 has into a compiled model, and any other rank's ``state_dict`` is not looked at
+    (None). All ranks call it. Tensors go from rank 0 to the others whole, one after the other, by
+    ``torch.distributed.checkpoint``.
+
+    Raises:
+        CheckpointError: on rank 0, before anything is written: the keys or shapes do not fit the model.
+        RankDisagreement: the same, on the other ranks.
+        ValueError: the model's mesh has not all ranks of the default process group.
+    """
+    mesh = _mesh_of(model)
+    if mesh is not None and len(mesh.ranks) != dist.get_world_size():
+        raise ValueError(
+            f"model: its mesh has {len(mesh.ranks)} of {dist.get_world_size()} ranks, and load_full_state_dict takes a "
+            "model on all of them; write the state dict to a safetensors file, and use load_safetensors"
+        )
+    first = mesh is None or dist.get_rank() == 0
+    problem: Exception | None = None
+    values: dict[str, Tensor] = {}
+    incompatible = IncompatibleKeys([], [])
+    try:
+        if first:
+            values, incompatible = _fitting(model, state_dict, strict)
+    except (CheckpointError, TypeError) as error:
+        problem = error
+    agree_on_values(mesh, [], problem)
+    if mesh is not None:
+        box = [incompatible]
+        dist.broadcast_object_list(box, src=0)
+        (incompatible,) = box
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=mesh is not None, strict=False)
+    set_model_state_dict(model, dict(values), options=options)
+    return incompatible
+
+
+def _fitting(
+    model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool
+) -> tuple[dict[str, Tensor], IncompatibleKeys]:
+    """What of a whole state dict goes into the model. Of a tied parameter torch.distributed.checkpoint knows the first
+    name, and would leave any other without a DTensor."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict of whole tensors on rank 0, got {type(state_dict).__name__}")
+    wrong = next((key for key, value in state_dict.items() if type(value) not in (Tensor, nn.Parameter)), None)
+    if wrong is not None:
+        raise TypeError(f"state_dict[{wrong!r}] is {type(state_dict[wrong]).__name__}, and not a whole tensor")
+    shapes = {key: value.shape for key, value in state_dict.items()}
+    matched = match_keys(model, shapes, strict=strict, where="a state dict")
+    values: dict[str, Tensor] = {}
+    seen = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value in matched.key_of and value not in seen:
+            seen.add(value)
+            values[name] = state_dict[matched.key_of[value]]
+    return values, matched.incompatible
+
+
+def _mesh_of(model: nn.Module) -> DataParallelMesh | None:
+    if not isinstance(model, GraphFSDPModule):
+        raise TypeError(
+            f"model must be one that graph_fsdp.compile has returned, got {type(model).__name__}; load before it with "
+            "load_state_dict, or compile with checkpoint="
+        )
+    return model._graph_fsdp.storage.mesh

@@ -1,0 +1,90 @@
+"""Which of a checkpoint's keys go to which parameters and buffers of a model, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from graph_fsdp.errors import CheckpointError
+
+Rename: TypeAlias = Callable[[str], "str | None"]
+
+
+class IncompatibleKeys(NamedTuple):
+    """What ``load_state_dict`` returns: with ``strict=False``, what was not loaded."""
+
+    missing_keys: list[str]  # of the model, in no file
+    unexpected_keys: list[str]  # of the checkpoint, not in the model
+
+
+@dataclass(frozen=True)
+class Matched:
+    key_of: dict[Tensor, str]  # parameter or buffer → key of the checkpoint, in the model's order
+    incompatible: IncompatibleKeys
+
+
+def match_keys(
+    model: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    strict: bool,
+    where: str,
+    rename: Rename | None = None,
+    unfit: Callable[[str, Tensor], str | None] | None = None,
+) -> Matched:
+    """Match the names in ``model.state_dict()`` with the keys of a checkpoint.
+
+    A tied parameter needs one of its names; of several, the last is taken, as ``load_state_dict`` would copy it last.
+
+    Args:
+        shapes: key → shape of the whole tensor.
+        where: what the keys were found in, for messages.
+        rename: name in the model → its key in the checkpoint; None for what the checkpoint is not asked for.
+        unfit: key and parameter or buffer → why it cannot be loaded, besides its shape.
+
+    Raises:
+        CheckpointError: worded as by ``nn.Module.load_state_dict``. A shape that differs is an error without ``strict``
+            too.
+    """
+    registered = {*model.parameters(), *model.buffers()}
+    key_of: dict[Tensor, str] = {}
+    absent: dict[str, Tensor] = {}  # name → a tensor that may be there under another name
+    known, missing, problems = set(), [], []
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = rename(name) if rename is not None else name
+        if key is None:
+            continue
+        known.add(key)
+        if not isinstance(value, Tensor) or value not in registered:
+            if key in shapes:
+                problems.append(f"{key} is neither a parameter nor a buffer of the model; load it by load_state_dict")
+            else:
+                missing.append(name)
+        elif key not in shapes:
+            absent[name] = value
+        else:
+            key_of[value] = key
+            if tuple(shapes[key]) != tuple(value.shape):
+                problems.append(
+                    f"size mismatch for {name}: copying a param with shape {list(shapes[key])} from checkpoint, the "
+                    f"shape in current model is {list(value.shape)}."
+                )
+            elif unfit is not None and (reason := unfit(key, value)):
+                problems.append(f"{name}: {reason}")
+    missing += [name for name, value in absent.items() if value not in key_of]
+    unexpected = [key for key in shapes if key not in known]
+    if strict and unexpected:
+        problems.insert(0, f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
+    if strict and missing:
+        problems.insert(0, f"Missing key(s) in state_dict: {_quoted(missing)}. ")
+    if problems:
+        lines = "\n\t".join(problems)
+        raise CheckpointError(f"Error(s) in loading state_dict for {type(model).__name__} from {where}:\n\t{lines}")
+    return Matched(key_of, IncompatibleKeys(missing, unexpected))
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
