@@ -11,6 +11,7 @@ import contextlib
 import inspect as python_inspect
 import itertools
 import json
+import logging
 import time
 import types
 from collections import Counter
@@ -34,12 +35,16 @@ from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
+from graph_fsdp.passes.repeat import Repeats, find_repeats
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
+
+log = logging.getLogger(__name__)
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
@@ -97,6 +102,7 @@ class Engine:
         self._index = _models_of_ranks[self.ranks]
         _models_of_ranks[self.ranks] += 1
         self._inputs: dict[str, Tensor] = {}
+        self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self._compiled = torch.compile(
             _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
@@ -169,12 +175,30 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
     ) -> Callable[..., Any]:
+        groups = find_repeats(module, self.spec) if self.repeat_traces else []
+        if groups:
+            try:
+                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
+                with repeats.registered():
+                    return self._trace(repeats.contracted, inputs, context, captured, repeats.expand)
+            except NotRepeatable as reason:
+                log.info("traced in one piece: %s", reason)
+        return self._trace(module, inputs, context, captured, self.backend.prepare)
+
+    def _trace(
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: PassContext,
+        captured: CapturedGraph,
+        prepare: Callable[[fx.GraphModule], fx.GraphModule],
+    ) -> Callable[..., Any]:
         partitioned: list[Graph] = []  # until their regions are compiled
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            joint = self.backend.prepare(joint)
+            joint = prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
@@ -202,7 +226,7 @@ class Engine:
             return self._program(Graph(backward, "backward"), context, captured)
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
-            graph = Graph(self.backend.prepare(inference), "inference")
+            graph = Graph(prepare(inference), "inference")
             self._run_passes([graph], context, captured, kind_of(graph, self.spec))
             self.regions.prepare([graph])
             return self._program(graph, context, captured)

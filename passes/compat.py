@@ -7,6 +7,7 @@ whole test-suite was run.
 | name | for | torch |
 |---|---|---|
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
+| ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
@@ -41,7 +42,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,11 @@ __all__ = [
     "set_local_tensor",
     "size_hint",
     "storage_id",
+    "traced_by_aot_autograd",
     "tracing",
     "tracing_options",
     "tree_map_only",
+    "with_graph",
     "without_memory",
     "without_torch_function",
 ]
@@ -285,6 +288,55 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own
+    def __init__(self, graph: torch.fx.GraphModule, forward_outputs: int) -> None:
+        self.graph, self.forward_outputs = graph, forward_outputs
+
+
+def traced_by_aot_autograd(
+    module: torch.fx.GraphModule,
+    arguments: Sequence[torch.Tensor],
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> tuple[torch.fx.GraphModule, int]:
+    """The joint graph of ``module`` on fake ``arguments``, or that of inference, apart from the capture that is under
+    way; and how many of its outputs are forward's."""
+
+    def partition(joint: torch.fx.GraphModule, _: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        raise _Traced(joint, num_fwd_outputs)
+
+    def compile_inference(graph: torch.fx.GraphModule, _: Any) -> Any:
+        raise _Traced(graph, len(next(iter(reversed(graph.graph.nodes))).args[0]))
+
+    compiler = aot_autograd(
+        fw_compiler=compile_inference,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    try:
+        with tracing(TracingContext(current_fake_mode())):
+            compiler(module, arguments)
+    except _Traced as traced:
+        return traced.graph, traced.forward_outputs
+    raise AssertionError("AOTAutograd returned without a graph")
+
+
+def with_graph(
+    module: torch.fx.GraphModule, graph: torch.fx.Graph, copies: Mapping[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """Dynamo's ``module`` with another graph of the same inputs: AOTAutograd guards on inputs by where they come from.
+    ``copies``: node of the old graph → of the new one."""
+    made = torch.fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    if hasattr(module, "_param_name_to_source"):
+        made._param_name_to_source = module._param_name_to_source
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    return made
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
