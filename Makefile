@@ -41,7 +41,7 @@ types: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples]"
+	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples,benchmarks]"
 	touch $@
 
 clean:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import validate
 from graph_fsdp.capture import Engine
-from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.initial_values import initial_values
+from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
 from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.hardware import detect_hardware
@@ -37,9 +38,10 @@ def compile(
     ignored_params: Iterable[nn.Parameter] | None = None,
     activation_checkpointing: str | None = None,
     sync_module_states: bool = False,
-    param_init_fn: Any = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
     passes: PassPipeline | None = None,
     backend: str = "inductor",
+    regions: Literal["cut", "whole"] = "cut",
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> Model:
@@ -50,12 +52,16 @@ def compile(
     ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
 
     Args:
-        model: on its device already, with its values.
-        mesh: of the model's device type. One dimension: parameters are sharded over it, or, if its name is
-            "replicate" or "dp_replicate", every rank holds them whole (DDP). Two dimensions: parameters are sharded
-            over the second and replicated over the first (HSDP), whatever their names. None: all ranks of
-            ``torchrun``, or one process, whose parameters then stay plain tensors. Gradients are means over all ranks
-            of the mesh.
+        model: with its values, on the mesh's device or on the CPU; or, all or parts of it, on the meta device. What is
+            there is initialised on the mesh's device, by each module's ``reset_parameters()`` or by ``param_init_fn``,
+            and cut to shards, unit by unit: no more than one is there whole. The random numbers are those of the mesh's
+            first rank: given its seed, the same values whatever the number of ranks. What has values keeps them.
+        mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension: parameters are
+            sharded over it, or, if its name is "replicate" or "dp_replicate", every rank holds them whole (DDP). Two
+            dimensions: parameters are sharded over the second and replicated over the first (HSDP), whatever their
+            names. None: all ranks of ``torchrun``, or one process, whose parameters then stay plain tensors; where the
+            model is, or, if all of it is on the meta device, on the accelerator if torch finds one and the process
+            group is not gloo, else on the CPU. Gradients are means over all ranks of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
@@ -65,14 +71,24 @@ def compile(
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
             ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype.
         ignored_params: left as they are: not sharded, gradients not reduced.
-        sync_module_states: give every rank the values of the mesh's first rank.
+        sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
+            parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
+            or parts of it; nothing is initialised there.
+        param_init_fn: of a model on the meta device, initialises one module: called, as by ``nn.Module.apply``, on each
+            module with anything on the meta device in it or below it, children first (a Hugging Face model's is
+            ``model._init_weights``). It finds the module on the mesh's device, with what is below it in its unit, and
+            must write to all of it with torch's operators.
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
         backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
+            collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
+            the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         fullgraph, dynamic: as in ``torch.compile``.
 
     Raises:
-        MeshError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError: before
-            anything of the model is changed.
+        MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
+            before anything of the model is changed.
+        RankDisagreement: ranks would get their values in different ways; likewise.
     """
     validate.torch_version(torch.__version__)
     validate.model(model)
@@ -81,16 +97,26 @@ def compile(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         activation_checkpointing=activation_checkpointing,
+        sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         passes=passes,
         backend=backend,
+        regions=regions,
     )
     ignored = validate.ignored_parameters(model, ignored_params)
     device = validate.device(model, ignored)
     names = parameter_names(model)
     units = find_units(model, auto_wrap_policy, ignored)
-    mesh = _find_mesh(mesh, device)
+    mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    put_values = initial_values(
+        model,
+        {unit.module for unit in units},
+        parallel,
+        device,
+        sync_module_states=sync_module_states,
+        param_init_fn=param_init_fn,
+    )
     pipeline = passes if passes is not None else default_pipeline()
     reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
     spec = _model_spec(units, names, parallel, mp_policy)
@@ -102,10 +128,10 @@ def compile(
     cost = _cost_model(pipeline, groups, device, backend)
     spec = pipeline.arrange(spec, cost)
 
-    if sync_module_states and parallel is not None:
-        parallel.broadcast(model)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
-    storage = Storage(model, spec, originals, names, parallel)
+    storage = Storage(model, spec, originals, names, parallel, device)
+    if storage.has_memory:
+        put_values(storage)
     engine = Engine(
         original_forward(model),
         spec,
@@ -116,6 +142,7 @@ def compile(
         reshard_after_forward=reshard,
         fullgraph=fullgraph,
         dynamic=dynamic,
+        whole=regions == "whole",
     )
     storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
@@ -123,14 +150,26 @@ def compile(
     return model
 
 
-def _find_mesh(mesh: DeviceMesh | None, device: torch.device) -> DeviceMesh | None:
+def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[DeviceMesh | None, torch.device]:
+    """The mesh, and the device of this rank's shards. ``device``: of the model; None if it is on the meta device."""
     if mesh is not None:
         validate.mesh(mesh, device)
-        return mesh
-    if dist.is_initialized():
-        return init_device_mesh(device.type, (dist.get_world_size(),))
-    world_size = validate.world_size_of_environment()
-    return init_device_mesh(device.type, (world_size,)) if world_size > 1 else None
+        return mesh, _device_of_type(mesh.device_type, device)
+    if not dist.is_initialized() and validate.world_size_of_environment() > 1:
+        dist.init_process_group()
+    if not dist.is_initialized():
+        return None, device if device is not None else _device_of_type(default_device_type())
+    device_type = first_ranks_device_type(device)
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    validate.mesh(mesh, device)
+    return mesh, _device_of_type(device_type, device)
+
+
+def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
+    """``device`` if it is of this type, else the process's current one of the type."""
+    if device is not None and device.type == device_type:
+        return device
+    return torch.empty(0, device=device_type).device  # with its index
 
 
 def _model_spec(

@@ -39,7 +39,7 @@ from graph_fsdp.passes.repeat import Repeats, find_repeats
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.report import CapturedGraph
-from graph_fsdp.runtime import GatheredBytes, Program, RegionCache
+from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
@@ -86,14 +86,15 @@ class Engine:
         reshard_after_forward: bool | Literal["auto"] | None,
         fullgraph: bool,
         dynamic: bool | None,
+        whole: bool = False,
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
         self._forward = forward
         self.counter = GatheredBytes()
-        self.regions = RegionCache(backend)
+        self.regions, self.whole = RegionCache(backend), whole
         self.graphs: list[CapturedGraph] = []
-        self.programs: dict[tuple[int, Phase], Program] = {}  # by captured graph
+        self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
@@ -216,19 +217,26 @@ class Engine:
             partitioned[:] = graphs
             return forward, backward
 
-        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program:
+        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
-            self.regions.prepare(partitioned)
+            if not self.whole:
+                self.regions.prepare(partitioned)
             partitioned.clear()
             return self._program(Graph(forward, "forward"), context, captured)
 
-        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program:
+        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             return self._program(Graph(backward, "backward"), context, captured)
 
+<<<<<<< HEAD
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
             graph = Graph(prepare(inference), "inference")
+=======
+        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
+            graph = Graph(self.backend.prepare(inference), "inference")
+>>>>>>> main
             self._run_passes([graph], context, captured, kind_of(graph, self.spec))
-            self.regions.prepare([graph])
+            if not self.whole:
+                self.regions.prepare([graph])
             return self._program(graph, context, captured)
 
         return compat.aot_autograd(
@@ -288,6 +296,7 @@ class Engine:
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
+        lines.append(f"regions {'whole' if self.whole else 'cut'}")
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
         lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
         if self.spec.reshard_size:
@@ -301,9 +310,13 @@ class Engine:
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
         return lines
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program:
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         graph.cost = context.cost
-        program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
+        program: Program | WholeProgram
+        if self.whole:
+            program = WholeProgram(graph, self.regions, self.counter)
+        else:
+            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_fsdp.passes.pipeline import PassError, PipelineError
 from graph_fsdp.passes.prefetch import BudgetError
-from graph_fsdp.passes.verify import VerificationError
+from graph_fsdp.passes.verification_error import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "EmptyPlaceholderError",
     "GraphBreakError",
     "MeshError",
+    "MetaDeviceError",
     "ParameterChangedError",
     "PassError",
     "PipelineError",
@@ -25,6 +26,10 @@ __all__ = [
 
 class MeshError(ValueError):
     """The mesh does not fit the model, or there is none where one is needed."""
+
+
+class MetaDeviceError(ValueError):
+    """A parameter or buffer is on the meta device, and nothing gives it a value."""
 
 
 class AlreadyShardedError(ValueError):

@@ -11,16 +11,20 @@ These are the meshes that ``fully_shard`` takes, and torchtitan's names. Scalars
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from graph_fsdp.passes import GroupShape
+from graph_fsdp.runtime.agreement import is_shared, publish, receive
 
+# For all ranks to reach ``graph_fsdp.compile``: the first may be reading a checkpoint while the others wait.
+START_TIMEOUT_SECONDS = 1800.0
 REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
 
 
@@ -91,14 +95,79 @@ class DataParallelMesh:
         """Where a parameter lies, per dimension of the mesh."""
         return [Shard(0) if dim == self.shard_dim and not scalar else Replicate() for dim in range(self.mesh.ndim)]
 
-    def broadcast(self, model: nn.Module) -> None:
-        """Give every rank the parameters and buffers of the mesh's first rank: along one dimension after the other,
-        from the ranks that have them already."""
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the mesh's first one."""
+        return dist.get_rank() == self.ranks[0]
+
+    def broadcast(self, value: Tensor) -> None:
+        """Overwrite ``value``, contiguous, by that of the mesh's first rank: along one dimension after the other, from
+        the ranks that have it already."""
         for dim in range(self.mesh.ndim):
-            group = self.mesh.get_group(dim)
+            self._broadcast(value, dim)
+
+    def scatter(self, shard: Tensor, full: Tensor | None) -> None:
+        """Fill each rank's ``shard``, contiguous and of one shape on all ranks, with its rows of ``full``, a tensor of
+        the mesh's first rank that has up to as many rows as all shards together. No other rank holds more than its
+        shard: the first line of ranks shards, and the others get theirs from it."""
+        if self.shard_dim is None:
+            if full is not None:
+                shard.copy_(full)
+        elif all(i == 0 for dim, i in enumerate(self._coordinate) if dim != self.shard_dim):
+            group = self.mesh.get_group(self.shard_dim)
+            chunks = None
+            if full is not None:
+                chunks = list(_padded(full, self.world_size * shard.shape[0]).chunk(self.world_size))
+                shard.copy_(chunks[0])
             source = dist.get_process_group_ranks(group)[0]
-            with torch.no_grad():
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    value = tensor.detach().contiguous()
-                    dist.broadcast(value, source, group=group)
-                    tensor.copy_(value)
+            dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, source, group=group)
+        if self.replicate_dim is not None:
+            self._broadcast(shard, self.replicate_dim)
+
+    def _broadcast(self, value: Tensor, dim: int) -> None:
+        group = self.mesh.get_group(dim)
+        dist.broadcast(_bytes(value), dist.get_process_group_ranks(group)[0], group=group)
+
+    @property
+    def _coordinate(self) -> list[int]:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return list(coordinate)
+
+
+# Calls of ``first_ranks_device_type`` so far; all ranks count alike.
+_calls = itertools.count()
+
+
+def first_ranks_device_type(device: torch.device | None) -> str:
+    """Of a mesh of all ranks: the type of the ``device`` that the first rank's model is on. A rank whose own is on the
+    meta device (None) could not tell."""
+    own = device.type if device is not None else default_device_type()
+    ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
+    if not is_shared(ranks):
+        return own
+    if dist.get_rank() == 0:
+        publish(key, own, ranks)
+    return receive(key, ranks, START_TIMEOUT_SECONDS)
+
+
+def default_device_type() -> str:
+    """Where a model goes that is on the meta device, when no mesh says."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """What a process group sends of any dtype."""
+    return value.view(-1).view(torch.uint8)
+
+
+def _padded(full: Tensor, rows: int) -> Tensor:
+    """A contiguous tensor of so many rows that begins with those of ``full``."""
+    if full.shape[0] == rows:
+        return full.contiguous()
+    padded = full.new_zeros(rows, *full.shape[1:])
+    padded[: full.shape[0]] = full
+    return padded

@@ -72,7 +72,7 @@ def trace(
             has the same collectives; attention is ``_scaled_dot_product_flash_attention_for_cpu`` in it.
         loss: of the model's outputs; becomes part of the graph. None if the model computes it, or if its gradients
             shall be inputs of the backward graph.
-        compile_options: of :func:`graph_fsdp.compile`.
+        compile_options: of :func:`graph_fsdp.compile`; ``param_init_fn`` is not called.
 
     Raises:
         MeshError: the default process group has another size.
@@ -99,6 +99,7 @@ def trace(
     _take_memory(model, target)
     if loss is not None:
         model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))
+    compile_options.pop("param_init_fn", None)
     with _process_group(world_size), models_not_counted():
         mesh = init_device_mesh(target.type, (world_size,)) if world_size > 1 else None
         compile(model, mesh, **compile_options)

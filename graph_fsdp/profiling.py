@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import CostModel, Measurements, compat
 from graph_fsdp.passes.cost import collective_key, op_key
 from graph_fsdp.passes.dialect import Role
@@ -59,8 +60,14 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     Raises:
         TypeError: ``model`` was not compiled by graph_fsdp, or the batch does not fit its forward.
         ValueError: ``steps`` or ``warmup`` is below 1, or the model ran no graph.
+        UnsupportedError: ``model`` was compiled with ``regions="whole"``.
     """
     engine = engine_of(model)
+    if engine.whole:
+        raise UnsupportedError(
+            "model: it was compiled with regions='whole', and what runs as one function cannot be timed by region; "
+            "profile it compiled with regions='cut', whose profile a pipeline takes for either"
+        )
     _check_count("steps", steps)
     _check_count("warmup", warmup)
     device = next(iter(engine.storage.buffers.values())).device

@@ -11,13 +11,14 @@ from torch import fx, nn
 
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.layout import copies
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
-from graph_fsdp.runtime import GatheredBytes, Program
+from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,17 @@ class BucketRow:
 
 class GraphView:
     """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
-    program that runs it, and the bytes that it is predicted to hold."""
+    program that runs it, the bytes that it is predicted to hold, and ``copied_nbytes``: those that packing and
+    unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.layout.copies`)."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
         self.buckets: list[BucketRow] = []
         self.slots = SlotTable()
+        self.copied_nbytes = 0
         self.program: str | None = None
+        self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
         self.memory: MemoryProfile | None = None
         self.graph: Graph | None = None  # after all passes
         self.nodes = 0
@@ -105,16 +109,23 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(self, graph: Graph, context: PassContext, program: Program, memory: MemoryProfile) -> None:
+    def add_program(
+        self, graph: Graph, context: PassContext, program: Program | WholeProgram, memory: MemoryProfile
+    ) -> None:
         self.add_graph(graph, context)
-        self.view(graph.phase).program = program.source
-        self.view(graph.phase).memory = memory
+        view = self.view(graph.phase)
+        view.program = program.source
+        if isinstance(program, WholeProgram):
+            view.whole, view.slots = True, SlotTable()
+        else:
+            view.memory = memory
 
     def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
         view.graph = graph
         view.buckets = _bucket_rows(graph)
         view.slots = slot_table(graph, context)
+        view.copied_nbytes = sum(copies(graph))
         view.nodes = len(graph.fx_graph.nodes)
 
     def view(self, phase: Phase) -> GraphView:
@@ -125,11 +136,14 @@ class CapturedGraph:
 
 class GraphReport:
     """What ``inspect`` returns. ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their
-    kind; ``graphs`` holds all captures, in order."""
+    kind; ``graphs`` holds all captures, in order. ``whole``: graphs are compiled in one piece (``regions="whole"``);
+    ``peak_gathered_bytes`` is None then, as nothing counts them."""
 
-    def __init__(self, graphs: list[CapturedGraph], spec: ModelSpec, counter: GatheredBytes, regions: Any) -> None:
-        self.graphs, self.spec = graphs, spec
-        self.peak_gathered_bytes = counter.peak
+    def __init__(
+        self, graphs: list[CapturedGraph], spec: ModelSpec, counter: GatheredBytes, regions: Any, whole: bool = False
+    ) -> None:
+        self.graphs, self.spec, self.whole = graphs, spec, whole
+        self.peak_gathered_bytes = None if whole else counter.peak
         self.collectives = dict(counter.collectives)
         self.regions, self.compiled_regions = regions.regions, regions.compiled
 
@@ -179,8 +193,7 @@ class GraphReport:
         lines = [
             f"graph_fsdp: {len(parameters)} parameters in {len(self.spec.buckets)} buckets over "
             f"{f'{replicas} replicas of ' if replicas > 1 else ''}{world_size} rank{'s' if world_size > 1 else ''}",
-            f"captured graphs: {len(self.graphs)}; compute regions: {self.regions}, compiled {self.compiled_regions}; "
-            f"most bytes gathered at once: {self.peak_gathered_bytes:,}",
+            f"captured graphs: {len(self.graphs)}; {self._compiled()}",
         ]
         for captured in self.graphs:
             for phase, view in captured.views.items():
@@ -189,7 +202,12 @@ class GraphReport:
                 lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
                 lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
-                lines += [f"  {line}" for line in str(view.memory).splitlines()]
+                if view.whole:
+                    lines += ["  compiled whole: the compiler allocates the buffers"]
+                elif view.buckets:
+                    lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
+                if view.memory is not None:
+                    lines += [f"  {line}" for line in str(view.memory).splitlines()]
                 lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)
@@ -197,6 +215,14 @@ class GraphReport:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _compiled(self) -> str:
+        if self.whole:
+            return f"compiled whole: {self.compiled_regions}"
+        return (
+            f"compute regions: {self.regions}, compiled {self.compiled_regions}; "
+            f"most bytes gathered at once: {self.peak_gathered_bytes:,}"
+        )
 
 
 def inspect(model: nn.Module) -> GraphReport:
@@ -206,7 +232,7 @@ def inspect(model: nn.Module) -> GraphReport:
         TypeError: ``model`` was not compiled by graph_fsdp.
     """
     engine = engine_of(model)
-    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions)
+    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions, engine.whole)
 
 
 def engine_of(model: nn.Module) -> Any:

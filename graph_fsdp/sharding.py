@@ -37,10 +37,14 @@ class ShardedParameter:
     shard: nn.Parameter
     input: Tensor  # padded local shard, a view of the storage
     local: Tensor  # without padding: the shard's own local tensor
+    filled: bool = False  # it has the parameter's values
 
 
 class Storage:
-    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail."""
+    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail.
+
+    In between, whoever gives the model other values than its own puts them in: ``fill`` and ``keep_whole``.
+    """
 
     def __init__(
         self,
@@ -49,26 +53,26 @@ class Storage:
         originals: dict[str, nn.Parameter],
         names: dict[nn.Parameter, list[str]],
         mesh: DataParallelMesh | None,
+        device: torch.device,
     ) -> None:
         self.spec, self.mesh = spec, mesh
         self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
-        device = next(iter(originals.values())).device
         # A model that is planned and not run has no memory, and its shards get none.
-        self.has_memory = all(map(compat.has_memory, originals.values()))
-        allocate = torch.zeros if self.has_memory else compat.without_memory
+        self.has_memory = all(p.is_meta or compat.has_memory(p) for p in originals.values())
+        # Not zeroed: on the CPU, pages are then taken as shards are filled, while the originals give theirs back.
+        allocate = torch.empty if self.has_memory else compat.without_memory
         self.buffers = {dtype: allocate((n,), dtype=dtype, device=device) for dtype, n in sizes.items()}
         self.parameters: dict[str, ShardedParameter] = {}
+        self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
         for name, p in spec.parameters.items():
             original = originals[name]
             begin = offsets[name]
             padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
             local = padded if p.replicated else padded[: p.local_rows(self.rank)]
-            first = self.rank * p.chunk_rows if not p.replicated else 0
             if self.has_memory:
-                with torch.no_grad():
-                    source = original.detach()
-                    local.copy_(source if p.replicated else source[first : first + local.shape[0]])
+                end = begin + local.numel()
+                self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
             owners = tuple(_owner(model, full_name) for full_name in names[original])
             self.parameters[name] = ShardedParameter(
                 p, owners, original, self._make_shard(p, original, local), padded, local
@@ -92,18 +96,38 @@ class Storage:
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
         return shard
 
+    def fill(self, p: ShardedParameter, full: Tensor) -> None:
+        """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
+        first = 0 if p.spec.replicated else self.rank * p.spec.chunk_rows
+        source = full.detach()
+        p.local.detach().copy_(source if p.spec.replicated else source[first : first + p.local.shape[0]])
+        p.filled = True
+
+    def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
+        """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
+        self._whole.append((tensor, value))
+
     def install(self, fullgraph: bool) -> None:
-        """Register the shards and take the placeholders' memory away. With ``fullgraph``, nothing of the model runs
-        outside of compiled code, and placeholders need no guard while its forward runs."""
+        """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
+        memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
+        and placeholders need no guard while its forward runs."""
         self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
+            if self.has_memory and not p.filled:
+                self.fill(p, p.placeholder)
             _register(p, p.shard)
             allocate = torch.empty if self.has_memory else compat.without_memory
             empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
             if self.has_memory:
                 empty.untyped_storage().resize_(0)
-            p.placeholder.data = empty
+            _set_memory(p.placeholder, empty)
             guard(p.placeholder, p.spec.name, self._forward_runs)
+        for tensor, value in self._whole:
+            if tensor.device == value.device:
+                tensor.detach().copy_(value)
+            else:
+                _set_memory(tensor, value)
+        self._whole.clear()
 
     def _forward_runs(self) -> bool:
         return self.active
@@ -212,6 +236,14 @@ def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
             offsets[p.name] = sizes.setdefault(p.dtype, 0)
             sizes[p.dtype] += aligned(p.shard_numel, p.dtype)
     return offsets, sizes
+
+
+def _set_memory(tensor: Tensor, value: Tensor) -> None:
+    """``tensor`` has the memory of ``value`` from now on, wherever the model refers to it."""
+    if tensor.is_meta:  # torch lets no other device's memory be its ``data``
+        compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
+    else:
+        tensor.data = value
 
 
 def _register(p: ShardedParameter, value: nn.Parameter) -> None:

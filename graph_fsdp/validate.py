@@ -75,23 +75,19 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter] | None)
     return found
 
 
-def device(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device:
+def device(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
+    """Of the parameters that have values; None if none has any."""
     devices: dict[torch.device, str] = {}
     for name, p in model.named_parameters():
-        if p not in ignored:
+        if p not in ignored and not p.is_meta:
             devices.setdefault(p.device, name)
-    if torch.device("meta") in devices:
-        raise UnsupportedError(
-            f"parameter {devices[torch.device('meta')]!r} is on the meta device and has no values; materialise the "
-            "model (to_empty and initialisation) before graph_fsdp.compile"
-        )
     if len(devices) > 1:
         found = ", ".join(f"{name!r} on {d}" for d, name in devices.items())
         raise ValueError(f"model: parameters are on several devices ({found}); move the model to one device")
-    return next(iter(devices))
+    return next(iter(devices), None)
 
 
-def mesh(mesh: Any, device: torch.device) -> None:
+def mesh(mesh: Any, device: torch.device | None) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.init_device_mesh) or None, got {mesh!r}")
     if not dist.is_initialized():
@@ -112,7 +108,10 @@ def mesh(mesh: Any, device: torch.device) -> None:
             f"mesh has the ranks {mesh.mesh.flatten().tolist()} and this one is rank {dist.get_rank()}; call "
             "graph_fsdp.compile on the ranks of the mesh only"
         )
-    if mesh.device_type != device.type:
+    if device is None and mesh.device_type == "meta":
+        raise MeshError("mesh is of device type 'meta', which holds no values; make it for the device to compute on")
+    moved = device is not None and device.type == "cpu" and mesh.device_type != "meta"
+    if device is not None and device.type != mesh.device_type and not moved:
         raise MeshError(
             f"mesh is of device type {mesh.device_type!r} and the model's parameters are on {device.type!r}; move the "
             "model, or make the mesh for its device type"
@@ -166,12 +165,22 @@ def options(
     mp_policy: Any,
     offload_policy: Any,
     activation_checkpointing: Any,
+    sync_module_states: Any,
     param_init_fn: Any,
     passes: Any,
     backend: Any,
+    regions: Any,
 ) -> None:
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} does not exist; there are {', '.join(map(repr, sorted(BACKENDS)))}")
+    if regions not in ("cut", "whole"):
+        raise ValueError(f"regions must be 'cut' or 'whole', got {regions!r}")
+    if regions == "whole" and not BACKENDS[backend].compiles_whole:
+        able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.compiles_whole)
+        raise ValueError(
+            f"regions='whole' has a graph compiled in one piece, and backend {backend!r} runs it operator by operator; "
+            f"leave regions out, or pass backend={able}"
+        )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}")
     if passes is not None and not isinstance(passes, PassPipeline):
@@ -193,5 +202,10 @@ def options(
             f"activation_checkpointing={activation_checkpointing!r} is not available yet; use "
             "torch.utils.checkpoint.checkpoint(…, use_reentrant=False) in the model"
         )
-    if param_init_fn is not None:
-        raise UnsupportedError("param_init_fn is for meta-device models, which are not available yet; leave it out")
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn must be a function that initialises a module, or None, got {param_init_fn!r}")
+    if param_init_fn is not None and sync_module_states:
+        raise ValueError(
+            "param_init_fn would never be called: sync_module_states=True gives every rank the values of the mesh's "
+            "first rank; leave one of the two out"
+        )

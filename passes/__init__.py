@@ -24,7 +24,7 @@ from graph_fsdp.passes.reshard import Reshard
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import AssignSlots, SlotTable
 from graph_fsdp.passes.stage import Stage
-from graph_fsdp.passes.verify import VerificationError
+from graph_fsdp.passes.verification_error import VerificationError
 
 __all__ = [
     "HARDWARE",

@@ -6,6 +6,7 @@ reduced and waited for just after its last gradient. Moving starts up and waits 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -109,7 +110,7 @@ def _gather_bucket(
     with graph.fx_graph.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
         arguments = (shards, offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, context.model.group)
-        messages = [value for message in bucket.messages for value in message]
+        messages = bucket.message_arguments()
         start = graph.call(
             dialect.all_gather_start, (*arguments, messages) if messages else arguments, name=f"gather_{bucket.name}"
         )
@@ -148,7 +149,8 @@ def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
 def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    order = context.model.index_of
+    bucket = context.model.bucket_of.get(_parameter(nodes[0], context).name)
+    order = context.model.index_of if bucket is None else bucket.offsets
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
     unit, dtype = parameters[0].unit, parameters[0].dtype
@@ -160,14 +162,12 @@ def _reduce_bucket(
 
     shard_grads: dict[fx.Node, fx.Node] = {}
     with graph.fx_graph.inserting_before(last.next):
-        flat = _reduce(graph, context.model, name, grads, parameters)
+        flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters)
         if flat.meta["val"].dtype is not dtype:
             flat = graph.call(prims.convert_element_type.default, (flat, dtype))
-        begin = 0
-        for node, p in zip(nodes, parameters, strict=True):
+        for node, p, begin in zip(nodes, parameters, begins, strict=True):
             piece = (flat, 0, begin, begin + p.shard_numel)
             grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
-            begin += p.shard_numel
             if len(p.shard_shape) != 1:
                 grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
             set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
@@ -176,9 +176,15 @@ def _reduce_bucket(
 
 
 def _reduce(
-    graph: Graph, model: ModelSpec, name: str, grads: list[fx.Node], parameters: list[ParameterSpec]
-) -> fx.Node:
-    """Insert the collectives of a bucket's gradients; the flat result of the last, waited for."""
+    graph: Graph,
+    model: ModelSpec,
+    bucket: BucketSpec | None,
+    name: str,
+    grads: list[fx.Node],
+    parameters: list[ParameterSpec],
+) -> tuple[fx.Node, list[int]]:
+    """Insert the collectives of a bucket's gradients; the flat result of the last, waited for, and where in it each
+    parameter's begins."""
     reduce_dtype, names = parameters[0].reduce_dtype, tuple(p.name for p in parameters)
 
     def collective(target: Any, args: tuple[Any, ...], start_role: Role, wait_role: Role, verb: str) -> fx.Node:
@@ -189,17 +195,25 @@ def _reduce(
         return set_record(wait, replace(record, role=wait_role))
 
     roles = (Role.REDUCE_START, Role.REDUCE_WAIT)
+    whole = list(itertools.accumulate((p.shard_numel for p in parameters[:-1]), initial=0))
     if model.world_size == 1:
-        whole = (grads, reduce_dtype, model.replicas, model.replicate_group)
-        return collective(dialect.all_reduce_start, whole, *roles, "reduce")
-    target = dialect.all_reduce_start if parameters[0].replicated else dialect.reduce_scatter_start
-    over_shards = (grads, reduce_dtype, model.world_size, model.group)
+        arguments = (grads, reduce_dtype, model.replicas, model.replicate_group)
+        return collective(dialect.all_reduce_start, arguments, *roles, "reduce"), whole
+    over_shards: tuple[Any, ...] = (grads, reduce_dtype, model.world_size, model.group)
+    if bucket is None:  # scalars
+        target, begins, messages = dialect.all_reduce_start, whole, []
+    else:
+        target, messages = dialect.reduce_scatter_start, bucket.reduced_in(parameters)
+        values = [grad.meta["val"] for grad in grads]
+        begins = dialect.reduced_offsets(values, reduce_dtype, model.world_size, messages)[:-1]
+    if messages or model.replicas > 1:
+        over_shards = (*over_shards, model.replicas)
+    reduced = collective(target, (*over_shards, messages) if messages else over_shards, *roles, "reduce")
     if model.replicas == 1:
-        return collective(target, over_shards, *roles, "reduce")
-    shard = collective(target, (*over_shards, model.replicas), *roles, "reduce")
-    over_replicas = (shard, model.ranks, model.replicate_group)
+        return reduced, begins
+    over_replicas = (reduced, model.ranks, model.replicate_group)
     roles = (Role.REPLICATE_START, Role.REPLICATE_WAIT)
-    return collective(dialect.all_reduce_shard_start, over_replicas, *roles, "replicate")
+    return collective(dialect.all_reduce_shard_start, over_replicas, *roles, "replicate"), begins
 
 
 def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:

@@ -1,4 +1,4 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place.
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py.)
 
 Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -10,7 +10,8 @@ whole test-suite was run.
 | ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
-| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region | 2.9 to 2.15 |
+| ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
@@ -21,7 +22,7 @@ whole test-suite was run.
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
-| ``distributed_c10d._coalescing_manager`` | grouped all-gathers on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
@@ -36,11 +37,14 @@ whole test-suite was run.
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory, for planning | 2.9 to 2.15 |
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
+| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,6 +87,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
@@ -95,6 +100,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OptimizedModule",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
     "Unsupported",
@@ -111,12 +117,14 @@ __all__ = [
     "flop_registry",
     "free_symbols",
     "grouped_all_gather",
+    "grouped_reduce_scatter",
     "has_memory",
     "inductor_cache_directory",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
     "is_tracing",
+    "launches_groups",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -126,6 +134,7 @@ __all__ = [
     "set_local_tensor",
     "size_hint",
     "storage_id",
+    "swap",
     "traced_by_aot_autograd",
     "tracing",
     "tracing_options",
@@ -147,17 +156,34 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def grouped_all_gather(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
-) -> list[dist.Work | Any]:
+def launches_groups(device: torch.device) -> bool:
+    """Whether the process groups of a device launch several collectives as one."""
+    return device.type in ("cuda", "xpu")
+
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def grouped_all_gather(pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
     """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
     after the other; what to wait for."""
-    if len(pairs) > 1 and pairs[0][1].device.type in ("cuda", "xpu"):
+    return _grouped(all_gather_single, pairs, group)
+
+
+def grouped_reduce_scatter(
+    pairs: _Pairs, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> list[dist.Work | Any]:
+    """Reduce-scatters of (target, source) pairs, likewise."""
+    return _grouped(functools.partial(reduce_scatter_single, op=op), pairs, group)
+
+
+def _grouped(collective: Callable[..., Any], pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
+    if len(pairs) > 1 and launches_groups(pairs[0][1].device):
         with _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
-                all_gather_single(target, source, group=group)
+                collective(target, source, group=group)
         return [manager]
-    return [all_gather_single(target, source, group=group, async_op=True) for target, source in pairs]
+    return [collective(target, source, group=group, async_op=True) for target, source in pairs]
 
 
 # 2.9 has it under another name.
@@ -204,6 +230,13 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = local
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchange all that two tensors are but their Python objects: a reference to one now finds the other's memory.
+    ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
+    of ``nn.LSTM`` to its parameters)."""
+    torch._C._swap_tensor_impl(a, b)
 
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -348,8 +381,10 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(module) or module
+    with V.set_fake_mode(current_fake_mode()):  # in which seeds of random numbers are made
+        return joint_graph_passes(module) or module
 
 
 def inductor_cache_directory() -> Path | None:
@@ -367,17 +402,25 @@ def inductor_cache_directory() -> Path | None:
 
 
 def inductor_compile(
-    module: torch.fx.GraphModule, inputs: list[Any], *, is_backward: bool, is_inference: bool
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool = False,
 ) -> Callable[[list[Any]], Any]:
-    """Compile one region with Inductor.
+    """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.passes.compat_inductor.graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
     taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
+    from graph_fsdp.passes.compat_inductor import graph_order
+
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)

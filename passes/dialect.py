@@ -8,8 +8,8 @@
 | ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
 | ``keep_shard(buffer, offsets, numels, length, world_size, ranks, group)`` | flat shard | of a bucket, over ``ranks`` |
 | ``free(buffer)`` | nothing | the buffer's memory is given back |
-| ``reduce_scatter_start(grads, dtype, world_size, group, replicas)`` | flat shard of gradients | mean, in ``dtype`` |
-| ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | likewise, not sharded |
+| ``reduce_scatter_start(grads, dtype, world_size, group, replicas, messages)`` | flat shard of gradients | mean |
+| ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | mean, not sharded |
 | ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
 | ``reduce_wait(buffer)`` | the same buffer | contents are there |
 
@@ -22,6 +22,11 @@ lands in place; parameters that share one are unpacked by the wait. ``shards`` a
 tensor of all ``length`` elements, in which ``numels`` says how long the chunks at ``offsets`` are. Such a tensor is
 what ``keep_shard`` cuts out of a gathered buffer (see ``keep_shard.py``).
 
+Gradients are reduced in ``dtype``, and in messages too: ``messages`` says how many of ``grads`` share each, in their
+order; none is one of all. A gradient that has a message of its own is sent from where it lies, if it has the type of
+the reduction and the ranks' chunks are equal; what shares a message is packed. The results of messages start at
+multiples of ALIGNMENT bytes (``reduced_offsets``).
+
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
 before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
@@ -33,6 +38,7 @@ records and the predicates over them. The operators' implementations on process 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +46,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
 
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 _SCHEMAS = (
@@ -53,7 +61,8 @@ _SCHEMAS = (
     "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
     " -> Tensor",
     "free(Tensor(a!) buffer) -> ()",
-    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
+    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
+    " int[] messages=[]) -> Tensor",
     "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1) -> Tensor",
     "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group) -> Tensor(a!)",
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
@@ -214,8 +223,15 @@ def _(buffer: Tensor) -> None:
 
 
 @torch.library.register_fake("graph_fsdp::reduce_scatter_start", lib=_LIBRARY)
-def _(grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1) -> Tensor:
-    return grads[0].new_empty([sum(chunk_numels(grads, world_size))], dtype=dtype)
+def _(
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    replicas: int = 1,
+    messages: Sequence[int] = (),
+) -> Tensor:
+    return grads[0].new_empty(reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype)
 
 
 @torch.library.register_fake("graph_fsdp::all_reduce_start", lib=_LIBRARY)
@@ -236,6 +252,27 @@ def _(buffer: Tensor) -> Tensor:
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
     """Elements of each gradient's (padded) chunk."""
     return [-(-g.shape[0] // world_size) * math.prod(g.shape[1:]) for g in grads]
+
+
+def reduced_offsets(
+    grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
+) -> list[int]:
+    """Element at which each gradient's shard starts in what a ``reduce_scatter_start`` yields, and the end of the
+    last."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    numels = iter(chunk_numels(grads, world_size))
+    offsets, end = [], 0
+    for count in messages or [len(grads)]:
+        end = -(-end // step) * step
+        for numel in itertools.islice(numels, count):
+            offsets.append(end)
+            end += numel
+    return [*offsets, end]
+
+
+def is_sent_as_it_is(grad: Tensor, dtype: torch.dtype, world_size: int) -> bool:
+    """Whether the gradient, alone in its message, is reduced from where it lies."""
+    return grad.dtype is dtype and grad.shape[0] % world_size == 0 and grad.is_contiguous()
 
 
 # --- autograd: reductions are born here

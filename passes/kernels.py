@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,14 @@ def _cpu_attention_formulas() -> dict[Any, Any]:
 
 
 CPU_ATTENTION_FORMULAS = _cpu_attention_formulas()
+
+
+_ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
+    aten,
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward"
+    " _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward",
+)
 
 
 class Kind(enum.Enum):
@@ -142,8 +150,11 @@ def node_flops(node: fx.Node) -> int:
     formula = _flop_formula(packet(node)) if node.op == "call_function" else None
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
-    return int(formula(*args, **kwargs, out_val=_with_hints(node.meta.get("val"))))
+    found = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
+    args: Sequence[Any] = found[0]
+    if packet(node) in _ATTENTION:
+        args = _with_equal_heads(args)
+    return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
 
 
 def _with_hints(value: Any) -> Any:
@@ -155,6 +166,18 @@ def _with_hints(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
         return value
     return torch.empty([compat.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
+    """Grouped-query attention has fewer heads of keys and values; torch 2.9 has formulas for equally many alone."""
+    heads = max(value.shape[1] for value in args if isinstance(value, torch.Tensor) and value.dim() == 4)
+
+    def expanded(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or heads % value.shape[1]:
+            return value
+        return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
+
+    return [expanded(value) for value in args]
 
 
 def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:

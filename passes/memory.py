@@ -39,7 +39,7 @@ from torch import fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs, iterate_tensors
-from graph_fsdp.passes.layout import landing_nbytes
+from graph_fsdp.passes.layout import gradients_sent, landing_nbytes, packed_nbytes
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import Slot, slot_table
 from graph_fsdp.passes.spec import ModelSpec, aligned
@@ -51,7 +51,7 @@ from graph_fsdp.passes.spec import ModelSpec, aligned
 #     none, buffers that were freed and wait for the next gather of their size.
 # inputs: the batch, buffers, constants; in backward, the gradients of outputs.
 # saved: what goes from forward to backward.
-# reducing: full gradients until their reduction starts, and the copy of them that it sends, until its wait.
+# reducing: full gradients until their reduction starts, and what it sends of them, copied or not, until its wait.
 # gradients: what reductions yield and what else backward returns.
 # temporary: all else.
 Category = Literal["shards", "gathered", "landing", "pooled", "inputs", "saved", "reducing", "gradients", "temporary"]
@@ -204,7 +204,7 @@ class _Lifetimes:
         self._inputs: dict[int, _Storage] = {}
         self._elements: dict[fx.Node, dict[int, list[_Storage]]] = {}
         for index, node in enumerate(nodes):
-            for source in node.all_input_nodes:
+            for source in [*node.all_input_nodes, *_sent_until(node)]:
                 until = min(index, self._region_end[source]) if self._is_element(node) else index
                 for storage in self.of[source]:
                     storage.end = max(storage.end, until)
@@ -296,9 +296,16 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
                 buffers.append(_Storage(start, landing_nbytes(start), begin, index, "landing"))
                 buffers.append(_Storage(start, _cast_nbytes(start), begin, index))
             elif start.target is dialect.reduce_scatter_start:
-                packed = _nbytes(start.meta["val"]) * int(start.args[2])  # type: ignore[arg-type]
+                packed = packed_nbytes(start)
                 buffers.append(_Storage(start, packed, begin, index, "reducing"))
     return [buffer for buffer in buffers if buffer.nbytes]
+
+
+def _sent_until(wait: fx.Node) -> list[fx.Node]:
+    """The gradients that a reduction reads until this, its wait."""
+    start = wait.args[0] if wait.target is dialect.reduce_wait else None
+    sent = isinstance(start, fx.Node) and start.target is dialect.reduce_scatter_start
+    return gradients_sent(start) if sent else []  # type: ignore[arg-type]
 
 
 def _cast_nbytes(start: fx.Node) -> int:

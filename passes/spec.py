@@ -11,14 +11,16 @@ parameter-major: the parameter at element ``o`` of the shard lies at element ``W
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
 import torch
 
-ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
+from graph_fsdp.passes.dialect import ALIGNMENT as ALIGNMENT  # of the storage too
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class BucketSpec:
     name: str
     unit: str
     parameters: tuple[ParameterSpec, ...]
-    # (begin, numel) in the bucket's shard of each message that it is gathered in; () for one of all. A parameter
-    # that is a message by itself lands where it is used; what shares a message is unpacked after it.
+    # (begin, numel) in the bucket's shard of each message that it is gathered in, in order; () for one of all. A
+    # parameter that is a message by itself lands where it is used; what shares a message is unpacked after it.
     messages: tuple[tuple[int, int], ...] = ()
 
     @cached_property
@@ -91,6 +93,19 @@ class BucketSpec:
     @cached_property
     def shard_numel(self) -> int:
         return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
+
+    def message_arguments(self, scale: int = 1) -> list[int]:
+        """``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
+        alone = self.parameters[0].shard_numel  # without the padding that follows it
+        messages = self.messages or (((0, alone),) if len(self.parameters) == 1 else ())
+        return [] if messages == ((0, self.shard_numel),) else [scale * value for pair in messages for value in pair]
+
+    def reduced_in(self, parameters: Sequence[ParameterSpec]) -> list[int]:
+        """``messages`` of a ``reduce_scatter_start`` of the gradients of these parameters, which are in the bucket's
+        order: as they share messages when they are gathered."""
+        begins = [begin for begin, _ in self.messages]
+        shared = Counter(bisect_right(begins, self.offsets[p.name]) for p in parameters)
+        return list(shared.values()) if len(shared) > 1 else []
 
     @property
     def world_size(self) -> int:

@@ -76,12 +76,17 @@ class Stage:
     @cached_property
     def body(self) -> str:
         """The function alone. ``self`` is a parameter only where the graph refers to constants or subgraphs."""
-        source = self.graph.python_code("self").src.strip()
-        if not any(node.op in ("get_attr", "call_module") for node in self.graph.nodes):
-            source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
-        # FX lets go of each value after its last use; to a reader that is noise.
-        lines = [re.sub(r";(  \w+( = \w+)*) = None$", "", line).rstrip() for line in source.splitlines()]
-        return "\n".join(line for line in lines if line) + "\n"
+        return readable(self.graph)
 
     def __repr__(self) -> str:
         return f"Stage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"
+
+
+def readable(graph: fx.Graph) -> str:
+    """A graph as one Python function, in a form for readers."""
+    source = graph.python_code("self").src.strip()
+    if not any(node.op in ("get_attr", "call_module") for node in graph.nodes):
+        source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
+    # FX lets go of each value after its last use; to a reader that is noise.
+    lines = [re.sub(r";(  \w+( = \w+)*) = None$", "", line).rstrip() for line in source.splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"

@@ -14,32 +14,9 @@ from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import scale_of
-from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
-
-
-class VerificationError(RuntimeError):
-    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters: those
-    that the node's record names, or else those that it is computed from most directly."""
-
-    def __init__(
-        self,
-        pass_name: str,
-        graph: Graph,
-        invariant: str,
-        node: fx.Node | None,
-        detail: str,
-        parameters: tuple[str, ...] = (),
-    ) -> None:
-        self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
-        self.node = node.name if node is not None else None
-        self.parameters = parameters or (_parameters(node) if node is not None else ())
-        where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
-        params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
-        super().__init__(
-            f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
-        )
+from graph_fsdp.passes.verification_error import VerificationError
 
 
 class Verifier:
@@ -209,11 +186,18 @@ class Verifier:
                 found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
                 if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
                     self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-            messages = [scale * value for message in bucket.messages for value in message]
+            messages = bucket.message_arguments(scale)
             found_messages = list(dialect.argument(node, "messages"))
             if found_messages != messages:
                 invariant = "a bucket is gathered in the same messages on all ranks"
                 self._fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
+        elif node.target is dialect.reduce_scatter_start and "bucketed" in self.context.facts[self.graph.phase]:
+            names = node.meta["fsdp"].params
+            bucket = self.context.bucket_of(names[0])
+            due = bucket.reduced_in([self.context.model.parameters[name] for name in names])
+            if (counts := list(dialect.argument(node, "messages"))) != due:
+                wrong = f"{node} has messages {counts}, its bucket {due}"
+                self._fail("a bucket is reduced in the same messages on all ranks", node, wrong)
         elif has_role(node, Role.KEEP_SHARD):
             self._kept_layout(node, 1)
         elif has_role(node, Role.UNPACK):
@@ -372,30 +356,6 @@ class Verifier:
                 starts[index] if index < len(starts) else None,
                 f"entry {index} is {entry(sequence)}, planned was {entry(planned)}",
             )
-
-
-def _parameters(node: fx.Node) -> tuple[str, ...]:
-    """The parameters of the node's record, or of the records that are the fewest operators above it; views are none."""
-    level = [node] if node.op != "output" else []
-    seen: set[fx.Node] = set()
-    while level:
-        names: list[str] = []
-        above: list[fx.Node] = []
-        for current in level:  # grows
-            if current in seen:
-                continue
-            seen.add(current)
-            found = record(current)
-            if found is not None and found.params:
-                names += found.params
-            elif is_view(current):
-                level += current.all_input_nodes
-            else:
-                above += current.all_input_nodes
-        if names:
-            return tuple(dict.fromkeys(names))
-        level = above
-    return ()
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:

@@ -3,5 +3,6 @@
 from graph_fsdp.runtime.executor import Program
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
+from graph_fsdp.runtime.whole import WholeProgram
 
-__all__ = ["GatheredBytes", "Program", "RegionCache"]
+__all__ = ["GatheredBytes", "Program", "RegionCache", "WholeProgram"]

@@ -24,6 +24,8 @@ TIMEOUT_SECONDS = 300.0
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 10.0  # more than the first rank takes to read what the others published
 _RANKS_IN_MESSAGE = 16
+# Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
+_ALONE = frozenset({"fake", "simulated"})
 
 
 class RankDisagreement(RuntimeError):
@@ -35,8 +37,8 @@ def digest(entries: Sequence[str]) -> str:
 
 
 def is_shared(ranks: Sequence[int]) -> bool:
-    """Whether there is anyone to agree with: several ranks, and not the fake process group of planning and tests."""
-    return len(ranks) > 1 and dist.get_backend() != "fake"
+    """Whether there is anyone to agree with: several ranks, and not those of a process group that one process plays."""
+    return len(ranks) > 1 and dist.get_backend() not in _ALONE
 
 
 def agree(key: str, entries: Sequence[str], ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS) -> None:

@@ -4,6 +4,15 @@ Each collective is a start, which launches it asynchronously, and a wait. On CUD
 on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
 stream wait, not the host. On gloo the wait blocks the host.
 
+Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage (cast in one kernel,
+where the gathered type is another) and a parameter with a message of its own lands where the graph reads it; the
+gradient of such a parameter is reduced from where it was written.
+
+[Note: two ranks on gloo]
+gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
+kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
+A sum of two has the same bits in either order. (Figures: docs/decisions.md.)
+
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
 neither the summands nor the sum overflow. Where a second reduction over replicas follows, that is the number of all
@@ -48,7 +57,7 @@ def start_all_gather(
     release: Callable[[Tensor], None] = lambda _: None,
 ) -> Pending:
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
-    source = _shard_slice(shards, layout)
+    source = shard_slice(shards, layout)
     source = source if source.dtype is dtype else source.to(dtype)
     world = layout.world_size
     buffer = allocate(world * layout.length, dtype, source.device)
@@ -65,7 +74,8 @@ def start_all_gather(
             used += world * message.numel
             unpacked.append((target, message))
         targets.append((target, source[message.begin : message.begin + message.numel]))
-    works = compat.grouped_all_gather(targets, group)
+    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
+    works = gather(targets, group)
 
     def finish(keep_alive: Any = (source, targets)) -> None:
         for work in works:
@@ -78,7 +88,34 @@ def start_all_gather(
     return Pending(buffer, finish)
 
 
-def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
+def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """See [Note: two ranks on gloo]."""
+    return group.size() == 2 and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Any]:
+    works = []
+    for target, source in messages:
+        own, other = _own_first(target, group)
+        works.append(_exchange(other, source, group))
+        own.copy_(source)
+    return works
+
+
+def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The half of this rank, and that of the other."""
+    first, second = halves[: len(halves) // 2], halves[len(halves) // 2 :]
+    return (first, second) if group.rank() == 0 else (second, first)
+
+
+def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
+    """Between two ranks."""
+    splits = [0, 0]
+    splits[1 - group.rank()] = len(sent)
+    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+
+
+def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
     if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
@@ -100,7 +137,7 @@ def _shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
 
 def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
-    sizes = message.splits()
+    sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
     pieces = [
         piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
@@ -122,18 +159,57 @@ def keep_shard(
 
 
 def start_reduce_scatter(
-    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, replicas: int = 1
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    replicas: int = 1,
+    messages: Sequence[int] = (),
 ) -> Pending:
-    """Mean over ranks of full gradients; the rank's padded chunks come out flat, one behind the other. With
-    ``replicas``, ``start_shard_all_reduce`` over as many completes the mean."""
-    world = group.size()
-    packed = pack_gradients(grads, dtype, world)
-    op, before, after = _mean(dtype, world * replicas)
-    if before is not None:
-        packed.div_(before)
-    out = packed.new_empty(packed.numel() // world)
-    work = compat.reduce_scatter_single(out, packed, op=op, group=group, async_op=True)
-    return Pending(out, _finish_reduction(work, out, after if replicas == 1 else None, keep_alive=packed))
+    """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``. With
+    ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
+    only read, until the wait."""
+    world, ranks = group.size(), group.size() * replicas
+    op, before, after = mean_of(dtype, ranks)
+    offsets = dialect.reduced_offsets(grads, dtype, world, messages)
+    out = grads[0].new_empty(offsets[-1], dtype=dtype)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    begin = 0
+    for count in messages or [len(grads)]:
+        sent = _message(grads[begin : begin + count], dtype, world, before)
+        pairs.append((out[offsets[begin] : offsets[begin] + len(sent) // world], sent))
+        begin += count
+    after = after if replicas == 1 else None
+    if _is_pair(group, out.device):
+        return _exchange_reduce_scatter(out, pairs, group, 2.0 if before is None else after)
+    works = compat.grouped_reduce_scatter(pairs, op, group)
+    return Pending(out, _finish_reduction(works, out, after, keep_alive=pairs))
+
+
+def _message(grads: Sequence[Tensor], dtype: torch.dtype, world: int, divisor: float | None) -> Tensor:
+    """What a reduction sends: the ranks' chunks one behind the other, flat."""
+    as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(grads[0], dtype, world)
+    sent = grads[0].view(-1) if as_it_is else pack_gradients(grads, dtype, world)
+    if divisor is not None:
+        sent = sent / divisor if as_it_is else sent.div_(divisor)
+    return sent
+
+
+def _exchange_reduce_scatter(
+    out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup, divisor: float | None
+) -> Pending:
+    under_way = []
+    for part, sent in pairs:
+        own, other = _own_first(sent, group)
+        under_way.append((_exchange(part, other, group), part, own))
+
+    def finish() -> None:
+        for work, part, own in under_way:
+            work.wait()
+            part.add_(own)
+            if divisor is not None:
+                part.div_(divisor)
+
+    return Pending(out, finish)
 
 
 def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
@@ -149,31 +225,34 @@ def start_all_reduce(
 ) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = _mean(dtype, group.size() * replicas)
+    op, before, after = mean_of(dtype, group.size() * replicas)
     if before is not None:
         out.div_(before)
     work = dist.all_reduce(out, op=op, group=group, async_op=True)
-    return Pending(out, _finish_reduction(work, out, after if replicas == 1 else None))
+    return Pending(out, _finish_reduction([work], out, after if replicas == 1 else None))
 
 
 def start_shard_all_reduce(shard: Tensor, ranks: int, group: dist.ProcessGroup) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
     reductions, multiplied."""
-    op, _, after = _mean(shard.dtype, ranks)
+    op, _, after = mean_of(shard.dtype, ranks)
     work = dist.all_reduce(shard, op=op, group=group, async_op=True)
-    return Pending(shard, _finish_reduction(work, shard, after))
+    return Pending(shard, _finish_reduction([work], shard, after))
 
 
-def _finish_reduction(work: Any, out: Tensor, after: float | None, keep_alive: Any = None) -> Callable[[], None]:
+def _finish_reduction(
+    works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None
+) -> Callable[[], None]:
     def finish(keep_alive: Any = keep_alive) -> None:
-        work.wait()
+        for work in works:
+            work.wait()
         if after is not None:
             out.div_(after)
 
     return finish
 
 
-def _mean(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+def mean_of(dtype: torch.dtype, ranks: int) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
     """The reduction's operator, and the factors to divide by before and after it."""
     if dtype in (torch.float32, torch.bfloat16):
         return dist.ReduceOp.AVG, None, None
@@ -247,9 +326,14 @@ def _free(buffer: Tensor) -> None:
 
 @_implement("reduce_scatter_start")
 def _reduce_scatter_start(
-    grads: list[Tensor], dtype: torch.dtype, world_size: int, group: str, replicas: int = 1
+    grads: list[Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    replicas: int = 1,
+    messages: Sequence[int] = (),
 ) -> Tensor:
-    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group), replicas))
+    return _started(start_reduce_scatter(grads, dtype, compat.resolve_group(group), replicas, messages))
 
 
 @_implement("all_reduce_start")

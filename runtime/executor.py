@@ -223,13 +223,12 @@ def _reduce_plan(node: fx.Node) -> ReducePlan:
             collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group
         )
         return ReducePlan(bucket, "reduce over replicas", again)
-    sharded = node.target is dialect.reduce_scatter_start
-    start = functools.partial(
-        collectives.start_reduce_scatter if sharded else collectives.start_all_reduce,
-        dtype=dialect.argument(node, "dtype"),
-        group=group,
-        replicas=dialect.argument(node, "replicas"),
-    )
+    static = {"group": group, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
+    if node.target is dialect.reduce_scatter_start:
+        messages = tuple(dialect.argument(node, "messages"))
+        start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
+    else:
+        start = functools.partial(collectives.start_all_reduce, **static)
     return ReducePlan(bucket, "reduce", start)
 
 

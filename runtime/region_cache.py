@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from graph_fsdp.passes.graph import Graph
+from torch import fx
+
+from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, cut, region_key, run_as_graph
 
 
@@ -49,6 +51,12 @@ class RegionCache:
         if key not in self._cache:
             self._compile({key: region})
         return self._cache[key]
+
+    def compile_whole(self, module: fx.GraphModule, kind: Phase) -> Compiled:
+        """A graph that is not cut: no other is equal to it."""
+        self.regions += 1
+        self.compiled += 1
+        return self.backend.compile_whole(module, kind)
 
     def _compile(self, regions: dict[RegionKey, Region]) -> None:
         given = {key: region for key, region in regions.items() if not region.is_view_only}

@@ -44,8 +44,8 @@ class GatheredBytes:
         self.slot_current += nbytes
         self.slot_peak = max(self.slot_peak, self.slot_current)
 
-    def count(self, kind: str) -> None:
-        self.collectives[kind] = self.collectives.get(kind, 0) + 1
+    def count(self, kind: str, times: int = 1) -> None:
+        self.collectives[kind] = self.collectives.get(kind, 0) + times
 
     def reset(self) -> None:
         """Forget the peaks and counts; what is held now stays counted."""

@@ -117,6 +117,12 @@ def another_dtype() -> None:
 
 
 @FACTS
+def another_form_of_regions() -> None:
+    words = ("'regions whole' on rank 1", "'regions cut' on rank 0")
+    disagree(MLP(), *words, backend="inductor", regions="whole" if rank() else "cut")
+
+
+@FACTS
 def another_backend() -> None:
     disagree(MLP(), "backend eager", "backend inductor", backend=("eager", "inductor")[rank()])
 

@@ -1,6 +1,6 @@
 """Bad input to ``compile``: one clear error before anything is changed, and the model is as it was.
 
-What only a forward can know is in ``test_bad_forward.py``.
+What only a forward can know is in ``test_bad_forward.py``, models on the meta device in ``test_meta.py``.
 """
 
 from __future__ import annotations
@@ -176,12 +176,6 @@ def test_a_scripted_model(fake_group: None) -> None:
         graph_fsdp.compile(torch.jit.script(nn.Linear(2, 2)))
 
 
-def test_a_model_on_the_meta_device(fake_group: None) -> None:
-    with torch.device("meta"):
-        model = MLP()
-    refuse(model, UnsupportedError, "parameter 'blocks.0.up.weight'", "meta device", "to_empty", runs=False)
-
-
 def test_a_lazy_module_that_never_ran(fake_group: None) -> None:
     model = nn.Sequential(nn.LazyLinear(5))
     refuse(model, ValueError, "parameter '0.weight' has no shape yet", "run the model once", runs=False)
@@ -204,6 +198,19 @@ def test_gradients_that_sharding_would_lose(fake_group: None) -> None:
 @pytest.mark.parametrize("backend", ["tpu", None, ["eager"]])
 def test_an_unknown_backend(fake_group: None, backend: Any) -> None:
     refuse(MLP(), ValueError, f"backend {backend!r} does not exist", "'eager'", "'inductor'", backend=backend)
+
+
+@pytest.mark.parametrize("regions", ["all", None, ["cut"]])
+def test_regions_that_are_neither_cut_nor_whole(fake_group: None, regions: Any) -> None:
+    refuse(MLP(), ValueError, "regions must be 'cut' or 'whole'", f"got {regions!r}", regions=regions)
+
+
+def test_a_whole_graph_without_a_compiler(fake_group: None) -> None:
+    model = MLP()
+    refuse(
+        model, ValueError, "regions='whole'", "backend 'eager'", "backend='inductor'", backend="eager", regions="whole"
+    )
+    accept(model)
 
 
 def test_a_policy_that_selects_nothing(fake_group: None) -> None:
@@ -238,7 +245,6 @@ def test_new_torch_versions_are_accepted(version: str) -> None:
 NOT_AVAILABLE_YET: dict[str, Any] = {
     "offload_policy": CPUOffloadPolicy(),
     "activation_checkpointing": "full",
-    "param_init_fn": nn.Module.to_empty,
 }
 
 

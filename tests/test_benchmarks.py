@@ -1,17 +1,41 @@
-"""Benchmarks measure what they say. What they find is in their results, not in assertions."""
+"""Benchmarks measure what they say, and fail where an implementation does not train as it should. What they find is in
+their results, not in assertions."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from models import MLP
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp.passes import default_pipeline
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+sys.path.append(str(FOLDER))
+
+import compile_time  # noqa: E402
+import memory  # noqa: E402
+import peak_memory  # noqa: E402
+import plots  # noqa: E402
+import step_time  # noqa: E402
+import training  # noqa: E402
+import update_docs  # noqa: E402
+from copies import copies_of  # noqa: E402
+from harness import command_of, machine  # noqa: E402
+from implementations import IMPLEMENTATIONS, REFERENCE_ALONE, Implementation, Setup  # noqa: E402
+from tables import Table  # noqa: E402
+from workloads import Workload  # noqa: E402
 
 
 def benchmark(name: str) -> ModuleType:
@@ -34,3 +58,329 @@ def test_pass_time_measures_every_default_pass_on_graphs_that_grow_by_a_layer() 
     a, b, c = (m.graph_nodes for m in found)
     assert c - b == b - a >= 30, "nodes per layer"
     assert all(pass_time.table(found).count(row.name) for row in found[0].rows)
+
+
+# On two ranks, without Inductor
+
+TINY = ["--device", "cpu", "--width", "16", "--heads", "2", "--vocab", "32", "--batch", "2", "--length", "8"]
+EAGER = {name: IMPLEMENTATIONS[name] for name in ("ours_eager", "fsdp2")}
+
+
+def forgets_to_reduce(model: nn.Module, setup: Setup) -> nn.Module:
+    """Each rank trains on its own batches and calls it data parallelism."""
+    return model
+
+
+def forgets_a_block(model: nn.Module, setup: Setup) -> nn.Module:
+    setup.blocks(model)[0].requires_grad_(False)
+    return IMPLEMENTATIONS["fsdp2"].build(model, setup)
+
+
+BROKEN = {
+    **EAGER,
+    "forgets_to_reduce": Implementation("", forgets_to_reduce, inductor=False),
+    "forgets_a_block": Implementation("", forgets_a_block, inductor=False),
+}
+
+
+def run_step_time(folder: str) -> dict[str, Any]:
+    """On a rank: what the benchmark returns for sound implementations, and for each broken one."""
+    where = ["--results", folder, "--images", folder]
+    arguments = [*TINY, "--layers", "2", "--rounds", "2", "--steps", "1", *where]
+    sound = {**EAGER, "alone": REFERENCE_ALONE}
+    codes = {"sound": step_time.main([*arguments, "--against", "fsdp2", "alone"], sound)}
+    for name in ("forgets_to_reduce", "forgets_a_block"):
+        chosen = ["--implementations", "ours_eager", name, "--no-memory", "--name", name]
+        codes[name] = step_time.main([*arguments, *chosen], BROKEN)
+    return codes
+
+
+def test_step_time_compares_implementations_and_fails_where_one_trains_wrongly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes = run_ranks(run_step_time, 2, str(tmp_path), timeout=240)
+    output = capfd.readouterr().out
+    assert codes == [{"sound": 0, "forgets_to_reduce": 1, "forgets_a_block": 1}] * 2, "on all ranks"
+    assert "FAILED: forgets_to_reduce does not train as the reference does: at step 1 rank 0 has loss" in output
+    assert "FAILED: forgets_a_block does not train as the reference does: at step 1 rank 0 has loss" in output
+    assert "FAILED: ours_eager" not in output
+    assert [path.name for path in tmp_path.glob("*.json")] == ["step_time.json"], "a failed run writes no result"
+
+    result = json.loads((tmp_path / "step_time.json").read_text())
+    assert result["machine"]["ranks"] == 2 and str(tmp_path) not in json.dumps(result)
+    assert result["command"].endswith("--rounds 2 --steps 1 --against fsdp2 alone")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["ours_eager", "fsdp2", "alone"]
+    model = Workload(layers=2, width=16, heads=2, vocab=32, length=8).make(CPU)
+    parameters = sum(p.nbytes for p in model.parameters())
+    for name, row in rows.items():
+        low, median, high = row["step_seconds"]
+        assert 0 < low <= median <= high and len(row["rounds"]) == 2
+        assert row["ratio"]["fsdp2"] == [1, 1, 1] or name != "fsdp2"
+        assert row["tokens_per_second"] == pytest.approx(2 * 2 * 8 / median, rel=1e-3)
+        ranks = 1 if name == "alone" else 2
+        held = row["bytes_between_steps"]
+        assert 3 * parameters / ranks < held < 1.1 * 3 * parameters / ranks, "a shard and its two moments"
+        assert held < row["peak_bytes"]
+    assert rows["fsdp2"]["copied_bytes"]["pack"] > parameters and "copied_bytes" not in rows["alone"]
+    assert result["loss"]["steps"] == 1 + 3 + 2 * (1 + 1) and result["loss"]["largest_difference"] < 1e-6
+    assert [line.split()[0] for line in step_time.table(result).text().splitlines()[1:4]] == list(rows)
+
+
+def run_others(folder: str) -> list[int]:
+    """On a rank: the memory benchmark with sound and with broken implementations; one compilation of each kind."""
+    where = ["--results", folder, "--images", folder]
+    arguments = [*TINY, "--layers", "1", "--zero", "ZeRO-3", "--implementations"]
+    measure = [*TINY, "--into", f"{folder}/one.json", "--depths", "1", "--measure"]
+    return [
+        memory.main([*arguments, "ours_eager", "fsdp2", *where], EAGER),
+        memory.main([*arguments, "forgets_to_reduce", *where, "--name", "broken"], BROKEN),
+        compile_time.main([*measure, "fsdp2"], BROKEN),
+        compile_time.main([*measure, "forgets_to_reduce"], BROKEN),
+    ]
+
+
+def test_memory_and_compile_time_fail_where_an_implementation_trains_wrongly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(run_others, 2, str(tmp_path), timeout=240) == [[0, 1, 0, 1]] * 2
+    output = capfd.readouterr().out
+    assert output.count("FAILED: forgets_to_reduce does not train as the reference does: at step 1") == 2
+    result = json.loads((tmp_path / "memory.json").read_text())
+    cases = [(row["name"], memory.configuration(row)) for row in result["rows"]]
+    both = ("ours_eager", "fsdp2")
+    assert cases == [(n, "ZeRO-3") for n in both] + [(n, "ZeRO-3, checkpointed") for n in both]
+    assert all(0 < row["bytes_between_steps"] < row["peak_bytes"] for row in result["rows"])
+    assert "ours_eager ÷ fsdp2" in memory.table(result).header
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert one["seconds"] > 0 and one["cpu_seconds"] > 0 and one["passes"] == 0
+
+
+def test_compile_time_starts_ranks_of_its_own_for_every_measurement(tmp_path: Path) -> None:
+    where = ["--results", str(tmp_path), "--images", str(tmp_path)]
+    chosen = ["--implementations", "ours_eager", "--depths", "1", "2"]
+    command = [sys.executable, str(FOLDER / "compile_time.py"), *TINY, *chosen, *where, "--markdown"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "compile_time.json").read_text())
+    rows = result["rows"]
+    assert [(row["name"], row["depth"]) for row in rows] == [("ours_eager", 1), ("ours_eager", 2)]
+    assert all(0 < row["passes"] + row["tracing"] < row["seconds"] and row["inductor"] == 0 for row in rows)
+    assert compile_time.table(result).markdown() in finished.stdout
+
+
+# What a step copies
+
+CPU = torch.device("cpu")
+
+
+def copies_on_a_rank() -> list[dict[str, int] | None]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    setup = Setup(lambda model: nn.ModuleList(), mesh)
+    found = []
+    for build in (IMPLEMENTATIONS["fsdp2"].build, forgets_to_reduce):
+        model = build(nn.Linear(8, 8, bias=False), setup)
+        found.append(copies_of(model, lambda m=model: m(torch.ones(4, 8)).sum().backward()))
+    return found
+
+
+def test_what_fsdp2_copies_is_counted_while_it_runs() -> None:
+    full, shard = 8 * 8 * 4, 4 * 8 * 4
+    # The root is gathered once. Gather: the shard to the buffer, the buffer to the parameter; gradient to its buffer.
+    expected = {"pack": 2 * shard + 2 * full, "unpack": 2 * full}
+    assert run_ranks(copies_on_a_rank, 2) == [[expected, None]] * 2
+
+
+# Parts
+
+
+def test_a_round_takes_the_slowest_ranks_time_and_all_ranks_cpu_time() -> None:
+    of_ranks = [[{"a": (1.0, 0.5), "b": (2.0, 0.1)}], [{"a": (3.0, 0.25), "b": (1.0, 0.1)}]]
+    assert step_time.combine(of_ranks) == [{"a": (3.0, 0.75), "b": (2.0, 0.2)}]
+    assert step_time.quartiles([4.0, 1.0, 2.0, 3.0, 5.0]) == [2, 3, 4] and step_time.quartiles([7.0]) == [7, 7, 7]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_turns_are_taken_in_an_order_that_changes_from_round_to_round() -> None:
+    order: list[str] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def step(self) -> None:
+            order.append(self.name)
+
+    found = step_time.interleave({name: Recorder(name) for name in "abc"}, rounds=3, steps=1, device="cpu")  # type: ignore[dict-item]
+    assert "".join(order) == "aabbcc" + "aaccbb" + "ccaabb", "one step before the timed one"
+    assert [set(turns) for turns in found] == [set("abc")] * 3
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("wrong", [1.01, float("nan"), float("inf")])
+def test_a_loss_that_differs_is_said_with_its_step(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    monkeypatch.setattr(training, "gather", lambda value: [value])  # the fake group gathers nothing
+    expected = {"good": [2.0, 1.0, 0.5], "bad": [2.0, 1.0, 0.5]}
+    assert training.check_losses({"good": [2.0, 1.00001, 0.5]}, expected, 1e-4) == pytest.approx(1e-5, rel=1e-3)
+    with pytest.raises(training.Disagreement, match=r"^bad does not .* at step 1 rank 0 has loss"):
+        training.check_losses({"good": [2.0, 1.0, 0.5], "bad": [2.0, wrong, 3.0]}, expected, 1e-4)
+
+
+class KnownAllocations:
+    """Holds 1000 floats between steps, 3000 more at most during one."""
+
+    def __init__(self) -> None:
+        self.state = torch.ones(1000)
+
+    def step(self) -> None:
+        first = torch.ones(1000)
+        second = torch.ones(2000)
+        del first, second
+        torch.ones(2500)
+
+    def losses(self) -> list[float]:
+        return [1.0]
+
+
+def test_peak_memory_is_what_is_allocated_and_held_at_once() -> None:
+    torch.ones(100_000)
+    assert peak_memory.measure(KnownAllocations, "cpu") == peak_memory.Peak(4 * 4000, 4 * 1000, [1.0])
+
+
+def test_an_allocation_whose_free_is_not_seen_counts_only_while_a_tensor_lies_there() -> None:
+    def record(time: float, size: int, address: int) -> dict[str, Any]:
+        return {"ts": time, "args": {"Bytes": size, "Addr": address}}
+
+    records = [record(1, 8, 10), record(2, 16, 20), record(3, -8, 10), record(4, 32, 30), record(5, 64, 20)]
+    assert peak_memory._changes(records, alive={30}) == [(1, 8), (3, -8), (4, 32)]
+
+
+def test_a_workload_can_be_learnt_and_every_rank_has_batches_of_its_own() -> None:
+    workload = Workload(layers=1, width=16, heads=2, vocab=32, batch=2, length=8)
+    batches = [workload.tokens(step, rank, CPU) for step, rank in ((0, 0), (0, 1), (1, 0))]
+    for batch in batches:
+        assert torch.equal(batch["targets"], (5 * batch["inputs"] + 3) % 32)
+        assert batch["inputs"].shape == (2, 8)
+    assert not torch.equal(batches[0]["inputs"], batches[1]["inputs"])
+    assert not torch.equal(batches[0]["inputs"], batches[2]["inputs"])
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_checkpointed_workload_is_the_same_model(name: Any) -> None:
+    plain = Workload(name, layers=2, width=16, heads=2, vocab=32, batch=2, length=8)
+    kinds = []
+    losses = []
+    for workload in (plain, Workload(**{**plain.__dict__, "checkpointed": True})):
+        model = workload.make(CPU)
+        kinds.append({type(block) for block in workload.blocks(model)})
+        loss = training.loss_of(model(**workload.tokens(0, 0, CPU)))
+        loss.backward()
+        losses.append((loss.item(), [p.grad for p in model.parameters()]))
+    assert all(len(kind) == 1 for kind in kinds) and kinds[0] != kinds[1]
+    assert losses[0][0] == losses[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))  # type: ignore[arg-type]
+
+
+def test_bfloat16_replicas_keep_float32_parameters_and_gradients() -> None:
+    from implementations import CastParameters
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = CastParameters(Linear(), torch.bfloat16)
+    output = model(x=torch.ones(2, 4, dtype=torch.bfloat16))
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())  # type: ignore[union-attr]
+
+
+# Results
+
+
+def test_a_command_and_a_machine_are_told_without_paths() -> None:
+    arguments = ["--ranks", "2", "--results", "somewhere", "--model", "llama", "--images=elsewhere"]
+    assert command_of("/a/b/memory.py", arguments) == "python benchmarks/memory.py --ranks 2 --model llama"
+    found = machine("cpu", 2)
+    assert found["accelerator"] is None and found["cores"] >= 1 and found["torch"] == torch.__version__
+
+
+def test_a_table_in_two_forms() -> None:
+    table = Table(["name", "ms"], [["a", "1.0"], ["longer", "12.0"]], "A note.")
+    assert table.text() == "name      ms\na        1.0\nlonger  12.0\nA note."
+    assert table.markdown() == "| name | ms |\n| --- | ---: |\n| a | 1.0 |\n| longer | 12.0 |\n\nA note."
+
+
+def test_plots_are_small_files_that_stay_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "first" / "a.svg", tmp_path / "second" / "a.svg"]
+    for path in paths:
+        plots.bars_with_quartiles({"ours": [0.7, 0.8, 0.9], "ddp": [1.0, 1.0, 1.1]}, "ratio", path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert "ours" in paths[0].read_text() and paths[0].stat().st_size < 30_000
+    plots.lines({"ours": {4: 1.0, 6: 1.5}}, ("layers", "seconds"), tmp_path / "b.svg")
+    plots.grouped_bars({"ZeRO-3": {"ours": 1.0, "fsdp2": 2.0}}, "MB", tmp_path / "c.svg")
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"b.svg", "c.svg"}
+
+
+def test_without_matplotlib_there_is_a_line_and_no_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots, "AVAILABLE", False)
+    plots.bars_with_quartiles({"ours": [1, 1, 1]}, "", tmp_path / "a.svg")
+    plots.lines({}, ("", ""), tmp_path / "b.svg")
+    plots.grouped_bars({}, "", tmp_path / "c.svg")
+    assert capsys.readouterr().out.count("no plot: matplotlib is not installed") == 3 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("parse", "arguments", "complaint"),
+    [
+        (step_time.parse, ["--implementations", "ours", "--against", "ddp"], "ddp is not among --implementations"),
+        (step_time.parse, ["--rounds", "0"], "--rounds and --steps must be at least 1"),
+        (step_time.parse, ["--implementations", "nobody"], "invalid choice: 'nobody'"),
+        (step_time.parse, ["--reshard-after-forward", "perhaps"], "'perhaps' is neither true nor false"),
+        (compile_time.parse, ["--repeats", "0"], "--repeats must be at least 1"),
+        (memory.parse, ["--zero", "ZeRO-1"], "invalid choice: 'ZeRO-1'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    parse: Any, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments, IMPLEMENTATIONS)
+    assert complaint in capsys.readouterr().err
+
+
+def test_compile_time_is_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        compile_time.parse([], IMPLEMENTATIONS)
+    assert "starts its own ranks" in capsys.readouterr().err
+
+
+def test_the_page_on_performance_shows_the_results_that_are_kept() -> None:
+    page = update_docs.PAGE.read_text()
+    assert update_docs.updated(page) == page, "run python benchmarks/update_docs.py"
+    assert page.count("<!-- results/") >= 3
+
+
+def test_kernel_count_finds_the_same_products_in_every_form_and_the_executors_copies_in_one() -> None:
+    kernel_count = benchmark("kernel_count")
+    counts, _ = kernel_count.measure("mlp", MLP, (torch.ones(4, 16),))
+    rows = {(row.phase, row.form): row for row in counts}
+    assert set(rows) == {(phase, form) for phase in ("forward", "backward") for form in kernel_count.FORMS}
+    for phase, products in (("forward", 5), ("backward", 9)):  # five layers, and the input needs no gradient
+        cut, whole, local = (rows[phase, form] for form in kernel_count.FORMS)
+        assert cut.products == whole.products == local.products == products
+        assert cut.regions > whole.regions == local.regions == 1
+        assert cut.packing_bytes > 0 and local.packing_bytes < cut.packing_bytes
+        assert all(row.kernels > 0 and row.kernel_bytes > 0 and row.functions > 0 for row in (cut, whole, local))
+    # Three buckets of one message each, cast nowhere: what their gathers receive is read once and written once.
+    assert rows["forward", "cut"].packing_bytes == 2 * 4 * kernel_count.WORLD_SIZE * (160 + 160 + 32)

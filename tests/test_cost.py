@@ -349,3 +349,16 @@ def test_measurements_survive_json_and_nothing_else_is_taken_for_them() -> None:
         Measurements.from_json({"ops": {}})
     with pytest.raises(ValueError, match="scale must be above 0, got 0"):
         Measurements(scale=0)
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_grouped_query_attention_counts_the_heads_of_the_queries(heads: int) -> None:
+    """With and without groups: two products of (batch 1, 8 heads, 16 x 16, 4 wide)."""
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    graph = fx.Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    for node, count in ((q, 8), (k, heads), (v, heads)):
+        node.meta["val"] = torch.empty(1, count, 16, 4, device="meta")
+    call = graph.call_function(attention, (q, k, v))
+    call.meta["val"] = (torch.empty(1, 8, 16, 4, device="meta"), torch.empty(1, 8, 16, device="meta"))
+    assert node_flops(call) == 2 * (2 * 8 * 16 * 16 * 4)

@@ -122,9 +122,9 @@ full_layers_1        256      1024       .    512      1024          .        25
 mm_3                 256      1024       .    512      1024          .        512
 tanh_backward_1      256      1024       .    512      1024          .        512
 free_layers_1        256      1024       .    256      1024          .        256
-reduce_layers_1      256         .       .    256      2048        128        256
+reduce_layers_1      256         .       .    256      1024        128        256
 mm_4                 256         .       .    256      2048        128        256
-reduce_layers_0      256         .       .      .      3072        256          .
+reduce_layers_0      256         .       .      .      2048        256          .
 reduced_layers_1     256         .       .      .      2048        256          .
 reduced_layers_0     256         .       .      .      1024        256          .
 output               256         .       .      .         .        256          .""",

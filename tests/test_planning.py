@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_the_users_checkpointing_is_traced() -> None:
     )
     count = lambda t: sum(n.target is torch.ops.aten.addmm.default for n in t.backward.nodes)  # noqa: E731
     assert count(plain) == 0 and count(recomputed) > 0
+
+
+def test_options_that_give_a_model_its_values_change_nothing() -> None:
+    def never(module: nn.Module) -> None:
+        raise AssertionError("nothing is initialised")
+
+    x = torch.randn(4, 24)
+    options: list[dict[str, Any]] = [{}, {"param_init_fn": never}, {"sync_module_states": True}]
+    texts = [trace(Net, (x,), world_size=8, backend="eager", **o).report.forward.stages["free"].body for o in options]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_one_rank_communicates_nothing() -> None:

@@ -48,6 +48,7 @@ graph 0, forward: 51 nodes
     slot 1, 5,120 bytes: landing of blocks.0, blocks.1
     slot 2, 5,120 bytes: landing of blocks.1
     slot 3, 1,024 bytes: landing of root
+  copied by packing and unpacking: 22,528 bytes
   predicted peak: 18,560 bytes at add: gathered 10,240, landing 5,120, shards 1,408, saved 1,280, other 512
   held most by: gather_blocks_0 5,120 (gathered), gather_blocks_1 5,120 (gathered), gather_blocks_1 5,120 (landing)
   predicted on cpu: 1.014 ms, compute 0.037, communication 1.010, of it exposed 0.977
@@ -65,6 +66,7 @@ graph 0, backward: 96 nodes
     slot 0, 5,120 bytes: blocks.1
     slot 1, 5,120 bytes: landing of blocks.1, blocks.0
     slot 2, 5,120 bytes: landing of blocks.0
+  copied by packing and unpacking: 38,516 bytes
   predicted peak: 24,100 bytes at mm_5: gathered 10,240, landing 5,120, reducing 4,704, saved 1,536, shards 1,408, other 1,092
   held most by: gather_blocks_1 5,120 (gathered), gather_blocks_0 5,120 (gathered), gather_blocks_0 5,120 (landing)
   predicted on cpu: 1.684 ms, compute 0.069, communication 1.684, of it exposed 1.615

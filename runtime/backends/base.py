@@ -15,6 +15,7 @@ class Backend(ABC):
     """Compiles regions, and says how the joint graph is prepared for it."""
 
     name: str
+    compiles_whole = False  # whether there is a compile_whole
 
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:
@@ -23,6 +24,10 @@ class Backend(ABC):
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
         """All regions that are new to a program, of which no two are equal."""
         return {key: self.compile_region(region, key.kind) for key, region in regions.items()}
+
+    def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
+        """A function of a graph's inputs that runs all of it, functional collectives included, in its order."""
+        raise NotImplementedError(f"backend {self.name!r} compiles regions alone")
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
         """Operator → decomposition, for AOTAutograd; None keeps the operators that eager PyTorch runs."""

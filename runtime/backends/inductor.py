@@ -1,4 +1,4 @@
-"""``backend="inductor"``: each region through Inductor (CUDA, XPU, CPU)."""
+"""``backend="inductor"``: each region, or each graph whole, through Inductor (CUDA, XPU, CPU)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_diges
 
 class InductorBackend(Backend):
     name = "inductor"
+    compiles_whole = True
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
         inputs = [node.meta["val"] for node in region.inputs]
@@ -32,6 +33,12 @@ class InductorBackend(Backend):
         keys = _dissimilar_first(regions)
         tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
         return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
+
+    def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
+        inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        return compat.inductor_compile(
+            module, inputs, is_backward=kind == "backward", is_inference=kind == "inference", keep_order=True
+        )
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()

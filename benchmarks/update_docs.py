@@ -1,0 +1,39 @@
+"""Write the tables of ``docs/performance.md`` anew from ``benchmarks/results``.
+
+    python benchmarks/update_docs.py
+
+A table stands between ``<!-- results/NAME.json -->`` and ``<!-- end -->``, headed by its plot, command and machine.
+``tests/test_benchmarks.py`` fails where the page and the results differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+from harness import IMAGES, RESULTS, ROOT
+from tables import machine_line
+
+NOT_MEASURED = "Not measured yet.\n"
+PAGE = ROOT / "docs" / "performance.md"
+_MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def section(path: Path) -> str:
+    """What the page says of one result, or that there is none."""
+    if not path.exists():
+        return NOT_MEASURED
+    result = json.loads(path.read_text())
+    table = importlib.import_module(result["benchmark"]).table(result)
+    plot = f"![{path.stem}](images/{path.stem}.svg)\n\n" if (IMAGES / f"{path.stem}.svg").exists() else ""
+    return f"{plot}```\n{result['command']}\n```\n{machine_line(result)}.\n\n{table.markdown()}\n"
+
+
+def updated(page: str) -> str:
+    return _MARKED.sub(lambda m: f"{m[1]}{section(RESULTS / (m['name'] + '.json'))}{m[3]}", page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

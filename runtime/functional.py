@@ -1,0 +1,362 @@
+"""A scheduled graph as ordinary operators and functional collectives: for a compiler that takes a graph whole.
+
+| dialect | becomes |
+|---|---|
+| ``all_gather_start`` | a cast where dtypes differ, and an ``all_gather_into_tensor`` for each message |
+| ``all_gather_wait`` | a ``wait_tensor`` for each message |
+| views of the buffer | views of the message that holds the parameter; of a shared message, a copy of its rows |
+| ``keep_shard`` | a ``cat`` of this rank's chunks |
+| ``free`` | nothing: the compiler frees a buffer after its last use |
+| ``reduce_scatter_start`` | a pad and a cast where needed, a ``cat``, ``reduce_scatter_tensor`` |
+| ``all_reduce_start``, ``all_reduce_shard_start`` | a ``cat`` of several, ``all_reduce`` |
+| ``reduce_wait`` | ``wait_tensor``, and the second division of a mean that has two |
+
+Nodes keep their order, but for waits: they move down to the first use or the next communication node. In a graph that
+is cut they stand above cheap operators, so that these fall into one region with what follows; here that would only keep
+an operator from fusing with what comes before the wait.
+
+The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
+returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
+
+The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the rank's place in its group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of, kind
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
+from graph_fsdp.runtime import collectives
+
+aten = torch.ops.aten
+_cast = torch.ops.prims.convert_element_type.default
+_functional = torch.ops._c10d_functional
+_wait = _functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """An input of the lowered graph: what a gather sends. ``places``: of the shards among the scheduled graph's."""
+
+    places: tuple[int, ...]
+    layout: GatherLayout
+
+    def of(self, args: Sequence[Any]) -> Tensor:
+        """Flat; a view where the shards lie in one slice of a storage."""
+        return collectives.shard_slice([args[place] for place in self.places], self.layout)
+
+
+@dataclass(frozen=True)
+class FunctionalGraph:
+    """``inputs``: of ``module``, each a place among the scheduled graph's inputs or a slice of shards among them."""
+
+    module: fx.GraphModule
+    inputs: tuple[int | ShardSlice, ...]
+
+
+def lower(graph: Graph, grouped: bool | None = None) -> FunctionalGraph:
+    """Lower a graph that has been through all passes. It stays as it is.
+
+    ``grouped``: the messages of a gather are launched as one ``all_gather_into_tensor_coalesced``; None where the
+    process group of the graph's device can do that without a copy, as NCCL can and gloo cannot.
+    """
+    with torch.no_grad():
+        return _Lowering(graph, grouped).run()
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """A gathered bucket whose buffer does not exist: what each message brought, rank-major and flat."""
+
+    layout: GatherLayout
+    parts: list[fx.Node]
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, grouped: bool | None) -> None:
+        self.graph, self.grouped = graph, grouped
+        self.fx_graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
+        self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
+        self._fake_values = FakeValues()
+
+    def run(self) -> FunctionalGraph:
+        inputs = self._inputs()
+        wait: fx.Node | None = None  # not lowered yet
+        for node in self.graph.fx_graph.nodes:
+            if node.op == "placeholder" or node.target is dialect.free:
+                continue
+            if wait is not None and (node.target in dialect.EXECUTED or wait in node.all_input_nodes):
+                self._lower(wait)
+                wait = None
+            if node.target in dialect.WAITS:
+                wait = node
+            elif node.target in dialect.EXECUTED:
+                self._lower(node)
+            else:
+                self.values[node] = self._copy(node)
+        return FunctionalGraph(fx.GraphModule(self.graph.module, self.fx_graph), inputs)
+
+    # Nodes
+
+    def _lower(self, node: fx.Node) -> None:
+        self.values[node] = value = _LOWERINGS[node.target](self, node)
+        if isinstance(value, fx.Node):  # and not messages, which have no value of the node's shape
+            expected, found = kind(node.meta["val"]), kind(value.meta["val"])
+            assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
+
+    def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
+        node = self.fx_graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = self._fake_values.of(node)
+        return node
+
+    def _first(self, node: fx.Node) -> Any:
+        """What takes the place of a node's first argument."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return self.values[source]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(buffer, _Messages):
+            found = _slice_bounds(node)
+            assert found is not None, "a buffer that does not exist is used by slices of its messages alone"
+            return self.take(buffer, *found, name=node.name)
+        copy = self.fx_graph.node_copy(node, self.values.__getitem__)
+        copy.meta.pop("fsdp", None)
+        return copy
+
+    def _inputs(self) -> tuple[int | ShardSlice, ...]:
+        """The scheduled graph's inputs, without shards that nothing but gathers reads, and the gathers' slices."""
+        places = {node: place for place, node in enumerate(self.graph.placeholders)}
+        starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
+        sliced = [start for start in starts if all(shard in places for shard in _shards(start))]
+        inputs: list[int | ShardSlice] = []
+        for node, place in places.items():
+            if not node.users or any(user not in sliced for user in node.users):
+                self.values[node] = self.fx_graph.node_copy(node)
+                self.values[node].meta.pop("fsdp", None)
+                inputs.append(place)
+        for start in sliced:
+            layout, shard = layout_of(start), _shards(start)[0]
+            with fake_mode_of([shard]):
+                value = shard.meta["val"].new_empty(layout.length)
+            self.slices[start] = self.fx_graph.placeholder(f"shards_{start.name}")
+            self.slices[start].meta["val"] = value
+            inputs.append(ShardSlice(tuple(places[shard] for shard in _shards(start)), layout))
+        return tuple(inputs)
+
+    # Gathers
+
+    def gather_start(self, node: fx.Node) -> _Messages:
+        layout, dtype = layout_of(node), dialect.argument(node, "dtype")
+        group = (dialect.argument(node, "world_size"), dialect.group_of(node))
+        source = self.slices[node] if node in self.slices else self._packed(_shards(node), layout)
+        if source.meta["val"].dtype is not dtype:
+            source = self.call(_cast, source, dtype)
+        shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
+        grouped = self.grouped if self.grouped is not None else compat.launches_groups(source.meta["val"].device)
+        if grouped and len(shards) > 1:
+            together = self.call(_functional.all_gather_into_tensor_coalesced.default, shards, *group, name=node.name)
+            return _Messages(layout, [self.call(operator.getitem, together, i) for i in range(len(shards))])
+        gather = _functional.all_gather_into_tensor.default
+        return _Messages(layout, [self.call(gather, shard, *group, name=node.name) for shard in shards])
+
+    def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
+        pending = self._first(node)
+        assert isinstance(pending, _Messages)
+        buffer = _Messages(pending.layout, [self.call(_wait, part, name=node.name) for part in pending.parts])
+        (first, *others) = buffer.layout.messages
+        whole = not others and first.lands_in_place and first.numel == buffer.layout.length
+        return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
+
+    def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
+        """A bucket's shard from chunks that the graph has computed, zeros in between."""
+        flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in shards]
+        return self._spread(flat, layout.offsets, layout.length)
+
+    def _buffer(self, messages: _Messages) -> fx.Node:
+        """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
+        layout, pieces, offsets = messages.layout, [], []
+        for message, part in zip(layout.messages, messages.parts, strict=True):
+            sizes = [message.numel] if message.lands_in_place else message.splits
+            for begin, numel in zip(accumulate(sizes, initial=message.begin), sizes, strict=False):
+                pieces.append(self._rows(message, part, begin, numel, layout.world_size))
+                offsets.append(layout.world_size * begin)
+        return self._spread(pieces, offsets, layout.world_size * layout.length)
+
+    def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
+        """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
+        world = messages.layout.world_size
+        message, offset, numel = _chunk_at(messages.layout, begin)
+        part = messages.parts[messages.layout.messages.index(message)]
+        if message.lands_in_place:
+            return self._part(part, begin - world * message.begin, end - begin, name)
+        rows = self._rows(message, part, offset, numel, world)
+        return self._part(rows, begin - world * offset, end - begin, name)
+
+    def _rows(self, message: Message, part: fx.Node, begin: int, numel: int, world: int) -> fx.Node:
+        """``numel`` elements from ``begin`` on of the bucket's shard, of all ranks, one rank behind the other."""
+        if numel == message.numel:
+            return part
+        by_rank = self.call(aten.reshape.default, part, [world, message.numel])
+        first = begin - message.begin
+        return self.call(aten.reshape.default, self.call(aten.slice.Tensor, by_rank, 1, first, first + numel), [-1])
+
+    def _part(self, flat: fx.Node, begin: int, numel: int, name: str | None = None) -> fx.Node:
+        if numel == flat.meta["val"].numel():
+            return flat
+        return self.call(aten.slice.Tensor, flat, 0, begin, begin + numel, name=name)
+
+    def _spread(self, pieces: Sequence[fx.Node], offsets: Sequence[int], length: int) -> fx.Node:
+        """Flat pieces at ``offsets`` of ``length`` elements, zeros in between."""
+        padded, end = [], 0
+        for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
+            begin, following = end if index == 0 else offset, [*offsets, length][index + 1]
+            pad = [offset - begin, following - offset - piece.meta["val"].numel()]
+            padded.append(self.call(aten.constant_pad_nd.default, piece, pad) if any(pad) else piece)
+            end = following
+        return padded[0] if len(padded) == 1 else self.call(aten.cat.default, padded)
+
+    def keep_shard(self, node: fx.Node) -> fx.Node:
+        names = ("offsets", "numels", "length", "world_size", "ranks")
+        offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
+        scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
+        buffer, pieces = self._first(node), []
+        for offset, numel in zip(offsets, numels, strict=True):
+            begin = world * offset + place * scale * numel
+            bounds = (begin, begin + scale * numel)
+            if isinstance(buffer, _Messages):
+                pieces.append(self.take(buffer, *bounds))
+            else:
+                pieces.append(self.call(aten.slice.Tensor, buffer, 0, *bounds))
+        kept = self._spread(pieces, [scale * offset for offset in offsets], scale * length)
+        # A view of the gathered bucket would keep all of it alive.
+        return self.call(aten.clone.default, kept) if kept is pieces[0] else kept
+
+    # Reductions
+
+    def reduce_scatter_start(self, node: fx.Node) -> list[fx.Node]:
+        world, name = dialect.argument(node, "world_size"), dialect.group_of(node)
+        ranks = world * dialect.argument(node, "replicas")
+        started = []
+        for message in messages_of(node):
+            rows = [self._rank_major(self.values[grad], node, world) for grad in message]
+            packed = self.call(aten.reshape.default, self._joined(rows, dim=1), [-1])
+            packed, op = self._divided(packed, ranks)
+            started.append(
+                self.call(_functional.reduce_scatter_tensor.default, packed, op, world, name, name=node.name)
+            )
+        return started
+
+    def all_reduce_start(self, node: fx.Node) -> fx.Node:
+        ranks = dialect.argument(node, "world_size") * dialect.argument(node, "replicas")
+        grads = [self.call(aten.reshape.default, self.values[g], [-1]) for g in dialect.argument(node, "grads")]
+        packed, op = self._divided(self._joined([self._of_dtype(grad, node) for grad in grads], dim=0), ranks)
+        return self.call(_functional.all_reduce.default, packed, op, dialect.group_of(node), name=node.name)
+
+    def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
+        shard = self._first(node)
+        op, _, _ = collectives.mean_of(shard.meta["val"].dtype, dialect.argument(node, "ranks"))
+        return self.call(_functional.all_reduce.default, shard, _OPERATIONS[op], dialect.group_of(node), name=node.name)
+
+    def reduce_wait(self, node: fx.Node) -> fx.Node:
+        start: Any = node.args[0]
+        if start.target is dialect.reduce_scatter_start:
+            parts = [self.call(_wait, part, name=node.name) for part in self.values[start]]
+            reduced = self._spread(parts, reduced_begins(start), start.meta["val"].numel())
+        else:
+            reduced = self.call(_wait, self.values[start], name=node.name)
+        after = _divisor(start)
+        return reduced if after is None else self.call(aten.div.Tensor, reduced, after)
+
+    def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
+        """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
+        shape = grad.meta["val"].shape
+        padding = -shape[0] % world
+        if padding:
+            grad = self.call(aten.constant_pad_nd.default, grad, [*[0, 0] * (len(shape) - 1), 0, padding])
+        return self._of_dtype(self.call(aten.reshape.default, grad, [world, -1]), node)
+
+    def _of_dtype(self, grad: fx.Node, node: fx.Node) -> fx.Node:
+        dtype = dialect.argument(node, "dtype")
+        return grad if grad.meta["val"].dtype is dtype else self.call(_cast, grad, dtype)
+
+    def _joined(self, tensors: list[fx.Node], dim: int) -> fx.Node:
+        return tensors[0] if len(tensors) == 1 else self.call(aten.cat.default, tensors, dim)
+
+    def _divided(self, packed: fx.Node, ranks: int) -> tuple[fx.Node, str]:
+        """What is sent for a mean over ``ranks``, and the name of the reduction's operator."""
+        op, before, _ = collectives.mean_of(packed.meta["val"].dtype, ranks)
+        return packed if before is None else self.call(aten.div.Tensor, packed, before), _OPERATIONS[op]
+
+
+_LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], Any]] = {
+    dialect.all_gather_start: _Lowering.gather_start,
+    dialect.all_gather_wait: _Lowering.gather_wait,
+    dialect.keep_shard: _Lowering.keep_shard,
+    dialect.reduce_scatter_start: _Lowering.reduce_scatter_start,
+    dialect.all_reduce_start: _Lowering.all_reduce_start,
+    dialect.all_reduce_shard_start: _Lowering.all_reduce_shard_start,
+    dialect.reduce_wait: _Lowering.reduce_wait,
+}
+_OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp.SUM: "sum"}
+
+
+def _shards(start: fx.Node) -> Sequence[fx.Node]:
+    return dialect.argument(start, "shards")
+
+
+def _divisor(start: fx.Node) -> float | None:
+    """What the result of a reduction is divided by, where it is the last of a mean."""
+    dtype = start.meta["val"].dtype
+    if start.target is dialect.all_reduce_shard_start:
+        return collectives.mean_of(dtype, dialect.argument(start, "ranks"))[2]
+    if dialect.argument(start, "replicas") > 1:
+        return None
+    return collectives.mean_of(dtype, dialect.argument(start, "world_size"))[2]
+
+
+def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
+    """Begin and end of a slice of a flat tensor; None for any other use of it."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
+        return None
+    _, _, begin, end = node.args
+    return (begin, end) if isinstance(begin, int) and isinstance(end, int) else None
+
+
+def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
+    """Whether a use of a gathered buffer can do with the messages alone."""
+    if user.target in (dialect.free, dialect.keep_shard):
+        return True
+    bounds = _slice_bounds(user)
+    if bounds is None:
+        return False
+    _, offset, numel = _chunk_at(buffer.layout, bounds[0])
+    return bounds[1] <= buffer.layout.world_size * (offset + numel)
+
+
+def _chunk_at(layout: GatherLayout, element: int) -> tuple[Message, int, int]:
+    """The message that holds an element of the buffer, and offset and size in the bucket's shard of what lies there in
+    one piece: all of a message that lands in place, else a chunk or a gap."""
+    place = element // layout.world_size
+    message = next(m for m in layout.messages if m.begin <= place < m.begin + m.numel)
+    if message.lands_in_place:
+        return message, message.begin, message.numel
+    offset = message.begin
+    for numel in message.splits:
+        if place < offset + numel:
+            return message, offset, numel
+        offset += numel
+    raise AssertionError(f"element {element} lies in no chunk of its message")

@@ -1,0 +1,137 @@
+"""``regions="whole"`` on gloo ranks: the numbers of graphs that are cut.
+
+Uncompiled, what is lowered gives the same bits: the same operators and collectives on the same data. With Inductor it
+gives those of one process, to what other kernels' sums differ by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functional import FunctionalBackend, register
+from launch import run_ranks
+from models import MLP
+from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
+from test_option_numbers import CHEAP_MESSAGES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import graph_fsdp
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.runtime.backends import BACKENDS
+
+STEPS = [Step(), Step(), Step(evaluate=True)]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16_REDUCED = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+IN_MESSAGES = default_pipeline(hardware=CHEAP_MESSAGES)
+
+# model, shape of the mesh, options
+Setting = tuple[str, tuple[int, ...], dict[str, Any]]
+ON_TWO: dict[str, Setting] = {
+    **{name: (name, (2,), {}) for name in ("gpt_tied", "gpt_checkpoint_dropout", "cnn_batchnorm", "frozen", "uneven")},
+    "gathered again": ("mlp", (2,), {"reshard_after_forward": True}),
+    "kept": ("mlp", (2,), {"reshard_after_forward": False}),
+    "bfloat16": ("mlp", (2,), {"mp_policy": BF16}),
+    "reduced in float16": ("mlp", (2,), {"mp_policy": FP16_REDUCED}),
+    "messages of their own": ("mlp", (2,), {"passes": IN_MESSAGES}),
+    "messages of their own, kept": ("mlp", (2,), {"passes": IN_MESSAGES, "reshard_after_forward": False}),
+    "two ahead": ("mlp", (2,), {"passes": default_pipeline(prefetch=2, reductions_in_flight=3)}),
+    "symbolic sizes": ("mlp", (2,), {"dynamic": True}),
+}
+ON_FOUR: dict[str, Setting] = {
+    "hybrid": ("mlp", (2, 2), {"reshard_after_forward": True}),
+    "hybrid, kept, reduced in float16": ("mlp", (2, 2), {"reshard_after_forward": False, "mp_policy": FP16_REDUCED}),
+    "hybrid, uneven": ("uneven", (2, 2), {}),
+    "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
+    "resharded to two, bfloat16": ("uneven", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
+    "resharded to two, messages of their own": ("mlp", (4,), {"reshard_after_forward": 2, "passes": IN_MESSAGES}),
+    "replicated": ("uneven", (4, 1), {}),
+}
+
+Outcomes = dict[str, list[Outcome]]
+
+
+def train_both(settings: dict[str, Setting], *forms: dict[str, Any]) -> Outcomes:
+    """On a rank: each setting in each form."""
+    register()
+    outcomes: Outcomes = {}
+    for key, (name, shape, options) in settings.items():
+        outcomes[key] = []
+        for form in forms:
+            torch._dynamo.reset()
+            mesh = init_device_mesh("cpu", shape)
+            outcomes[key].append(train_sharded(name, STEPS, "adamw", mesh=mesh, **form, **options))
+    return outcomes
+
+
+UNCOMPILED = ({"backend": "eager"}, {"backend": "functional", "regions": "whole"})
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Outcomes]:
+    return run_ranks(train_both, 2, ON_TWO, *UNCOMPILED, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[Outcomes]:
+    return run_ranks(train_both, 4, ON_FOUR, *UNCOMPILED, timeout=280)
+
+
+def check_equal(ranks: list[Outcomes], setting: str) -> None:
+    for outcomes in ranks:
+        cut, whole = outcomes[setting]
+        check_outcome(whole, cut, bound=0.0)
+        assert any(gradient is not None and gradient.any() for gradient in whole.gradients.values())
+
+
+@pytest.mark.parametrize("setting", ON_TWO)
+def test_what_is_lowered_gives_the_same_bits(two_ranks: list[Outcomes], setting: str) -> None:
+    check_equal(two_ranks, setting)
+
+
+@pytest.mark.parametrize("setting", ON_FOUR)
+def test_what_is_lowered_gives_the_same_bits_on_four_ranks(four_ranks: list[Outcomes], setting: str) -> None:
+    check_equal(four_ranks, setting)
+
+
+WHOLE = {"backend": "inductor", "regions": "whole"}
+
+
+def test_graphs_that_inductor_compiles_whole_train_as_one_process() -> None:
+    settings: dict[str, Setting] = {
+        "gpt": ("gpt", (2,), {}),
+        "dropout": ("gpt_dropout", (2,), {}),
+        "uneven": ("uneven", (2,), {"reshard_after_forward": False}),
+        "BatchNorm": ("cnn_batchnorm", (2,), {}),
+    }
+    ranks = run_ranks(train_both, 2, settings, {"backend": "inductor"}, WHOLE, timeout=290)
+    for setting, (name, _, _) in settings.items():
+        for rank, outcomes in enumerate(ranks):
+            cut, whole = outcomes[setting]
+            # Inductor fuses other kernels and so reorders float32 sums, which Adam's division amplifies: hence 1e-4.
+            check_outcome(whole, cut, bound=1e-4)
+            if name != "gpt_dropout":  # whose random numbers are Inductor's own
+                check_outcome(whole, train_reference(name, STEPS, "adamw", world_size=2)[rank], bound=1e-4)
+
+
+def test_on_four_ranks_too() -> None:
+    settings: dict[str, Setting] = {
+        "hybrid": ("mlp", (2, 2), {"reshard_after_forward": True}),
+        "kept": ("mlp", (2, 2), {"reshard_after_forward": False}),
+        "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
+    }
+    (expected,) = train_reference("mlp", STEPS, "adamw", world_size=4, global_batch=True)
+    for outcomes in run_ranks(train_both, 4, settings, WHOLE, timeout=290):
+        for setting in settings:
+            check_close(outcomes[setting][0].parameters, expected.parameters, 1e-4, setting)
+
+
+def test_one_process_communicates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "functional", FunctionalBackend)
+    model = graph_fsdp.compile(MLP(), backend="functional", regions="whole")
+    model(torch.ones(4, 16)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    assert "c10d" not in str(report.forward.program) + str(report.backward.program)
+    assert report.collectives == {} and all(p.grad is not None for p in model.parameters())
