@@ -227,13 +227,8 @@ class Engine:
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             return self._program(Graph(backward, "backward"), context, captured)
 
-<<<<<<< HEAD
-        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program:
-            graph = Graph(prepare(inference), "inference")
-=======
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
-            graph = Graph(self.backend.prepare(inference), "inference")
->>>>>>> main
+            graph = Graph(prepare(inference), "inference")
             self._run_passes([graph], context, captured, kind_of(graph, self.spec))
             if not self.whole:
                 self.regions.prepare([graph])
