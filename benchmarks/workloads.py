@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from gpt import GPT, GPTConfig
+from llama import causal_attention
 
 SEED = 1234
 
@@ -78,8 +79,9 @@ class Workload:
         return GPT(GPTConfig(self.vocab, self.layers, self.width, self.heads, self.length))
 
     def _llama(self) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
+        AttentionInterface.register("causal", causal_attention)  # type: ignore[no-untyped-call,unused-ignore]
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.width,
@@ -89,7 +91,7 @@ class Workload:
             num_key_value_heads=max(1, self.heads // 4),
             max_position_embeddings=self.length,
             use_cache=False,
-            attn_implementation="sdpa",
+            attn_implementation="causal",
         )
         return LlamaForCausalLM(config)
 

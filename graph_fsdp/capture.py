@@ -8,6 +8,7 @@ what comes back: the joint graph, then the forward and backward graph, or the in
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect as python_inspect
 import itertools
 import json
@@ -36,6 +37,7 @@ from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats, find_repeats
+from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.report import CapturedGraph
@@ -105,9 +107,9 @@ class Engine:
         self._inputs: dict[str, Tensor] = {}
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
-        self._compiled = torch.compile(
-            _own_code(forward), backend=self._compile_graph, fullgraph=fullgraph, dynamic=dynamic
-        )
+        self.settings = Settings()
+        self._compiled: dict[Settings, Callable[..., Any]] = {}
+        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Parameters are placeholders for its time, shards again whatever happens."""
@@ -119,7 +121,7 @@ class Engine:
         with self.storage.placeholders_registered(), compat.tracing_options():
             self._inputs = inputs
             try:
-                return self.storage.without_placeholders(self._compiled(module, *args, **kwargs))
+                return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, RankDisagreement, BudgetError, PassError)):
@@ -131,10 +133,22 @@ class Engine:
             finally:
                 self._inputs = {}
 
-    def _compile_graph(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _forward_compiled(self) -> Callable[..., Any]:
+        """The forward under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings."""
+        settings = self.settings
+        if settings not in self._compiled:
+            backend = functools.partial(self._compile_graph, settings)
+            self._compiled[settings] = self._compile(_own_code(self._forward), backend=backend)
+        return self._compiled[settings]
+
+    def _compile_graph(
+        self, settings: Settings, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph."""
         captured = CapturedGraph(len(self.graphs), self.spec)
-        context = PassContext(self.spec, self.reshard_after_forward, cost=self.cost, stages=captured.stages)
+        context = PassContext(
+            self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
+        )
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
@@ -205,7 +219,7 @@ class Engine:
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
             self.pipeline.run([joint_graph], context)
-            kind = kind_of(joint_graph, self.spec)
+            kind = kind_of(joint_graph, self.spec, context.settings)
             begin = time.perf_counter()
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
@@ -229,7 +243,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Program | WholeProgram:
             graph = Graph(prepare(inference), "inference")
-            self._run_passes([graph], context, captured, kind_of(graph, self.spec))
+            self._run_passes([graph], context, captured, kind_of(graph, self.spec, context.settings))
             if not self.whole:
                 self.regions.prepare([graph])
             return self._program(graph, context, captured)

@@ -20,6 +20,7 @@ from torch import fx
 from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.plan import Plan
+from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Snapshot, Stage
 
@@ -51,6 +52,7 @@ class PassContext:
 
     ``plan``: what the ranks have decided for graphs of this kind; passes keep to it, or decide and write it down.
     ``cost``: seconds of nodes and collectives; None where there is no description of the hardware.
+    ``settings``: what the user has changed since the model was compiled.
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
@@ -65,6 +67,7 @@ class PassContext:
     reshard_after_forward: bool | Literal["auto"] | None = None
     plan: Plan = field(default_factory=Plan)
     cost: CostModel | None = None
+    settings: Settings = field(default_factory=Settings)
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))

@@ -18,6 +18,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import STARTS, Role, has_role
 from graph_fsdp.passes.graph import Graph, Phase
+from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 
 SlotsOfBuckets = dict[str, tuple[int | None, int | None]]  # bucket → slot of its buffer, of its landing buffer
@@ -54,9 +55,10 @@ class Plan:
         return cls(collectives, value["kept"], slots)
 
 
-def kind_of(graph: Graph, model: ModelSpec) -> str:
-    """Equal for graphs that share a plan: a digest of what a joint or inference graph gathers and reduces."""
-    parts: list[str] = [graph.phase]
+def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
+    """Equal for graphs that share a plan: a digest of what a joint or inference graph gathers and reduces, and of what
+    the user has set."""
+    parts: list[str] = [graph.phase, settings.key()]
     for target in (dialect.gather_param, dialect.reduce_grad):
         names = {str(node.args[4]) for node in graph.fx_graph.nodes if node.target is target}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
