@@ -34,9 +34,10 @@ from graph_fsdp.errors import (
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.pipeline import add_stage
+from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
-from graph_fsdp.passes.repeat import Repeats, find_repeats
+from graph_fsdp.passes.repeat import Repeats
+from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.trace import NotRepeatable
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
+
+# Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
+_ATTEMPTS = 2
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -118,7 +122,9 @@ class Engine:
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
         inputs = self.storage.inputs_after_refresh()
-        with self.storage.placeholders_registered(), compat.tracing_options():
+        is_first = self.settings not in self._compiled
+        pause = collector_paused() if is_first else contextlib.nullcontext()  # Dynamo traces
+        with self.storage.placeholders_registered(), compat.tracing_options(), pause:
             self._inputs = inputs
             try:
                 return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
@@ -153,7 +159,8 @@ class Engine:
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
         self.graphs.append(captured)
-        run = self._through_aot_autograd(module, inputs, context, captured)
+        with collector_paused():
+            run = self._through_aot_autograd(module, inputs, context, captured)
 
         def call(*args: Any) -> Any:
             values = list(args)
@@ -190,15 +197,24 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext, captured: CapturedGraph
     ) -> Callable[..., Any]:
-        groups = find_repeats(module, self.spec) if self.repeat_traces else []
-        if groups:
+        groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
+        for _ in range(_ATTEMPTS):
+            if not groups:
+                break
             try:
-                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
+                repeats = Repeats(module, groups, self.backend.decompositions())
+            except NotRepeatable as reason:
+                log.info("%s", reason)
+                break
+            try:
+                log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
                 with repeats.registered():
                     return self._trace(repeats.contracted, inputs, context, captured, repeats.expand)
             except NotRepeatable as reason:
-                log.info("traced in one piece: %s", reason)
-        return self._trace(module, inputs, context, captured, self.backend.prepare)
+                groups = repeats.without(reason.call)
+                which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
+                log.info("%s has no trace of others: %s", which, reason)
+        return self._trace(module, inputs, context, captured)
 
     def _trace(
         self,
@@ -206,9 +222,13 @@ class Engine:
         inputs: list[Any],
         context: PassContext,
         captured: CapturedGraph,
-        prepare: Callable[[fx.GraphModule], fx.GraphModule],
+        expand: Callable[[fx.GraphModule], None] = lambda traced: None,
     ) -> Callable[..., Any]:
         partitioned: list[Graph] = []  # until their regions are compiled
+
+        def prepare(traced: fx.GraphModule) -> fx.GraphModule:
+            expand(traced)
+            return self.backend.prepare(traced)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any

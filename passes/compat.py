@@ -7,6 +7,7 @@ whole test-suite was run.
 | name | for | torch |
 |---|---|---|
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
+| ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
 | ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
@@ -25,6 +26,7 @@ whole test-suite was run.
 | ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
+| ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -85,6 +87,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,6 +126,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_of_backward",
     "is_tracing",
     "launches_groups",
     "local_tensor",
@@ -282,6 +286,8 @@ def tracing_options() -> Iterator[None]:
 
     Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
+    each of its graphs more than once, and rarely read.
     """
     ignored = {
         getattr(logging.Logger, name)
@@ -293,7 +299,8 @@ def tracing_options() -> Iterator[None]:
         if method is not None:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}):
+    options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    with dynamo_config.patch(options), _use_lazy_graph_module(True):
         yield
 
 
@@ -355,6 +362,11 @@ def traced_by_aot_autograd(
     except _Traced as traced:
         return traced.graph, traced.forward_outputs
     raise AssertionError("AOTAutograd returned without a graph")
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd traced a node of a joint graph while it ran autograd."""
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def with_graph(

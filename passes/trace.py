@@ -25,16 +25,21 @@ repeat_backward = torch.ops.graph_fsdp.repeat_backward.default
 
 
 class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
-    """A layer does not repeat the trace of another, although it looked like it."""
+    """A layer does not repeat the trace of another, although it looked like it. The message says why, ``call`` which
+    layer, by the index of its call, where it is a single one."""
+
+    def __init__(self, reason: str, call: int | None = None) -> None:
+        super().__init__(reason)
+        self.call = call
 
 
 @dataclass
 class Trace:
-    """``forward`` and ``backward`` are the nodes of ``module``, without its inputs, that are computed in either.
+    """What AOTAutograd made of a layer. ``forward`` and ``backward`` are the nodes of ``module``, without its inputs,
+    that are computed in either.
 
     ``inputs``: placeholders for the layer's inputs; ``tangents``: for the gradients of those ``outputs`` that are
-    ``differentiable``. ``gradients``: per input the node, or None where it needs none. ``random``: it draws random
-    numbers.
+    ``differentiable``. ``gradients``: per input the node, or None where it needs none.
     """
 
     index: int
@@ -46,10 +51,62 @@ class Trace:
     outputs: list[fx.Node]
     differentiable: list[bool]
     gradients: list[fx.Node | None]
-    random: bool
+
+    @property
+    def found_gradients(self) -> list[fx.Node]:
+        """What ``repeat_backward`` returns."""
+        return [node for node in self.gradients if node is not None]
 
 
-_registered: dict[int, Trace] = {}  # those that are in use while a model is traced
+def trace(
+    index: int,
+    function: fx.GraphModule,
+    arguments: list[Tensor],
+    differentiable: list[bool],
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> Trace:
+    """Trace ``function`` on fake ``arguments``; with its gradients where AOTAutograd would.
+
+    Raises:
+        NotRepeatable: it writes to its inputs, returns views of them, or has something in it that is not an operator.
+    """
+    try:
+        module, forward_outputs = compat.traced_by_aot_autograd(function, arguments, decompositions)
+    except Exception as error:  # a wrong model is told so when it is traced whole
+        raise NotRepeatable(f"by itself it is an error: {error}") from error
+    if forward_outputs != len(differentiable):
+        raise NotRepeatable("it writes to its inputs, or returns views of what it computes")
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    inputs, tangents = placeholders[: len(arguments)], placeholders[len(arguments) :]
+    (returned,) = nodes[-1].args
+    outputs, gradients = returned[:forward_outputs], returned[forward_outputs:] or [None] * len(inputs)
+    _check(nodes, inputs, outputs)
+    if len(gradients) != len(inputs) or len(tangents) not in (0, sum(differentiable)):
+        raise NotRepeatable("it has other gradients than those of its outputs for its inputs")
+    computed = [node for node in nodes if node.op not in ("placeholder", "output")]
+    forward = [node for node in computed if not compat.is_of_backward(node)]
+    backward = [node for node in computed if compat.is_of_backward(node)]
+    return Trace(index, module, inputs, tangents, forward, backward, outputs, differentiable, gradients)
+
+
+def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
+    for node in nodes:
+        if node.op == "call_module" or isinstance(node.target, compat.HigherOrderOperator):
+            raise NotRepeatable(f"{node.target} is no operator")
+        if mutated_inputs(node):
+            raise NotRepeatable(f"{node} writes to its input")
+    if not all(isinstance(node, fx.Node) and isinstance(node.meta["val"], Tensor) for node in outputs):
+        raise NotRepeatable("it returns what is no tensor")
+    given = {compat.storage_id(node.meta["val"]) for node in inputs}
+    returned = {compat.storage_id(node.meta["val"]) for node in outputs}
+    if len(returned) < len(outputs) or not returned.isdisjoint(given):
+        raise NotRepeatable("it returns views of its inputs or of one value")
+
+
+# How a layer is called while the model around it is traced
+
+_registered: dict[int, Trace] = {}
 
 
 @contextmanager
@@ -61,84 +118,6 @@ def registered(traces: Sequence[Trace]) -> Iterator[None]:
     finally:
         for trace in traces:
             del _registered[trace.index]
-
-
-def trace(
-    index: int,
-    function: fx.GraphModule,
-    arguments: list[Tensor],
-    differentiable: list[bool],
-    prepare: Callable[[fx.GraphModule], fx.GraphModule],
-    decompositions: dict[Any, Callable[..., Any]] | None,
-) -> Trace:
-    """Trace ``function`` on fake ``arguments``; with its gradients where AOTAutograd would.
-
-    Raises:
-        NotRepeatable: it writes to its inputs, returns views of them, or has something in it that is not an operator.
-    """
-    module, forward_outputs = compat.traced_by_aot_autograd(function, arguments, decompositions)
-    if forward_outputs != len(differentiable):
-        raise NotRepeatable("it has results that it does not return")
-    random = any(map(_draws, module.graph.nodes))
-    if not random:  # preparation replaces random operators in ways that do not bear repetition
-        module = prepare(module)
-    nodes = list(module.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    inputs, tangents = placeholders[: len(arguments)], placeholders[len(arguments) :]
-    (returned,) = nodes[-1].args
-    outputs, gradients = returned[:forward_outputs], returned[forward_outputs:] or [None] * len(inputs)
-    _check(nodes, inputs, outputs)
-    if gradients and len(tangents) not in (0, sum(differentiable)):
-        raise NotRepeatable("it has other gradients than those of its outputs")
-    forward, backward = _divide(nodes, outputs, tangents)
-    return Trace(index, module, inputs, tangents, forward, backward, outputs, differentiable, gradients, random)
-
-
-def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
-    for node in nodes:
-        if node.op == "call_module" or isinstance(node.target, compat.HigherOrderOperator):
-            raise NotRepeatable(f"{node.target} is no operator")
-        if mutated_inputs(node):
-            raise NotRepeatable(f"{node} writes to its input")
-    if not all(isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor) for node in outputs):
-        raise NotRepeatable("it returns what is no tensor")
-    memories = [compat.storage_id(node.meta["val"]) for node in [*inputs, *outputs]]
-    if len(set(memories[len(inputs) :])) < len(outputs) or not set(memories[: len(inputs)]).isdisjoint(
-        memories[len(inputs) :]
-    ):
-        raise NotRepeatable("it returns views of its inputs or of one value")
-
-
-def _draws(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "dropout_p" not in names:
-        return True
-    index = names.index("dropout_p")  # attention
-    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0))
-
-
-def _divide(
-    nodes: list[fx.Node], outputs: list[fx.Node], tangents: list[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What comes before the last output was traced in forward, what comes behind it in backward."""
-    positions = {node: index for index, node in enumerate(nodes)}
-    last = max((positions[node] for node in outputs), default=0)
-    of_gradients = set(tangents)
-    forward, backward = [], []
-    for node in nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if positions[node] > last or not of_gradients.isdisjoint(node.all_input_nodes):
-            of_gradients.add(node)
-            backward.append(node)
-        else:
-            forward.append(node)
-    return forward, backward
-
-
-# How a layer is called while the model around it is traced
 
 
 def call(trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -153,13 +132,17 @@ class _Call(torch.autograd.Function):
         outputs = repeat(inputs, trace_index, call_index)
         pairs = zip(outputs, ctx.trace.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
+        ctx.versions = [(tensor, tensor._version) for tensor in (*inputs, *outputs)]
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Which of its inputs and outputs a layer has saved, the trace does not say.
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise NotRepeatable("an input or output of it is written to behind it", ctx.call)
         given = [g for g, differentiable in zip(gradients, ctx.trace.differentiable, strict=True) if differentiable]
         if any(gradient is None for gradient in given):
-            raise NotRepeatable("an output of it has no gradient")
+            raise NotRepeatable("an output of it has no gradient", ctx.call)
         found = iter(repeat_backward(given, ctx.trace.index, ctx.call))
         return None, None, *(None if node is None else next(found) for node in ctx.trace.gradients)
 
@@ -171,7 +154,7 @@ def _(inputs: Sequence[Tensor], trace: int, call: int) -> list[Tensor]:
 
 @torch.library.register_fake("graph_fsdp::repeat_backward", lib=_LIBRARY)
 def _(gradients: Sequence[Tensor], trace: int, call: int) -> list[Tensor]:
-    return [_like(node) for node in _registered[trace].gradients if node is not None]
+    return [_like(node) for node in _registered[trace].found_gradients]
 
 
 def _like(node: fx.Node) -> Tensor:
