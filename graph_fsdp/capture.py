@@ -202,7 +202,7 @@ class Engine:
             if not groups:
                 break
             try:
-                repeats = Repeats(module, groups, self.backend.decompositions())
+                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
             except NotRepeatable as reason:
                 log.info("%s", reason)
                 break
@@ -214,7 +214,7 @@ class Engine:
                 groups = repeats.without(reason.call)
                 which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
                 log.info("%s has no trace of others: %s", which, reason)
-        return self._trace(module, inputs, context, captured)
+        return self._trace(module, inputs, context, captured, self.backend.prepare)
 
     def _trace(
         self,
@@ -222,13 +222,9 @@ class Engine:
         inputs: list[Any],
         context: PassContext,
         captured: CapturedGraph,
-        expand: Callable[[fx.GraphModule], None] = lambda traced: None,
+        prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> Callable[..., Any]:
         partitioned: list[Graph] = []  # until their regions are compiled
-
-        def prepare(traced: fx.GraphModule) -> fx.GraphModule:
-            expand(traced)
-            return self.backend.prepare(traced)
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any

@@ -27,27 +27,32 @@ from torch import fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.expand import Expansion
 from graph_fsdp.passes.segments import WORTH, Segment
-from graph_fsdp.passes.trace import NotRepeatable, Trace, call, registered, trace
+from graph_fsdp.passes.trace import NotRepeatable, Trace, call, raise_failures, registered, trace
 
 log = logging.getLogger(__name__)
 
+Prepare = Callable[[fx.GraphModule], fx.GraphModule]
 Decompositions = dict[Any, Callable[..., Any]] | None
 
 
 class Repeats:
     """The traces of groups of equal segments of ``module``; ``contracted``: its graph with calls in their places.
+    ``prepare`` rewrites a traced graph for the backend: it is applied to a trace once, and then to what is around.
 
     Raises:
         NotRepeatable: none of them can be traced by itself.
     """
 
-    def __init__(self, module: fx.GraphModule, groups: list[list[Segment]], decompositions: Decompositions) -> None:
+    def __init__(
+        self, module: fx.GraphModule, groups: list[list[Segment]], prepare: Prepare, decompositions: Decompositions
+    ) -> None:
+        self._prepare = prepare
         self.traces: list[Trace] = []
         # By the index of a call: its trace, the segment that was traced, and the one that is meant.
         self.calls: list[tuple[Trace, Segment, Segment]] = []
         for group in groups:
             try:
-                made = _trace(len(self.traces), group[0], module, decompositions)
+                made = _trace(len(self.traces), group[0], module, prepare, decompositions)
             except NotRepeatable as reason:
                 log.info("%s and %d layers like it are traced by themselves: %s", group[0].unit, len(group) - 1, reason)
                 continue
@@ -63,13 +68,17 @@ class Repeats:
         """For as long as the contracted graph is traced."""
         return registered(self.traces)
 
-    def expand(self, module: fx.GraphModule) -> None:
-        """Put traces in the places of the calls in ``module``, the trace of ``contracted``.
+    def expand(self, module: fx.GraphModule) -> fx.GraphModule:
+        """``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
 
         Raises:
-            NotRepeatable: a value is not that of the trace. ``module`` is then as it was.
+            NotRepeatable: a layer has other values or gradients than the trace.
         """
+        raise_failures()
+        prepared = all(made.prepared for made in self.traces)
+        module = self._prepare(module) if prepared else module
         Expansion(module, self.calls, self._gathered).run()
+        return module if prepared else self._prepare(module)
 
     def without(self, call: int | None) -> list[list[Segment]]:
         """The groups of segments that were traced, without that of a call; without any if it is not known which."""
@@ -96,7 +105,9 @@ class Repeats:
         return compat.with_graph(module, graph, copies)
 
 
-def _trace(index: int, segment: Segment, module: fx.GraphModule, decompositions: Decompositions) -> Trace:
+def _trace(
+    index: int, segment: Segment, module: fx.GraphModule, prepare: Prepare, decompositions: Decompositions
+) -> Trace:
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in segment.inputs}
     for node in segment.nodes:
@@ -109,4 +120,4 @@ def _trace(index: int, segment: Segment, module: fx.GraphModule, decompositions:
             argument = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             arguments.append(argument.requires_grad_(value.requires_grad))
     differentiable = [node.meta["example_value"].requires_grad for node in segment.outputs]
-    return trace(index, fx.GraphModule(module, graph), arguments, differentiable, decompositions)
+    return trace(index, fx.GraphModule(module, graph), arguments, differentiable, prepare, decompositions)

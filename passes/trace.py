@@ -39,7 +39,8 @@ class Trace:
     that are computed in either.
 
     ``inputs``: placeholders for the layer's inputs; ``tangents``: for the gradients of those ``outputs`` that are
-    ``differentiable``. ``gradients``: per input the node, or None where it needs none.
+    ``differentiable``. ``gradients``: per input the node, or None where it needs none. ``prepared``: for the backend,
+    and not to be prepared again where it is put in.
     """
 
     index: int
@@ -51,6 +52,7 @@ class Trace:
     outputs: list[fx.Node]
     differentiable: list[bool]
     gradients: list[fx.Node | None]
+    prepared: bool
 
     @property
     def found_gradients(self) -> list[fx.Node]:
@@ -63,6 +65,7 @@ def trace(
     function: fx.GraphModule,
     arguments: list[Tensor],
     differentiable: list[bool],
+    prepare: Callable[[fx.GraphModule], fx.GraphModule],
     decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> Trace:
     """Trace ``function`` on fake ``arguments``; with its gradients where AOTAutograd would.
@@ -76,6 +79,9 @@ def trace(
         raise NotRepeatable(f"by itself it is an error: {error}") from error
     if forward_outputs != len(differentiable):
         raise NotRepeatable("it writes to its inputs, or returns views of what it computes")
+    prepared = not any(map(_draws, module.graph.nodes))  # a backend may make one seed per graph, and number the draws
+    if prepared:
+        module = prepare(module)
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     inputs, tangents = placeholders[: len(arguments)], placeholders[len(arguments) :]
@@ -84,10 +90,8 @@ def trace(
     _check(nodes, inputs, outputs)
     if len(gradients) != len(inputs) or len(tangents) not in (0, sum(differentiable)):
         raise NotRepeatable("it has other gradients than those of its outputs for its inputs")
-    computed = [node for node in nodes if node.op not in ("placeholder", "output")]
-    forward = [node for node in computed if not compat.is_of_backward(node)]
-    backward = [node for node in computed if compat.is_of_backward(node)]
-    return Trace(index, module, inputs, tangents, forward, backward, outputs, differentiable, gradients)
+    forward, backward = _divide(nodes, tangents)
+    return Trace(index, module, inputs, tangents, forward, backward, outputs, differentiable, gradients, prepared)
 
 
 def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
@@ -104,9 +108,35 @@ def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) 
         raise NotRepeatable("it returns views of its inputs or of one value")
 
 
+def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    of_gradients = set(tangents)  # what a backend has put in is known by what it reads alone
+    forward, backward = [], []
+    for node in nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if compat.is_of_backward(node) or not of_gradients.isdisjoint(node.all_input_nodes):
+            of_gradients.add(node)
+            backward.append(node)
+        else:
+            forward.append(node)
+    return forward, backward
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers. Attention has an argument that says so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "dropout_p" not in names:
+        return True
+    index = names.index("dropout_p")
+    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+
+
 # How a layer is called while the model around it is traced
 
 _registered: dict[int, Trace] = {}
+_failures: list[NotRepeatable] = []
 
 
 @contextmanager
@@ -116,8 +146,14 @@ def registered(traces: Sequence[Trace]) -> Iterator[None]:
     try:
         yield
     finally:
-        for trace in traces:
-            del _registered[trace.index]
+        _registered.clear()
+        _failures.clear()
+
+
+def raise_failures() -> None:
+    """Raise the NotRepeatable of the first layer whose gradients the trace does not compute."""
+    if _failures:
+        raise _failures[0]
 
 
 def call(trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -138,11 +174,15 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # Which of its inputs and outputs a layer has saved, the trace does not say.
-        if any(tensor._version != version for tensor, version in ctx.versions):
-            raise NotRepeatable("an input or output of it is written to behind it", ctx.call)
         given = [g for g, differentiable in zip(gradients, ctx.trace.differentiable, strict=True) if differentiable]
-        if any(gradient is None for gradient in given):
-            raise NotRepeatable("an output of it has no gradient", ctx.call)
+        failure = None
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            failure = "an input or output of it is written to behind it"
+        elif any(gradient is None for gradient in given):
+            failure = "an output of it has no gradient"
+        if failure is not None:  # not raised here: autograd would warn of it
+            _failures.append(NotRepeatable(failure, ctx.call))
+            return (None,) * (2 + len(ctx.trace.gradients))
         found = iter(repeat_backward(given, ctx.trace.index, ctx.call))
         return None, None, *(None if node is None else next(found) for node in ctx.trace.gradients)
 
