@@ -13,6 +13,7 @@ import functools
 import inspect as python_inspect
 import itertools
 import json
+import logging
 import time
 import types
 import weakref
@@ -35,10 +36,13 @@ from graph_fsdp.errors import (
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.pipeline import add_stage
+from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
+from graph_fsdp.passes.repeat import Repeats
+from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
@@ -49,8 +53,13 @@ from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
 from graph_fsdp.sharding import Storage
 from graph_fsdp.unshard import UnshardedUnits
 
+log = logging.getLogger(__name__)
+
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
+
+# Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
+_ATTEMPTS = 2
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -109,6 +118,7 @@ class Engine:
         _models_of_ranks[self.ranks] += 1
         self.lockstep = lockstep_of(self.ranks) if is_shared(self.ranks) else None
         self._inputs: dict[str, Tensor] = {}
+        self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self.kept = KeptGradients()
@@ -134,7 +144,13 @@ class Engine:
             self.wait_before_forward = None
         self.unsharded.before_forward()
         inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
-        with self.storage.placeholders_registered(), compat.tracing_options(), entered(self.number):
+        is_first = (self.settings, entry) not in self._compiled
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.storage.placeholders_registered())
+            stack.enter_context(compat.tracing_options())
+            stack.enter_context(entered(self.number))
+            if is_first:  # Dynamo traces
+                stack.enter_context(collector_paused())
             self._inputs = inputs
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
@@ -177,7 +193,8 @@ class Engine:
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
         self.graphs.append(captured)
-        run = self._through_aot_autograd(module, inputs, context, captured, entry)
+        with collector_paused():
+            run = self._through_aot_autograd(module, inputs, context, captured, entry)
 
         def call(*args: Any) -> Any:
             values = list(args)
@@ -219,6 +236,34 @@ class Engine:
         captured: CapturedGraph,
         entry: Entry,
     ) -> Callable[..., Any]:
+        groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
+        for _ in range(_ATTEMPTS):
+            if not groups:
+                break
+            try:
+                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
+            except NotRepeatable as reason:
+                log.info("%s", reason)
+                break
+            try:
+                log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
+                with repeats.registered():
+                    return self._trace(repeats.contracted, inputs, context, captured, entry, repeats.expand)
+            except NotRepeatable as reason:
+                groups = repeats.without(reason.call)
+                which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
+                log.info("%s has no trace of others: %s", which, reason)
+        return self._trace(module, inputs, context, captured, entry, self.backend.prepare)
+
+    def _trace(
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: PassContext,
+        captured: CapturedGraph,
+        entry: Entry,
+        prepare: Callable[[fx.GraphModule], fx.GraphModule],
+    ) -> Callable[..., Any]:
         engine: Engine = weakref.proxy(self)  # see ``_function_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
         alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
@@ -227,7 +272,7 @@ class Engine:
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             alive.append(self)
-            joint = engine.backend.prepare(joint)
+            joint = prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
             context.forward_outputs = num_fwd_outputs
@@ -260,7 +305,7 @@ class Engine:
             return program
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            graph = Graph(engine.backend.prepare(inference), "inference")
+            graph = Graph(prepare(inference), "inference")
             _use_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
             engine._run_passes([graph], context, captured, kind)

@@ -7,6 +7,8 @@ whole test-suite was run.
 | name | for | torch |
 |---|---|---|
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
+| ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
+| ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
 | ``_functorch.config.activation_memory_budget`` | how much of its saved activations the partitioner keeps | 2.9, 2.13 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
@@ -25,6 +27,7 @@ whole test-suite was run.
 | ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
+| ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -49,7 +52,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,6 +134,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_of_backward",
     "is_tracing",
     "launches_groups",
     "local_shape_and_offset",
@@ -144,9 +149,11 @@ __all__ = [
     "size_hint",
     "storage_id",
     "swap",
+    "traced_by_aot_autograd",
     "tracing",
     "tracing_options",
     "tree_map_only",
+    "with_graph",
     "without_memory",
     "without_torch_function",
 ]
@@ -311,6 +318,8 @@ def tracing_options() -> Iterator[None]:
 
     Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
+    each of its graphs more than once, and rarely read.
     """
     ignored = {
         getattr(logging.Logger, name)
@@ -322,7 +331,8 @@ def tracing_options() -> Iterator[None]:
         if method is not None:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    with dynamo_config.patch({name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}):
+    options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    with dynamo_config.patch(options), _use_lazy_graph_module(True):
         yield
 
 
@@ -350,6 +360,60 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own
+    def __init__(self, graph: torch.fx.GraphModule, forward_outputs: int) -> None:
+        self.graph, self.forward_outputs = graph, forward_outputs
+
+
+def traced_by_aot_autograd(
+    module: torch.fx.GraphModule,
+    arguments: Sequence[torch.Tensor],
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> tuple[torch.fx.GraphModule, int]:
+    """The joint graph of ``module`` on fake ``arguments``, or that of inference, apart from the capture that is under
+    way; and how many of its outputs are forward's."""
+
+    def partition(joint: torch.fx.GraphModule, _: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        raise _Traced(joint, num_fwd_outputs)
+
+    def compile_inference(graph: torch.fx.GraphModule, _: Any) -> Any:
+        raise _Traced(graph, len(next(iter(reversed(graph.graph.nodes))).args[0]))
+
+    compiler = aot_autograd(
+        fw_compiler=compile_inference,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    try:
+        with tracing(TracingContext(current_fake_mode())):
+            compiler(module, arguments)
+    except _Traced as traced:
+        return traced.graph, traced.forward_outputs
+    raise AssertionError("AOTAutograd returned without a graph")
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd traced a node of a joint graph while it ran autograd."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def with_graph(
+    module: torch.fx.GraphModule, graph: torch.fx.Graph, copies: Mapping[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """Dynamo's ``module`` with another graph of the same inputs: AOTAutograd guards on inputs by where they come from.
+    ``copies``: node of the old graph → of the new one."""
+    made = torch.fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    if hasattr(module, "_param_name_to_source"):
+        made._param_name_to_source = module._param_name_to_source
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    return made
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

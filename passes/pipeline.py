@@ -275,7 +275,7 @@ class PassPipeline:
         The code of the graph modules is that of their graphs again when all passes have run, not in between: writing
         it costs more than a pass. A pass that wants to run a graph calls ``graph.module.recompile()`` first.
         """
-        with _collector_paused():
+        with collector_paused():
             self._run(graphs, context)
             for graph in graphs:
                 graph.module.recompile()
@@ -312,8 +312,8 @@ def _is_plain(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """No garbage collection for this time. Almost everything that passes allocate stays, and each full collection
+def collector_paused() -> Iterator[None]:
+    """No garbage collection for this time. Almost all that is allocated for graphs stays, and each full collection
     would walk all graphs of the model: several times over, and longer the deeper the model is."""
     enabled = gc.isenabled()
     gc.disable()
