@@ -113,22 +113,23 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
         forward = original_forward(module)
         if "forward" in module.__dict__:
             del module.__dict__["forward"]
-        run = _entering(Entry(unit.name, "forward", forward), engine, convert)
+        run = _entering(Entry(unit.name, "forward", forward), engine.number, convert)
         namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
         module.__class__ = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__dict__["_graph_fsdp"], module.__dict__["_graph_fsdp_unit"] = engine, unit.name
         module.__dict__["_graph_fsdp_casts"] = convert
 
 
-def _entering(entry: Entry, engine: Engine, convert: InputOutputCasts) -> Callable[..., Any]:
-    """The function of an entry as a method that runs compiled."""
-    function, number = entry.function, engine.number
+def _entering(entry: Entry, number: int, convert: InputOutputCasts) -> Callable[..., Any]:
+    """The function of an entry as a method that runs compiled; ``number``: of the engine."""
+    function = entry.function
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_entered(number):
             return function(self, *args, **kwargs)
         args, kwargs = convert.inputs(args, kwargs)
+        engine: Engine = vars(self)["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         return convert.outputs(engine.run(entry, self, *args, **kwargs))
 
     return run
@@ -146,7 +147,7 @@ def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -
             return method(*args, **kwargs)
 
     entry = Entry(own["_graph_fsdp_unit"], name, function)
-    return types.MethodType(_entering(entry, own["_graph_fsdp"], own["_graph_fsdp_casts"]), module)
+    return types.MethodType(_entering(entry, own["_graph_fsdp"].number, own["_graph_fsdp_casts"]), module)
 
 
 class InputOutputCasts:
