@@ -48,6 +48,14 @@ class TestOneProcess:
         gc.collect()
         assert engine() is None and storage() is None
 
+    def test_a_second_backward_adds_into_the_memory_of_the_first(self) -> None:
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        memory = []
+        for _ in range(2):
+            model(torch.randn(4, 16)).sum().backward()
+            memory.append([p.grad.to_local().data_ptr() for p in model.parameters()])
+        assert memory[0] == memory[1]
+
     def test_backward_runs_when_the_model_is_gone(self) -> None:
         model = graph_fsdp.compile(MLP(), backend="eager")
         loss, weight = model(torch.randn(4, 16)).sum(), model.head.weight
