@@ -159,7 +159,9 @@ class Storage:
         """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
         with compat.without_torch_function():
             return compat.tree_map_only(
-                nn.Parameter, lambda p: self.by_placeholder[id(p)].registered if id(p) in self.by_placeholder else p, outputs
+                nn.Parameter,
+                lambda p: self.by_placeholder[id(p)].registered if id(p) in self.by_placeholder else p,
+                outputs,
             )
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:

@@ -82,9 +82,7 @@ class UnshardedUnits:
         first = bucket.parameters[0]
         offsets = [bucket.offsets[p.spec.name] for p in members]
         numels = [p.spec.shard_numel for p in members]
-        layout = GatherLayout.make(
-            offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments()
-        )
+        layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
         dtype = first.dtype if full_precision else first.param_dtype
         group = compat.resolve_group(self.storage.spec.group)
         self.counter.count("all_gather")

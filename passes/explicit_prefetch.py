@@ -16,9 +16,7 @@ from graph_fsdp.passes.schedule import After
 from graph_fsdp.passes.settings import Prefetches, SettingError
 
 
-def prefetch_explicitly(
-    graph: Graph, waits: list[fx.Node], after: After, context: PassContext
-) -> tuple[After, bool]:
+def prefetch_explicitly(graph: Graph, waits: list[fx.Node], after: After, context: PassContext) -> tuple[After, bool]:
     """``after`` (see schedule.py) with what the user has set for this graph, and whether that is anything.
 
     Raises:

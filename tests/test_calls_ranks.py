@@ -456,3 +456,17 @@ def ranks() -> Failures:
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
+
+
+def test_whole_parameters_in_one_process() -> None:
+    model, plain = pair(MLP())
+    x = torch.randn(4, 16)
+    for unit in units_of(model):
+        unit.unshard()
+        unit.set_reshard_after_forward(False)
+    for m in (model, plain):
+        m(x).square().mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    with graph_fsdp.unsharded(model):
+        model.head.weight.data.zero_()
+    assert not model.head.weight.any()
