@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     BudgetError,
     EmptyPlaceholderError,
@@ -31,7 +32,6 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
-from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING
 from graph_fsdp.passes.graph import Phase

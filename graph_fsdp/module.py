@@ -48,8 +48,8 @@ class GraphFSDPModule(UnitMethods, FSDPModule):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """What transformers asks before it generates: whether ranks have to stop together, because each forward gathers.
-        Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        """What transformers asks before it generates: whether ranks have to stop together, because each forward
+        gathers. Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
         return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -406,7 +406,7 @@ def a_block_of_unsharded_keeps_what_is_written() -> None:
         model.head.weight.data.mul_(2)
         model.blocks[0].up.bias.requires_grad_(False)
         assert model(rows(4, 16)).dtype is torch.bfloat16
-        with pytest.raises(RuntimeError, match="in a block of graph_fsdp.unsharded"):
+        with pytest.raises(RuntimeError, match=r"in a block of graph_fsdp\.unsharded"):
             model.reshard()
     assert torch.equal(whole(model.head.weight), 2 * saved["head.weight"])
     assert torch.equal(whole(model.blocks[1].up.weight), saved["blocks.1.up.weight"])
