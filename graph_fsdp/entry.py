@@ -37,7 +37,7 @@ class Entry:
         )
 
 
-class _Entered:
+class Entered:
     """The engine, by number, whose compiled code runs or is traced: its model's functions are then what they were."""
 
     engine = -1
@@ -45,15 +45,11 @@ class _Entered:
 
 @contextlib.contextmanager
 def entered(engine: int) -> Iterator[None]:
-    before, _Entered.engine = _Entered.engine, engine
+    before, Entered.engine = Entered.engine, engine
     try:
         yield
     finally:
-        _Entered.engine = before
-
-
-def is_entered(engine: int) -> bool:
-    return _Entered.engine == engine
+        Entered.engine = before
 
 
 def differentiable_once(outputs: Any) -> Any:

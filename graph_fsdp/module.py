@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp.capture import Engine
-from graph_fsdp.entry import Entry, is_entered
+from graph_fsdp.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.methods import UnitMethods
 from graph_fsdp.passes import compat
@@ -122,7 +122,7 @@ def _entering(name: str, function: Callable[..., Any], engine: Engine, convert: 
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_entered(number):
+        if Entered.engine == number:  # traced with the model: every call less is a frame less
             return function(self, *args, **kwargs)
         args, kwargs = convert.inputs(args, kwargs)
         entry = Entry(vars(self)["_graph_fsdp_unit"], name, function)

@@ -131,7 +131,7 @@ class UnshardedUnits:
                 raise ParameterChangedError(
                     f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after "
                     f"its unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; "
-                    "call reshard() before (set_reshard_after_backward(True) before the last backward of a step does it)"
+                    "call reshard() before (as set_reshard_after_backward(True) does at the end of a backward)"
                 )
 
     # --- giving back

@@ -333,6 +333,17 @@ def test_inductor_computes_with_what_is_written_to_whole_parameters(regions: str
     assert torch.equal(model.head.weight.to_local(), plain.head.weight[:1])  # type: ignore[attr-defined]
 
 
+def test_a_forward_may_call_its_own_model() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            y = super().forward(x)
+            return self(y, again=False) if again else y
+
+    model: Any = graph_fsdp.compile(Twice(16, 16), backend="eager")
+    step(model)
+    assert events(graph_fsdp.inspect(model), "forward") == "forward: >root .root"
+
+
 def test_wrong_arguments() -> None:
     model = compiled()
     other = compiled()
