@@ -32,37 +32,34 @@ class Entry:
         if self.name == "forward":
             return ""
         return (
-            f"\n  A method that calls the model in a loop of Python, as {self.name}() may, need not be registered: each "
-            "call of the model is compiled."
+            f"\n  A method that calls the model in a loop of Python, as {self.name}() may, need not be registered: "
+            "each call of the model is compiled."
         )
 
 
-class _Entered:
-    """The engine, by number, whose compiled code runs or is traced: its model's functions are then called as they are."""
+class Entered:
+    """The engine, by number, whose compiled code runs or is traced: its model's functions are then what they were."""
 
     engine = -1
 
 
 @contextlib.contextmanager
 def entered(engine: int) -> Iterator[None]:
-    before, _Entered.engine = _Entered.engine, engine
+    before, Entered.engine = Entered.engine, engine
     try:
         yield
     finally:
-        _Entered.engine = before
-
-
-def is_entered(engine: int) -> bool:
-    return _Entered.engine == engine
+        Entered.engine = before
 
 
 def differentiable_once(outputs: Any) -> Any:
     """Outputs whose backward refuses ``create_graph=True``: what it recorded could not be differentiated."""
     if torch.is_grad_enabled():
-        nodes = {}
-        compat.tree_map_only(Tensor, lambda t: nodes.setdefault(t.grad_fn) if t.grad_fn is not None else None, outputs)
-        for node in nodes:
-            node.register_prehook(_refuse_second_derivative)
+        tensors: list[Tensor] = []
+        compat.tree_map_only(Tensor, tensors.append, outputs)
+        for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
+            if node is not None:
+                node.register_prehook(_refuse_second_derivative)
     return outputs
 
 
@@ -70,6 +67,6 @@ def _refuse_second_derivative(gradients: Any) -> None:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "backward with create_graph=True goes through a model compiled by graph_fsdp, and torch.compile cannot "
-            "differentiate a backward again; compute a gradient penalty on a model that is not compiled (fully_shard), or "
-            "by finite differences of the model's outputs"
+            "differentiate a backward again; compute a gradient penalty on a model that is not compiled (fully_shard), "
+            "or by finite differences of the model's outputs"
         )

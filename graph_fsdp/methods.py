@@ -28,9 +28,9 @@ class UnitMethods:
         """Gather the parameters of this unit, in ``param_dtype``: plain tensors from then on, which the forward and its
         backward take as they are. Until ``reshard()``, or the end of the next backward, which reshards as in FSDP2.
 
-        All ranks call it, in the same order. ``async_op``: return at once, with a handle; the parameters are whole after
-        its ``wait()``, which the next forward calls if nobody has. Writes to whole parameters are lost at ``reshard()``:
-        :func:`graph_fsdp.unsharded` keeps them.
+        All ranks call it, in the same order. ``async_op``: return at once, with a handle; the parameters are whole
+        after its ``wait()``, which the next forward calls if nobody has. Writes to whole parameters are lost at
+        ``reshard()``: :func:`graph_fsdp.unsharded` keeps them.
         """
         engine, unit = place(self)
         engine.unsharded.start(unit)
@@ -48,7 +48,7 @@ class UnitMethods:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their
-        next forward without gradients on (an evaluation), until a backward has ended, so that evaluations gather once."""
+        next forward without gradients (an evaluation) until a backward has ended, so that evaluations gather once."""
         check_bool("reshard_after_forward", reshard_after_forward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_forward")
@@ -100,8 +100,8 @@ class UnitMethods:
         for module in modules:
             if getattr(module, "__dict__", {}).get("_graph_fsdp") is not engine:
                 raise ValueError(
-                    f"modules holds {type(module).__name__}, which is no unit of this model; units are the modules that "
-                    "are instances of FSDPModule (auto_wrap_policy chooses them)"
+                    f"modules holds {type(module).__name__}, which is no unit of this model; units are the modules "
+                    "that are instances of FSDPModule (auto_wrap_policy chooses them)"
                 )
         lists = {u: others for u, others in getattr(engine.settings, field) if u != unit}
         if modules:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp.capture import Engine
-from graph_fsdp.entry import Entry, is_entered
+from graph_fsdp.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
@@ -50,8 +50,8 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
 
     @property
     def _is_fsdp_managed_module(self) -> bool:
-        """What transformers asks before it generates: whether ranks have to stop together, because each forward gathers.
-        Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        """What transformers asks before it generates: whether ranks have to stop together, because each forward
+        gathers. Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
         return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,31 +105,30 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
 def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
-    for unit in [*units, Unit("", model, ())]:
-        module = unit.module
-        if isinstance(module, GraphFSDPModule):  # the model has parameters of its own and comes twice
-            continue
-        cls = type(module)
-        forward = original_forward(module)
-        if "forward" in module.__dict__:
-            del module.__dict__["forward"]
-        run = _entering(Entry(unit.name, "forward", forward), engine.number, convert)
-        namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        module.__class__ = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
-        module.__dict__["_graph_fsdp"], module.__dict__["_graph_fsdp_unit"] = engine, unit.name
-        module.__dict__["_graph_fsdp_casts"] = convert
+    names = {unit.module: unit.name for unit in units} | {model: ""}
+    classes: dict[tuple[type, Callable[..., Any]], type] = {}
+    for module, name in names.items():
+        cls, forward = type(module), original_forward(module)
+        module.__dict__.pop("forward", None)
+        if (cls, forward) not in classes:
+            run = _entering("forward", forward, engine.number, convert)
+            namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
+        module.__class__ = classes[cls, forward]
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=name, _graph_fsdp_casts=convert)
 
 
-def _entering(entry: Entry, number: int, convert: InputOutputCasts) -> Callable[..., Any]:
-    """The function of an entry as a method that runs compiled; ``number``: of the engine."""
-    function = entry.function
+def _entering(name: str, function: Callable[..., Any], number: int, convert: InputOutputCasts) -> Callable[..., Any]:
+    """``function`` as a method of the model and of units that runs compiled; ``number``: of the engine."""
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_entered(number):
+        if Entered.engine == number:  # traced with the model: every call less is a frame less
             return function(self, *args, **kwargs)
         args, kwargs = convert.inputs(args, kwargs)
-        engine: Engine = vars(self)["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
+        own = vars(self)
+        engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
+        entry = Entry(own["_graph_fsdp_unit"], name, function)
         return convert.outputs(engine.run(entry, self, *args, **kwargs))
 
     return run
@@ -146,8 +145,7 @@ def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -
         def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs)
 
-    entry = Entry(own["_graph_fsdp_unit"], name, function)
-    return types.MethodType(_entering(entry, own["_graph_fsdp"].number, own["_graph_fsdp_casts"]), module)
+    return types.MethodType(_entering(name, function, own["_graph_fsdp"].number, own["_graph_fsdp_casts"]), module)
 
 
 class InputOutputCasts:

@@ -171,11 +171,11 @@ class Storage:
     def without_placeholders(self, outputs: Any) -> Any:
         """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
         with compat.without_torch_function():
-            return compat.tree_map_only(
-                nn.Parameter,
-                lambda p: self.by_placeholder[id(p)].registered if id(p) in self.by_placeholder else p,
-                outputs,
-            )
+            return compat.tree_map_only(nn.Parameter, self._without_placeholder, outputs)
+
+    def _without_placeholder(self, p: nn.Parameter) -> nn.Parameter:
+        found = self.by_placeholder.get(id(p))
+        return p if found is None else found.registered
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
         """``whole`` stands in the modules from now on; None: the shard."""

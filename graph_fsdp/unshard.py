@@ -7,9 +7,10 @@
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
 - What :func:`unsharded` gathered, in the type of the shards: to the end of its block.
 
-While a unit is whole, its modules hold plain parameters, and the model's graphs take those: what the user writes to them
-is what the forward reads. Optimizers go on holding the shards. A shard that changes makes the whole parameter stale,
-which is an error at the next forward, and not another collective: a rank that noticed alone would wait for the others.
+While a unit is whole, its modules hold plain parameters, and the model's graphs take those: what the user writes to
+them is what the forward reads. Optimizers go on holding the shards. A shard that changes makes the whole parameter
+stale, which is an error at the next forward, and not another collective: a rank that noticed alone would wait for the
+others.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ class UnshardedUnits:
             # The parameter's counter of writes; that of its memory is the whole storage's.
             if p.shard.requires_grad and p.shard._version != self._versions[p.spec.name]:
                 raise ParameterChangedError(
-                    f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after its "
-                    f"unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; call reshard() before "
-                    "the shards change (set_reshard_after_backward(True) before the last backward of a step does it)"
+                    f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after "
+                    f"its unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; "
+                    "call reshard() before (as set_reshard_after_backward(True) does at the end of a backward)"
                 )
 
     # --- giving back
@@ -144,8 +145,8 @@ class UnshardedUnits:
             assert p.whole is not None
             if p.whole.grad is not None:
                 warnings.warn(
-                    f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was whole, "
-                    "by a module that was called outside of the model's forward",
+                    f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
+                    "whole, by a module that was called outside of the model's forward",
                     stacklevel=2,
                 )
             if p.whole.requires_grad != p.shard.requires_grad:
@@ -273,7 +274,7 @@ def _units_of(module: nn.Module, recurse: bool) -> list[tuple[UnshardedUnits, st
     places: list[Mapping[str, Any]] = [m.__dict__ for m in modules if "_graph_fsdp" in m.__dict__]
     if not places:
         raise TypeError(
-            f"module: {type(module).__name__} is no unit of a model compiled by graph_fsdp and holds none; pass the model "
-            "or one of its units"
+            f"module: {type(module).__name__} is no unit of a model compiled by graph_fsdp and holds none; pass the "
+            "model or one of its units"
         )
     return [(place["_graph_fsdp"].unsharded, place["_graph_fsdp_unit"]) for place in places]

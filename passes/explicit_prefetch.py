@@ -41,8 +41,8 @@ def prefetch_explicitly(graph: Graph, waits: list[fx.Node], after: After, contex
             if other in of_unit and not ahead and other != unit:
                 raise SettingError(
                     f"set_modules_to_{'backward' if graph.phase == 'backward' else 'forward'}_prefetch of unit "
-                    f"{unit or 'root'!r} names {other or 'root'!r}, which the {graph.phase} graph gathers before it; name "
-                    "units that are used later"
+                    f"{unit or 'root'!r} names {other or 'root'!r}, which the {graph.phase} graph gathers before it; "
+                    "name units that are used later"
                 )
             for k in ahead:
                 after[k], found = arrivals[unit], True

@@ -129,8 +129,8 @@ def _check_needed(graph: Graph, context: PassContext) -> None:
         name = node.meta["fsdp"].params[0]
         if (unit := context.model.parameters[name].unit) in unneeded:
             raise SettingError(
-                f"set_unshard_in_backward(False) was called on unit {unit or 'root'!r}, and backward reads its parameter "
-                f"{name!r}; call set_unshard_in_backward(True) on it"
+                f"set_unshard_in_backward(False) was called on unit {unit or 'root'!r}, and backward reads its "
+                f"parameter {name!r}; call set_unshard_in_backward(True) on it"
             )
 
 
