@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import (
     BudgetError,
@@ -42,6 +43,7 @@ from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.sharding import Storage
+from graph_fsdp.tensor_parallel import as_model_uses_it
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
@@ -177,6 +179,8 @@ class Engine:
                     requires_grad=parameter.placeholder.requires_grad,
                 )
             context.shard_inputs[node] = (parameter.spec, shard)
+            if isinstance(parameter.placeholder, DTensor):
+                context.as_used[node] = as_model_uses_it(parameter.placeholder)
             inputs[index] = shard
             substituted.append((index, parameter.spec.name))
         return substituted

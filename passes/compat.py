@@ -38,6 +38,8 @@ whole test-suite was run.
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
+| ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.13 |
+| ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.13 |
 """
 
 from __future__ import annotations
@@ -81,9 +83,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +104,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OptimizedModule",
+    "StridedShard",
     "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
@@ -108,6 +114,7 @@ __all__ = [
     "aot_autograd",
     "check_torch_version",
     "chunk_cat",
+    "concatenate_meshes",
     "current_fake_mode",
     "default_store",
     "dynamo_config",
@@ -124,6 +131,7 @@ __all__ = [
     "inductor_joint_passes",
     "is_tracing",
     "launches_groups",
+    "local_part",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -134,6 +142,7 @@ __all__ = [
     "size_hint",
     "storage_id",
     "swap",
+    "take_over",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -211,6 +220,32 @@ def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """A DTensor parameter becomes what another DTensor is (memory, dtype, placements); references to it stay valid."""
+    assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
+    swap(parameter, other)
+    parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions of two slices of one mesh. In 2.9 a slice, whose dimensions have the mesh's order.
+
+    Raises:
+        RuntimeError, KeyError: they are no slices of one mesh, or share ranks.
+    """
+    concatenate = getattr(DeviceMesh, "_concatenate", None)
+    if concatenate is not None:
+        return concatenate([first, second])
+    assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
+    root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
+    return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:

@@ -177,7 +177,8 @@ class Graph:
 
         Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
         memory through any alias and before every later one, collectives keep their order among themselves, and so
-        do operators that draw random numbers. Edges carry ``kind``: "data", "memory", "collective" or "random", and
+        do operators that draw random numbers and the model's own collectives (of tensor parallelism). Edges carry
+        ``kind``: "data", "memory", "collective", "random" or "model_collective", and
         ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
 
         Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
@@ -211,7 +212,7 @@ class Graph:
                     last_write[root] = node
                 else:
                     uses_since.setdefault(root, []).append(node)
-            kind = "collective" if node.target in dialect.STARTS else "random" if _is_random(node) else None
+            kind = _ordered_kind(node)
             if kind is not None:
                 if kind in previous:
                     edge(previous[kind], node, kind)
@@ -273,6 +274,15 @@ def is_cheap(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in dialect.EXECUTED:
         return False
     return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _ordered_kind(node: fx.Node) -> str | None:
+    """The kind of nodes that keep their order among themselves, None for all others."""
+    if node.target in dialect.STARTS:
+        return "collective"
+    if getattr(node.target, "namespace", "") == "_c10d_functional":
+        return "model_collective"
+    return "random" if _is_random(node) else None
 
 
 def _is_random(node: fx.Node) -> bool:

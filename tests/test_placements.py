@@ -240,5 +240,3 @@ def ranks() -> Failures:
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
-
-
