@@ -242,7 +242,8 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """
     concatenate = getattr(DeviceMesh, "_concatenate", None)
     if concatenate is not None:
-        return concatenate([first, second])
+        concatenated: DeviceMesh = concatenate([first, second])
+        return concatenated
     assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
     root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
     return root[(*first.mesh_dim_names, *second.mesh_dim_names)]

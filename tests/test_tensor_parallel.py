@@ -173,7 +173,11 @@ def test_the_part_of_a_rank_is_gathered_and_becomes_the_dtensor_that_the_model_u
     lines = report.capture.stages["insert_gathers"].body.splitlines()
     assert_expected_inline(
         "\n".join(line.strip() for line in lines if "gather_param" in line),
-        """""",
+        """\
+gather_param_default = torch.ops.graph_fsdp.gather_param.default(l_self_modules_up_parameters_weight_, [4, 4], torch.float32, torch.float32, 'up.weight', '1')
+as_dtensor = graph_fsdp_tensor_parallel_as_dtensor(gather_param_default)
+gather_param_default_1 = torch.ops.graph_fsdp.gather_param.default(l_self_modules_down_parameters_weight_, [4, 4], torch.float32, torch.float32, 'down.weight', '1')
+as_dtensor_1 = graph_fsdp_tensor_parallel_as_dtensor_1(gather_param_default_1)""",
     )
     assert_expected_inline(
         report.forward.stages["free"].body,
