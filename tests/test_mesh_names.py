@@ -40,13 +40,13 @@ def test_names_choose_the_dimensions(
     model(torch.ones(4, 16)).sum().backward()
     for p in model.parameters():
         assert isinstance(p, DTensor) and p.placements == p.grad.placements == placements
-        assert p.device_mesh.mesh.flatten().tolist()[: len(group)] == group if placements != HYBRID else True
+    kept = model.head.weight.device_mesh.mesh
+    assert kept[(0,) * (kept.ndim - 1)].tolist() == group
     report = graph_fsdp.inspect(model)
     gathered = [bucket for bucket in report.forward.buckets if bucket.kind == "gather"]
     assert bool(gathered) == (placements != REPLICATED)
-    if placements == HYBRID:
-        assert model.head.weight.device_mesh.mesh[0].tolist() == group
-        assert any(bucket.kind == "replicate" for bucket in report.backward.buckets) == (shape[-3:][0] > 1)
+    again = [bucket for bucket in report.backward.buckets if bucket.kind == "replicate"]
+    assert bool(again) == (kept.ndim == 2 and len(kept) > 1)
 
 
 def test_a_slice_is_as_good() -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD, AdamW
 
 import graph_fsdp
-from graph_fsdp import AlreadyShardedError, UnsupportedError
+from graph_fsdp import AlreadyShardedError, EmptyPlaceholderError, UnsupportedError
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 2, 8, 4
 
@@ -234,6 +234,17 @@ def forward(kept_0, primals_4, view_2, view_4, tangents_1):
     return (None, None, up_weight_grad_1, down_weight_grad_1)
 """,
     )
+
+
+def test_a_reference_from_before_is_no_parameter_any_more(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = two_linear(mesh["tp"])
+    weight = model.up.weight
+    ours(model, mesh["dp"])
+    model(torch.randn(3, 4))
+    assert weight.shape == (8, 4) and weight.is_leaf
+    with pytest.raises(EmptyPlaceholderError, match="'up.weight' of module 'up' is a reference from before"):
+        weight + 1
 
 
 # Bad input
