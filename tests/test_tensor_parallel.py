@@ -243,7 +243,7 @@ def test_a_reference_from_before_is_no_parameter_any_more(fake_group: Any) -> No
     ours(model, mesh["dp"])
     model(torch.randn(3, 4))
     assert weight.shape == (8, 4) and weight.is_leaf
-    with pytest.raises(EmptyPlaceholderError, match="'up.weight' of module 'up' is a reference from before"):
+    with pytest.raises(EmptyPlaceholderError, match=r"'up\.weight' of module 'up' is a reference from before"):
         weight + 1
 
 
