@@ -28,6 +28,7 @@ Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 _IN_LIST = "*"
 # Views whose schemas do not say so.
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ def _ordered_kind(node: fx.Node) -> str | None:
     """The kind of nodes that keep their order among themselves, None for all others."""
     if node.target in dialect.STARTS:
         return "collective"
-    if getattr(node.target, "namespace", "") == "_c10d_functional":
+    if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
         return "model_collective"
     return "random" if _is_random(node) else None
 

@@ -247,6 +247,16 @@ def test_a_reference_from_before_is_no_parameter_any_more(fake_group: Any) -> No
         weight + 1
 
 
+def test_collectives_of_the_model_keep_their_order(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = ours(with_sequences(Transformer(), mesh["tp"]), mesh["dp"])
+    model(batch(0, 0)[:, :-1]).sum().backward()
+    for view in (graph_fsdp.inspect(model).forward, graph_fsdp.inspect(model).backward):
+        own = [node for node in view.graph.nodes if "_c10d_functional" in str(node.target) and "wait" not in node.name]
+        kinds = [kind for *_, kind in view.graph.dependencies().edges(data="kind")]
+        assert len(own) > 2 and kinds.count("model_collective") == len(own) - 1
+
+
 # Bad input
 
 
