@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import validate
+from graph_fsdp import tensor_parallel, validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
@@ -23,6 +23,7 @@ from graph_fsdp.passes import (
     CostModel,
     GroupShape,
     PassPipeline,
+    compat,
     default_pipeline,
     find_hardware,
 )
@@ -46,7 +47,7 @@ def compile(
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
     mp_policy: PrecisionPolicies = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
-    ignored_params: Iterable[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"] = None,
     sync_module_states: bool = False,
@@ -61,7 +62,8 @@ def compile(
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
     The same object comes back. Its parameters become DTensors sharded on dimension 0 (scalars are replicated), under
-    unchanged names; make the optimizer afterwards. Its class becomes a subclass of its own class and of
+    unchanged names; those that are DTensors over another dimension of the mesh, by torch's ``parallelize_module``,
+    DTensors over both. Make the optimizer afterwards. Its class becomes a subclass of its own class and of
     ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
 
     Args:
@@ -71,11 +73,12 @@ def compile(
             first rank: given its seed, the same values whatever the number of ranks. What has values keeps them.
         mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension: parameters are
             sharded over it, or, if its name is "replicate" or "dp_replicate", every rank holds them whole (DDP). Two
-            dimensions: parameters are sharded over the second and replicated over the first (HSDP). Dimensions beside
-            those are left out where the names tell (``"dp_replicate", "dp_shard", "tp"``; ``"fsdp", "model"``; see
-            :mod:`graph_fsdp.mesh_names`). None: all ranks of ``torchrun``, or one process, whose parameters then stay plain tensors; where the
-            model is, or, if all of it is on the meta device, on the accelerator if torch finds one and the process
-            group is not gloo, else on the CPU. Gradients are means over all ranks of the mesh.
+            dimensions: parameters are sharded over the second and replicated over the first (HSDP). Dimensions that
+            are for something else are left out where names tell: ``("dp_replicate", "dp_shard", "tp")``, ``("fsdp",
+            "model")``; see :mod:`graph_fsdp.mesh_names`. None: all ranks of ``torchrun``, or one process, whose
+            parameters then stay plain tensors; where the model is, or, if all of it is on the meta device, on the
+            accelerator if torch finds one and the process group is not gloo, else on the CPU. Gradients are means over
+            all ranks of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
@@ -91,7 +94,8 @@ def compile(
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
             are made all the same, with a warning.
-        ignored_params: left as they are: not sharded, gradients not reduced.
+        ignored_params: parameters, or modules with all their parameters, that are left as they are: not sharded,
+            gradients not reduced.
         shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
             dimension 0. Any other dimension must be divisible by the number of ranks that shard.
         activation_checkpointing: what becomes of the activations that backward needs. ``"unit"``: of each unit but the
@@ -146,6 +150,7 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
+    tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph, regions=regions)
     dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,
@@ -236,7 +241,7 @@ def _model_spec(
                 ParameterSpec(
                     name,
                     unit_of[name],
-                    tuple(p.shape),
+                    tuple(compat.local_part(p).shape),
                     p.dtype,
                     param_dtype,
                     reduce_dtype,

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
@@ -51,6 +52,7 @@ from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
 from graph_fsdp.sharding import Storage
+from graph_fsdp.tensor_parallel import as_model_uses_it
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
@@ -224,6 +226,8 @@ class Engine:
                     requires_grad=parameter.placeholder.requires_grad,
                 )
             context.shard_inputs[node] = (parameter.spec, shard)
+            if isinstance(parameter.placeholder, DTensor):
+                context.as_used[node] = as_model_uses_it(parameter.placeholder)
             inputs[index] = shard
             substituted.append((index, parameter.spec.name))
         return substituted

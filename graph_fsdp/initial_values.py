@@ -193,8 +193,9 @@ def _synchronise(names: Mapping[Tensor, str], mesh: DataParallelMesh, device: to
 
 def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
     """The first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
-    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
     parameter = storage.by_placeholder.get(id(tensor))
+    tensor = compat.local_part(tensor)
+    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
     if parameter is None:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():

@@ -6,7 +6,8 @@
 | two dimensions, of any names | hybrid (HSDP): the first replicates, the second shards | ``Replicate(), Shard(0)`` |
 | one dimension named ``replicate`` or ``dp_replicate`` | replicated (DDP, FSDP1's ``NO_SHARD``) | ``Replicate()`` |
 
-These are the meshes that ``fully_shard`` takes, and torchtitan's names. Scalars are replicated over all dimensions.
+These are the meshes that ``fully_shard`` takes, and torchtitan's names; what else a mesh has is left out before
+(``mesh_names.py``). Scalars are replicated over all dimensions. ``shard_placement_fn`` says another ``Shard``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import EmptyPlaceholderError
 from graph_fsdp.passes import compat
@@ -50,19 +51,36 @@ class GuardedPlaceholder(nn.Parameter):
         raise _touched(func, args, kwargs or {})
 
 
+class GuardedTensorParallelPlaceholder(DTensor):
+    """Likewise, of a tensor-parallel parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with compat.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        raise _touched(func, args, kwargs or {})
+
+
 def guard(placeholder: nn.Parameter, name: str, forward_runs: Callable[[], bool]) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
     placeholder._graph_fsdp = (name, forward_runs)  # type: ignore[attr-defined]
-    placeholder.__class__ = GuardedPlaceholder
+    set_guarded(placeholder, True)
 
 
 def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
     """Switch a placeholder's guard on or off."""
-    placeholder.__class__ = GuardedPlaceholder if guarded else nn.Parameter
+    if isinstance(placeholder, DTensor):
+        placeholder.__class__ = GuardedTensorParallelPlaceholder if guarded else DTensor
+    else:
+        placeholder.__class__ = GuardedPlaceholder if guarded else nn.Parameter
 
 
 def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EmptyPlaceholderError:
-    found = [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, GuardedPlaceholder)]
+    guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
+    found = [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
     names = [v._graph_fsdp[0] for v in found]  # type: ignore[attr-defined]
     owner = names[0].rpartition(".")[0] if names else ""
     module = f"module {owner!r}" if owner else "the model itself"

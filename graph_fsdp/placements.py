@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes import compat
 
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
 
@@ -32,7 +33,8 @@ def shard_dims(
         return {}
     if not callable(placement_fn):
         raise TypeError(
-            f"shard_placement_fn must be a function of a parameter that returns Shard(dim) or None, got {placement_fn!r}"
+            "shard_placement_fn must be a function of a parameter that returns Shard(dim) or None, got "
+            f"{placement_fn!r}"
         )
     sharded = mesh is not None and mesh.shard_dim is not None
     found = {}
@@ -57,9 +59,10 @@ def _dimension(placement: Any, name: str, p: nn.Parameter, world_size: int) -> i
     dim = placement.dim + p.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < p.dim():
         raise ValueError(f"{said}, which has {p.dim()} dimensions; return one of them, or None")
-    if dim and p.shape[dim] % world_size:
+    rows = compat.local_part(p).shape[dim]
+    if dim and rows % world_size:
         raise ValueError(
-            f"{said}: {p.shape[dim]} is not divisible by the {world_size} ranks that shard, which only dimension 0 "
+            f"{said}: {rows} is not divisible by the {world_size} ranks that shard, which only dimension 0 "
             "need not be; return Shard(0), None or another dimension"
         )
     return dim

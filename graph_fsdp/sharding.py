@@ -26,6 +26,7 @@ from graph_fsdp.passes import compat
 from graph_fsdp.passes.offload import HOST
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.placeholder import guard, set_guarded
+from graph_fsdp.tensor_parallel import give_memory, shard_spec
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Storage:
         self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
         # A model that is planned and not run has no memory, and its shards get none.
-        self.has_memory = all(p.is_meta or compat.has_memory(p) for p in originals.values())
+        self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
         # Not zeroed: on the CPU, pages are then taken as shards are filled, while the originals give theirs back.
         self.device = device  # of gathered parameters
         self.buffers = {dtype: self._allocate_shards(n, dtype) for dtype, n in sizes.items()}
@@ -99,15 +100,15 @@ class Storage:
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
         if self.mesh is not None:
+            dim = None if p.replicated else p.shard_dim
+            stride = _contiguous(original.shape)
+            if isinstance(original, DTensor):
+                mesh, placements = shard_spec(original, self.mesh, dim)
+            else:
+                mesh, placements = self.mesh.mesh, self.mesh.placements(dim)
             # Without the tensor itself, which ``from_local`` would move to the mesh's device.
-            like = DTensor.from_local(
-                local.to("meta"),
-                self.mesh.mesh,
-                self.mesh.placements(None if p.replicated else p.shard_dim),
-                run_check=False,
-                shape=original.shape,
-                stride=_contiguous(original.shape),
-            )
+            shape, meta = original.shape, local.to("meta")
+            like = DTensor.from_local(meta, mesh, placements, run_check=False, shape=shape, stride=stride)
             value = compat.make_dtensor(local, like)
         shard = nn.Parameter(value, requires_grad=original.requires_grad)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if not k.startswith("_")})
@@ -115,7 +116,7 @@ class Storage:
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
-        source, dim = full.detach(), p.spec.shard_dim
+        source, dim = compat.local_part(full).detach(), p.spec.shard_dim
         if not p.spec.replicated:
             first = min(self.rank * p.spec.chunk_rows, p.spec.rows)
             source = source.narrow(dim, first, p.local.shape[dim])
@@ -281,7 +282,9 @@ def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
 
 def _set_memory(tensor: Tensor, value: Tensor) -> None:
     """``tensor`` has the memory of ``value`` from now on, wherever the model refers to it."""
-    if tensor.is_meta:  # torch lets no other device's memory be its ``data``
+    if isinstance(tensor, DTensor):
+        give_memory(tensor, value)
+    elif tensor.is_meta:  # torch lets no other device's memory be its ``data``
         compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
     else:
         tensor.data = value

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
@@ -50,11 +49,6 @@ def model(model: Any) -> None:
     if next(model.parameters(), None) is None:
         raise ValueError(f"model: {type(model).__name__} has no parameters, so there is nothing to shard")
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            raise AlreadyShardedError(
-                f"parameter {name!r} is a DTensor with placements {p.placements}; pass a model whose parameters are "
-                "plain tensors"
-            )
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
         if p.grad is not None:
@@ -63,16 +57,26 @@ def model(model: Any) -> None:
             )
 
 
-def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    parameters = set(model.parameters())
-    if isinstance(ignored, torch.Tensor):
-        raise TypeError("ignored_params must be a list or set of parameters, got one Parameter; put it in a list")
-    found = set(ignored if ignored is not None else ())
-    for p in found:
+def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
+    """Those that are given, and those of the modules that are."""
+    parameters, modules = set(model.parameters()), set(model.modules())
+    if isinstance(ignored, (torch.Tensor, nn.Module)):
+        kind = "Parameter" if isinstance(ignored, torch.Tensor) else f"module ({type(ignored).__name__})"
+        raise TypeError(
+            f"ignored_params must be a list or set of parameters and modules, got one {kind}; put it in a list"
+        )
+    found: set[nn.Parameter] = set()
+    for p in ignored if ignored is not None else ():
+        if isinstance(p, nn.Module):
+            if p not in modules:
+                raise ValueError(f"ignored_params holds a module ({type(p).__name__}) that is no submodule of model")
+            found.update(p.parameters())
+            continue
         if not isinstance(p, nn.Parameter):
-            raise TypeError(f"ignored_params holds {p!r}, which is not a parameter but a {type(p).__name__}")
+            raise TypeError(f"ignored_params holds {p!r}, neither a parameter nor a module but a {type(p).__name__}")
         if p not in parameters:
             raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
+        found.add(p)
     if found == parameters:
         raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard")
     return found

@@ -44,6 +44,8 @@ whole test-suite was run.
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
+| ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.13 |
+| ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.13 |
 """
 
 from __future__ import annotations
@@ -89,11 +91,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -110,6 +115,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OptimizedModule",
+    "StridedShard",
     "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
@@ -120,6 +126,7 @@ __all__ = [
     "aot_autograd",
     "check_torch_version",
     "chunk_cat",
+    "concatenate_meshes",
     "current_fake_mode",
     "default_store",
     "dynamo_config",
@@ -138,6 +145,7 @@ __all__ = [
     "is_tracing",
     "launches_groups",
     "local_shape_and_offset",
+    "local_part",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
@@ -150,6 +158,7 @@ __all__ = [
     "storage_id",
     "swap",
     "traced_by_aot_autograd",
+    "take_over",
     "tracing",
     "tracing_options",
     "tree_map_only",
@@ -241,6 +250,31 @@ def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple
     """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """A DTensor parameter becomes what another DTensor is (memory, dtype, placements); references to it stay valid."""
+    assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
+    swap(parameter, other)
+    parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions of two slices of one mesh. In 2.9 a slice, whose dimensions have the mesh's order.
+
+    Raises:
+        RuntimeError, KeyError: they are no slices of one mesh, or share ranks.
+    """
+    concatenate = getattr(DeviceMesh, "_concatenate", None)
+    if concatenate is not None:
+        concatenated: DeviceMesh = concatenate([first, second])
+        return concatenated
+    assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
+    root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
+    return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:

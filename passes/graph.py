@@ -28,6 +28,7 @@ Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 _IN_LIST = "*"
 # Views whose schemas do not say so.
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class Graph:
 
         Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
         memory through any alias and before every later one, collectives keep their order among themselves, and so
-        do operators that draw random numbers. Edges carry ``kind``: "data", "memory", "collective" or "random", and
+        do operators that draw random numbers and the model's own collectives (of tensor parallelism). Edges carry
+        ``kind``: "data", "memory", "collective", "random" or "model_collective", and
         ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
 
         Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
@@ -211,7 +213,7 @@ class Graph:
                     last_write[root] = node
                 else:
                     uses_since.setdefault(root, []).append(node)
-            kind = "collective" if node.target in dialect.STARTS else "random" if is_random(node) else None
+            kind = _ordered_kind(node)
             if kind is not None:
                 if kind in previous:
                     edge(previous[kind], node, kind)
@@ -279,6 +281,15 @@ def is_cheap(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in dialect.EXECUTED:
         return False
     return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _ordered_kind(node: fx.Node) -> str | None:
+    """The kind of nodes that keep their order among themselves, None for all others."""
+    if node.target in dialect.STARTS:
+        return "collective"
+    if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
+        return "model_collective"
+    return "random" if is_random(node) else None
 
 
 def is_random(node: fx.Node) -> bool:

@@ -46,6 +46,8 @@ class InsertGathers(GraphPass):
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
                     value = graph.fx_graph.call_method("contiguous", (moved,))
+                if node in context.as_used:
+                    value = graph.fx_graph.call_function(context.as_used[node], (value,))
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, value)
             value.meta["example_value"] = full

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -54,6 +54,8 @@ class PassContext:
     ``cost``: seconds of nodes and collectives; None where there is no description of the hardware.
     ``settings``: what the user has changed since the model was compiled.
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
+    ``as_used`` (capture phase): placeholder → what makes of the gathered parameter the kind of tensor that the model
+    uses, where that is no plain one.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
@@ -73,6 +75,7 @@ class PassContext:
     cost: CostModel | None = None
     settings: Settings = field(default_factory=Settings)
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
+    as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
     forward_outputs: int = 0
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()

@@ -46,7 +46,7 @@ class Facts:
         return list(self.functions)
 
     def check_on(self, world_size: int) -> Failures:
-        return run_ranks(_check_all, world_size, self.module)
+        return run_ranks(check_all, world_size, self.module)
 
 
 def check(ranks: Failures, name: str) -> None:
@@ -56,7 +56,7 @@ def check(ranks: Failures, name: str) -> None:
         pytest.fail("\n".join(wrong), pytrace=False)
 
 
-def _check_all(module: str) -> dict[str, str]:
+def check_all(module: str) -> dict[str, str]:
     """On a rank. A fact that fails in the middle of a collective fails the launch, by its timeout."""
     torch.set_num_threads(1)
     failures = {}

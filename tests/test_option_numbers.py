@@ -58,6 +58,10 @@ def parameters_after_three_steps() -> dict[str, dict[str, Tensor]]:
     model = MLP(depth=3)
     graph_fsdp.compile(model, backend="eager", ignored_params=[model.head.weight])
     results["ignored"] = _train(model)
+    torch.manual_seed(0)
+    model = MLP(depth=3)
+    graph_fsdp.compile(model, backend="eager", ignored_params={model.head})
+    results["ignored module"] = _train(model)
     return results
 
 
@@ -114,3 +118,6 @@ def test_ignored_parameters_follow_their_own_rank(ranks: list[dict[str, dict[str
     first, second = (results["ignored"] for results in ranks)
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert different == ["head.weight"], "each rank has its own gradient of what is ignored"
+    first, second = (results["ignored module"] for results in ranks)
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == ["head.weight", "head.bias"]

@@ -211,6 +211,26 @@ reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([view_4, t_2
     )
 
 
+def test_ignored_modules_are_ignored_with_all_their_parameters() -> None:
+    model = MLP()
+    before = dict(model.named_parameters())
+    report = report_of(model, ignored_params=[model.blocks[0], model.head.bias])
+    same = [name for name, p in model.named_parameters() if p is before[name]]
+    assert same == [*(f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()), "head.bias"]
+    assert_expected_inline(
+        lines_with(report, "forward", "all_gather_start"),
+        """\
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0')
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10], [0], 16, torch.float32, 8, '0')""",
+    )
+    assert_expected_inline(
+        lines_with(report, "backward", "reduce_scatter_start"),
+        """\
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8], torch.float32, 8, '0')
+reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_16, view_2, t_12, view_1], torch.float32, 8, '0')""",
+    )
+
+
 def test_passes_prefetch_distance_and_reductions_in_flight() -> None:
     serial = default_pipeline(prefetch=0, reductions_in_flight=1)
     assert_expected_inline(

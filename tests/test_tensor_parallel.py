@@ -1,0 +1,389 @@
+"""Tensor parallel first, then sharded: DTensor parameters on one dimension of a mesh, data parallelism on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check, check_all
+from launch import run_ranks
+from reference import check_close, gradients_of, parameters_of
+from test_bad_input import refuse
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.optim import SGD, AdamW
+
+import graph_fsdp
+from graph_fsdp import AlreadyShardedError, EmptyPlaceholderError, UnsupportedError
+
+VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 32, 16, 2, 8, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            f(x).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2) for f in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def with_matrices(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The blocks' matrices over ``mesh``; the rest stays plain."""
+    for block in model.blocks:
+        plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {"attention.out": RowwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def with_sequences(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """All parameters over ``mesh``, activations between the matrices too, along the sequence."""
+    whole = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, whole)
+    for block in model.blocks:
+        entered = {
+            name: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+            for name in ("attention", "mlp")
+        }
+        plan = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.out", "mlp.down")}
+        plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "mlp.up": ColwiseParallel()}
+        parallelize_module(block, mesh, entered | plan)
+    return model
+
+
+def fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def ours(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    return graph_fsdp.compile(model, mesh, **{"backend": "eager", **options})
+
+
+def batch(step: int, rank: int, ranks: int = 1) -> Tensor:
+    """Tokens of data-parallel ``rank`` of so many; of all with the defaults."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (2 * ROWS, LENGTH + 1), generator=generator)
+    return tokens.chunk(ranks)[rank]
+
+
+def train(
+    model: nn.Module, optimizer: str, steps: int, rank: int = 0, ranks: int = 1, clip: float | None = None
+) -> Any:
+    parameters = list(model.parameters())
+    stepper = SGD(parameters, lr=0.1, momentum=0.9) if optimizer == "sgd" else AdamW(parameters, lr=1e-3)
+    for step in range(steps):
+        tokens = batch(step, rank, ranks)
+        stepper.zero_grad()
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        stepper.step()
+    return {"gradients": gradients_of(model), "parameters": parameters_of(model)}
+
+
+def two_by_two(names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+# The graphs
+
+
+class TwoLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def two_linear(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(TwoLinear(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def test_the_part_of_a_rank_is_gathered_and_becomes_the_dtensor_that_the_model_uses(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = ours(two_linear(mesh["tp"]), mesh["dp"])
+    model(torch.randn(3, 4)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    lines = report.capture.stages["insert_gathers"].body.splitlines()
+    assert_expected_inline(
+        "\n".join(line.strip() for line in lines if "gather_param" in line),
+        """\
+gather_param_default = torch.ops.graph_fsdp.gather_param.default(l_self_modules_up_parameters_weight_, [4, 4], torch.float32, torch.float32, 'up.weight', '1')
+as_dtensor = graph_fsdp_tensor_parallel_as_dtensor(gather_param_default)
+gather_param_default_1 = torch.ops.graph_fsdp.gather_param.default(l_self_modules_down_parameters_weight_, [4, 4], torch.float32, torch.float32, 'down.weight', '1')
+as_dtensor_1 = graph_fsdp_tensor_parallel_as_dtensor_1(gather_param_default_1)""",
+    )
+    assert_expected_inline(
+        report.forward.stages["free"].body,
+        """\
+def forward(primals_1, primals_2, primals_3, primals_4):
+    gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_3, primals_4], [0, 16], 32, torch.float32, 4, '1')
+    full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)
+    up_weight = torch.ops.aten.slice.Tensor(full_root, 0, 0, 16)
+    up_weight_1 = torch.ops.aten.view.default(up_weight, [4, 4])
+    view = torch.ops.aten.view.default(up_weight_1, [4, 4])
+    down_weight = torch.ops.aten.slice.Tensor(full_root, 0, 64, 80)
+    down_weight_1 = torch.ops.aten.view.default(down_weight, [4, 4])
+    view_1 = torch.ops.aten.view.default(down_weight_1, [4, 4])
+    view_2 = torch.ops.aten.view.default(primals_1, [3, 4])
+    t = torch.ops.aten.t.default(view)
+    mm = torch.ops.aten.mm.default(view_2, t)
+    view_3 = torch.ops.aten.view.default(mm, [3, 4])
+    view_4 = torch.ops.aten.view.default(view_3, [3, 4])
+    t_1 = torch.ops.aten.t.default(view_1)
+    mm_1 = torch.ops.aten.mm.default(view_4, t_1)
+    all_reduce = torch.ops._c10d_functional.all_reduce.default(mm_1, 'sum', '3')
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default(all_reduce)
+    view_5 = torch.ops.aten.view.default(wait_tensor, [3, 4])
+    return (view_5, full_root, primals_4, view_2, view_4)
+""",
+    )
+    assert_expected_inline(
+        report.backward.stages["free"].body,
+        """\
+def forward(kept_0, primals_4, view_2, view_4, tangents_1):
+    view_6 = torch.ops.aten.view.default(tangents_1, [3, 4])
+    t_2 = torch.ops.aten.t.default(view_6)
+    mm_2 = torch.ops.aten.mm.default(t_2, view_4)
+    t_3 = torch.ops.aten.t.default(mm_2)
+    down_weight = torch.ops.aten.slice.Tensor(kept_0, 0, 64, 80)
+    down_weight_1 = torch.ops.aten.view.default(down_weight, [4, 4])
+    view_1 = torch.ops.aten.view.default(down_weight_1, [4, 4])
+    t_1 = torch.ops.aten.t.default(view_1)
+    t_4 = torch.ops.aten.t.default(t_1)
+    mm_3 = torch.ops.aten.mm.default(view_6, t_4)
+    t_5 = torch.ops.aten.t.default(t_3)
+    view_7 = torch.ops.aten.view.default(mm_3, [3, 4])
+    t_6 = torch.ops.aten.t.default(view_7)
+    mm_4 = torch.ops.aten.mm.default(t_6, view_2)
+    t_7 = torch.ops.aten.t.default(mm_4)
+    t_8 = torch.ops.aten.t.default(t_7)
+    free_root = torch.ops.graph_fsdp.free.default(kept_0)
+    reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, t_5], torch.float32, 4, '1')
+    reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)
+    up_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 0, 4)
+    down_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 4, 8)
+    up_weight_grad_1 = torch.ops.aten.view.default(up_weight_grad, [1, 4])
+    down_weight_grad_1 = torch.ops.aten.view.default(down_weight_grad, [1, 4])
+    return (None, None, up_weight_grad_1, down_weight_grad_1)
+""",
+    )
+
+
+def test_a_reference_from_before_is_no_parameter_any_more(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = two_linear(mesh["tp"])
+    weight = model.up.weight
+    ours(model, mesh["dp"])
+    model(torch.randn(3, 4))
+    assert weight.shape == (8, 4) and weight.is_leaf
+    with pytest.raises(EmptyPlaceholderError, match=r"'up\.weight' of module 'up' is a reference from before"):
+        weight + 1
+
+
+def test_collectives_of_the_model_keep_their_order(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = ours(with_sequences(Transformer(), mesh["tp"]), mesh["dp"])
+    model(batch(0, 0)[:, :-1]).sum().backward()
+    for view in (graph_fsdp.inspect(model).forward, graph_fsdp.inspect(model).backward):
+        own = [node for node in view.graph.nodes if "_c10d_functional" in str(node.target) and "wait" not in node.name]
+        kinds = [kind for *_, kind in view.graph.dependencies().edges(data="kind")]
+        assert len(own) > 2 and kinds.count("model_collective") == len(own) - 1
+
+
+# Bad input
+
+
+def test_parameters_that_are_sharded_otherwise(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    described = ("parameter 'up.weight' is a DTensor with placements (Shard(dim=0),) on mesh ('tp',)",)
+    for wrong in (mesh["tp"], None, init_device_mesh("cpu", (8,), mesh_dim_names=("all",))):
+        words = (*described, "is not beside mesh", "plain tensors", "mesh['tp'], mesh['dp']")
+        refuse(two_linear(mesh["tp"]), AlreadyShardedError, *words, mesh=wrong, runs=False)
+
+
+def test_what_is_not_available_for_tensor_parallel_parameters(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    for options, words in (({"fullgraph": False}, "fullgraph=False"), ({"regions": "whole"}, "regions='whole'")):
+        model = two_linear(mesh["tp"])
+        refuse(model, UnsupportedError, f"{words} is not available", mesh=mesh["dp"], runs=False, **options)
+    model = two_linear(mesh["tp"])
+    model.up.weight = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh["tp"], [Partial()]))
+    refuse(model, UnsupportedError, "are not partial", mesh=mesh["dp"], runs=False)
+    with torch.device("meta"):
+        model = two_linear(mesh["tp"])
+    refuse(model, UnsupportedError, "on the meta device", mesh=mesh["dp"], runs=False)
+
+
+# Ranks
+
+
+FACTS = Facts(__name__)
+PLANS = {"matrices": with_matrices, "sequences": with_sequences}
+CLIPPED = {"matrices": None, "sequences": 0.5}  # norms over two meshes are the user's to put together, as with FSDP2
+
+
+def check_training(shard: Callable[..., nn.Module], plan: str, optimizer: str, bound: float, **options: Any) -> None:
+    mesh = two_by_two()
+    model = shard(PLANS[plan](Transformer(), mesh["tp"]), mesh["dp"], **options)
+    found = train(model, optimizer, 4, mesh["dp"].get_local_rank(), 2, CLIPPED[plan])
+    expected = train(Transformer(), optimizer, 4, clip=CLIPPED[plan])
+    for kind in ("gradients", "parameters"):
+        check_close(found[kind], expected[kind], bound, f"{plan}, {optimizer}: {kind}")
+
+
+@FACTS
+def steps_equal_one_process() -> None:
+    check_training(ours, "matrices", "adamw", bound=1e-4)
+    check_training(ours, "sequences", "sgd", bound=1e-5)
+
+
+@FACTS
+def steps_equal_fsdp2_bit_for_bit() -> None:
+    mesh = two_by_two()
+    columns = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
+    bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "reshard_after_forward": True}
+    settings: list[tuple[str, dict[str, Any]]] = [("matrices", columns), ("sequences", {}), ("sequences", bf16)]
+    for plan, options in settings:
+        torch._dynamo.reset()
+        models, found = [], []
+        for shard in (fsdp2, ours):
+            models.append(shard(PLANS[plan](Transformer(), mesh["tp"]), mesh["dp"], **options))
+            found.append(train(models[-1], "adamw", 2, mesh["dp"].get_local_rank(), 2, CLIPPED[plan]))
+        for kind in ("gradients", "parameters"):
+            theirs, own = (results[kind] for results in found)
+            different = [name for name, value in theirs.items() if not torch.equal(own[name], value)]
+            assert not different, f"{plan}, {options}: {kind} of {different}"
+        for (name, theirs), own in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert own.placements == own.grad.placements == theirs.placements, name
+            assert own.device_mesh == theirs.device_mesh, name
+            assert own.to_local().shape == own.grad.to_local().shape == theirs.to_local().shape, name
+        names = {p.device_mesh.mesh_dim_names for p in models[1].parameters()}
+        assert names == ({("dp", "tp")} if plan == "sequences" else {("dp",), ("dp", "tp")})
+
+
+@FACTS
+def the_full_state_dict_is_that_of_one_process() -> None:
+    mesh = two_by_two()
+    model = ours(with_matrices(Transformer(), mesh["tp"]), mesh["dp"])
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    expected = Transformer().state_dict()
+    if dist.get_rank() == 0:
+        assert list(full) == list(expected)
+        assert all(torch.equal(full[name], value) for name, value in expected.items())
+
+
+@FACTS
+def the_whole_mesh_says_by_its_names_what_is_for_what() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    model = ours(with_sequences(Transformer(), mesh["tp"]), mesh)
+    weight = model.blocks[0].mlp.up.weight
+    assert weight.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
+    assert weight.placements[0] == Replicate() and weight.placements[2] == Shard(0)
+
+
+@FACTS
+def values_of_the_first_rank_of_each_slice_arrive() -> None:
+    mesh = two_by_two()
+    model = with_sequences(Transformer(), mesh["tp"])
+    expected = parameters_of(model)
+    if mesh["dp"].get_local_rank() == 1:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.to_local().zero_()
+    ours(model, mesh["dp"], sync_module_states=True)
+    assert all(torch.equal(value, expected[name]) for name, value in parameters_of(model).items())
+
+
+@FACTS
+def evaluation_and_frozen_parameters() -> None:
+    mesh = two_by_two()
+    plain, model = Transformer(), with_sequences(Transformer(), mesh["tp"])
+    model.tokens.weight.requires_grad_(False)
+    ours(model, mesh["dp"])
+    x = batch(0, mesh["dp"].get_local_rank(), 2)[:, :-1]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+    model(x).sum().backward()
+    assert model.tokens.weight.grad is None and model.head.weight.grad is not None
+
+
+@FACTS
+def a_step_with_inductor_equals_one_process() -> None:
+    check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return run_ranks(check_all, 4, __name__, timeout=280)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_four_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
