@@ -106,6 +106,7 @@ class Engine:
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self._compiled: dict[Settings, Callable[..., Any]] = {}
+        self._fullgraph = fullgraph
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +116,7 @@ class Engine:
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
         inputs = self.storage.inputs_after_refresh()
-        with self.storage.placeholders_registered(), compat.tracing_options():
+        with self.storage.placeholders_registered(), compat.tracing_options(self._fullgraph):
             self._inputs = inputs
             try:
                 return self.storage.without_placeholders(self._forward_compiled()(module, *args, **kwargs))
