@@ -128,6 +128,7 @@ class Engine:
         self.number = next(_engines)  # in this process
         self.unsharded = UnshardedUnits(storage, self.counter)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
+        self._fullgraph = fullgraph
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ class Engine:
         is_first = (self.settings, entry) not in self._compiled
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options())
+            stack.enter_context(compat.tracing_options(self._fullgraph))
             stack.enter_context(entered(self.number))
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())

@@ -89,6 +89,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return ModulePolicies(model, mp_policy, {})
     modules = [module for _, module in model.named_modules()]
+    asked: Callable[[nn.Module], Any]
     if isinstance(mp_policy, Mapping):
         _check_mapping(modules, mp_policy)
         asked = functools.partial(_by_class, mp_policy)

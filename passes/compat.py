@@ -347,11 +347,12 @@ def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def tracing_options() -> Iterator[None]:
+def tracing_options(fullgraph: bool = False) -> Iterator[None]:
     """How Dynamo traces our models.
 
     Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
     each of its graphs more than once, and rarely read.
     """
@@ -366,6 +367,8 @@ def tracing_options() -> Iterator[None]:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    if fullgraph:
+        options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     with dynamo_config.patch(options), _use_lazy_graph_module(True):
         yield
 

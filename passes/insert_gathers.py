@@ -51,7 +51,7 @@ class InsertGathers(GraphPass):
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, value)
             value.meta["example_value"] = full
-            node.meta["example_value"] = shard
+            node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
         return f"{len(context.shard_inputs)} parameters gathered"
 
 
