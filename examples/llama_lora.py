@@ -41,7 +41,7 @@ def write_tiny(folder: Path, seed: int) -> None:
         vocab_size=256,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.1,

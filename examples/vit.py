@@ -1,10 +1,10 @@
-"""Train a vision transformer that no rank ever holds whole, its activations computed twice.
+"""Train a vision transformer that no rank ever holds whole; backward computes its activations again.
 
     python examples/vit.py
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/vit.py --layers 12 --width 192
 
-It is built on the meta device; `graph_fsdp.compile` initialises it block by block, each rank keeping its shards. The
-images are scikit-learn's digits.
+It is built on the meta device; `graph_fsdp.compile` initialises it block by block, each rank keeping its shards, and
+keeps of each block's activations only its input (`activation_checkpointing`). The images are scikit-learn's digits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from digits import accuracy, load_digits, train_epoch
 from ranks import arguments, launched
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
 
@@ -58,7 +57,7 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = block(x)
         return self.head(self.norm(x).mean(1))
 
 
@@ -71,7 +70,7 @@ def run(given: Sequence[str] | None = None) -> float:
         with torch.device("meta"):
             model = ViT(training.images.shape[-1], 2, args.layers, args.width, args.heads)
         torch.manual_seed(args.seed)
-        model = graph_fsdp.compile(model, ranks.mesh, backend=args.backend)
+        model = graph_fsdp.compile(model, ranks.mesh, backend=args.backend, activation_checkpointing="unit")
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
         ranks.say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {held:,} of them on this rank")
 

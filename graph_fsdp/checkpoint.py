@@ -89,8 +89,8 @@ def load_full_state_dict(
 def _fitting(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool
 ) -> tuple[dict[str, Tensor], IncompatibleKeys]:
-    """What of a whole state dict goes into the model. Of a tied parameter torch.distributed.checkpoint knows the first
-    name, and would leave any other without a DTensor."""
+    """What of a whole state dict goes into the model, under the first of a tied parameter's names: of a module that is
+    registered twice, torch.distributed.checkpoint knows no other, and would leave it without a DTensor."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict of whole tensors on rank 0, got {type(state_dict).__name__}")
     wrong = next((key for key, value in state_dict.items() if type(value) not in (Tensor, nn.Parameter)), None)

@@ -165,7 +165,7 @@ def _load(
     if initialise_others is not None:
         initialise_others(storage)
     move_buffers(storage)
-    wanted = []
+    wanted: list[tuple[str, Tensor]] = []
     for tensor, key in matched.key_of.items():
         parameter = storage.by_placeholder.get(id(tensor))
         if parameter is not None:

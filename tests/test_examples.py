@@ -26,7 +26,7 @@ import digits  # noqa: E402
 import llama_lora  # noqa: E402
 import resnet  # noqa: E402
 import vit  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, launched  # noqa: E402
 
 
 def test_a_custom_schedule_moves_the_collectives_and_changes_no_number() -> None:
@@ -68,9 +68,10 @@ def short_forms(model: str, text: str, adapter: str) -> dict[str, Any]:
         "llama_lora": (llama_lora.run, lora),
     }
     outcomes = {}
-    for name, (run, arguments) in forms.items():
-        torch._dynamo.reset()
-        outcomes[name] = run(["--backend", "eager", "--device", "cpu", *arguments])
+    with launched("cpu"):  # makes the process group, once for all of them
+        for name, (run, arguments) in forms.items():
+            torch._dynamo.reset()
+            outcomes[name] = run(["--backend", "eager", "--device", "cpu", *arguments])
     return outcomes
 
 
