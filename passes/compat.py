@@ -449,7 +449,7 @@ def with_graph(
         made._param_name_to_source = module._param_name_to_source
     for node, copy in copies.items():
         if hasattr(node, "_dynamo_source"):
-            copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copy._dynamo_source = node._dynamo_source
     return made
 
 

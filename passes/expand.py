@@ -230,7 +230,7 @@ def _hashable(value: Any) -> Hashable:
     return tuple(value.items()) if isinstance(value, dict) else value
 
 
-def _layout(value: Any) -> Hashable:
+def _layout(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype, value.device)
     return tuple(map(_layout, value)) if isinstance(value, (tuple, list)) else type(value)

@@ -96,7 +96,7 @@ class Repeats:
         for node in module.graph.nodes:
             if node in ends:
                 made, _, segment = self.calls[ends[node]]
-                arguments = (made.index, ends[node], *map(copies.__getitem__, segment.inputs))
+                arguments: tuple[Any, ...] = (made.index, ends[node], *map(copies.__getitem__, segment.inputs))
                 results = graph.call_function(call, arguments)
                 for index, output in enumerate(segment.outputs):
                     copies[output] = graph.call_function(operator.getitem, (results, index))

@@ -78,7 +78,7 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
         if units - seen or "" in units:
             current = None
             if as_here == ambient and len(units) == 1 and "" not in units:
-                current = Segment(*units)
+                current = Segment(next(iter(units)))
                 found.append(current)
         seen |= units
         if node.target is _SET_GRAD:

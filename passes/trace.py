@@ -157,7 +157,8 @@ def raise_failures() -> None:
 
 
 def call(trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return _Call.apply(trace_index, call_index, *inputs)  # type: ignore[no-any-return,no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Call.apply(trace_index, call_index, *inputs)
+    return outputs
 
 
 class _Call(torch.autograd.Function):
