@@ -17,7 +17,14 @@ from graph_fsdp.capture import Engine
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
-from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes import (
+    ActivationCheckpointing,
+    CostModel,
+    GroupShape,
+    PassPipeline,
+    default_pipeline,
+    find_hardware,
+)
 from graph_fsdp.passes.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.passes.hardware import detect_hardware
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec

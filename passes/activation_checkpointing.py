@@ -52,7 +52,11 @@ aten = torch.ops.aten
 _SELECTED = (
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten.convolution),
     *(getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product_")),
-    *(getattr(aten, name) for name in dir(aten) if name in ("_flash_attention_forward", "_efficient_attention_forward")),
+    *(
+        getattr(aten, name)
+        for name in dir(aten)
+        if name in ("_flash_attention_forward", "_efficient_attention_forward")
+    ),
 )
 _SELECTED_HIGHER_ORDER = ("flex_attention",)
 
@@ -230,7 +234,9 @@ class _Joint:
         return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
 
     def first_free_id(self) -> int:
-        ids = [n.meta["ac_graph_id"] for n in self.graph.nodes if "ac_graph_id" in n.meta and n not in self.of_parameters]
+        ids = [
+            n.meta["ac_graph_id"] for n in self.graph.nodes if "ac_graph_id" in n.meta and n not in self.of_parameters
+        ]
         return max(ids, default=0) + 1
 
     def borders(self) -> list[fx.Node]:
