@@ -34,7 +34,7 @@ from graph_fsdp.passes.graph import Graph, is_random, iterate_tensors, mutated_i
 from graph_fsdp.passes.offload import OffloadActivations, SaveBases
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
 from graph_fsdp.passes.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
-from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
+from graph_fsdp.passes.unit_calls import unit_calls
 
 Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
 Recompute: TypeAlias = Literal["unit", "selective"] | float | Collection[Operator] | None
@@ -248,9 +248,8 @@ class _Joint:
             if node in self.of_parameters or node in self.constants:
                 continue
             own = self.calls.get(node)
-            if any(self.calls.get(user) != own and user in self.forward for user in node.users):
-                found.append(node)
-            elif own is not None and self.graph.output in node.users:
+            given = own is not None and self.graph.output in node.users
+            if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
                 found.append(node)
         return found
 
@@ -285,7 +284,7 @@ def _is_tensor(node: fx.Node) -> bool:
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and found.issuperset(node.all_input_nodes)):
-            if not is_random(node) and not mutated_inputs(node):
-                found.add(node)
+        computed = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or (computed and not is_random(node) and not mutated_inputs(node)):
+            found.add(node)
     return found

@@ -11,6 +11,7 @@ backward would wait for it at once.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -163,7 +164,7 @@ def _borders(graph: Graph, otherwise: Sequence[fx.Node]) -> list[fx.Node]:
     nodes = graph.nodes
     groups = [
         node
-        for before, node in zip(nodes, nodes[1:], strict=False)
+        for before, node in itertools.pairwise(nodes)
         if _is_communication(node) and not _is_communication(before)
     ]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
