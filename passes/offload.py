@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.compat import CheckpointPolicy
+from graph_fsdp.passes.compat import CheckpointPolicy, size_hint
 from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, record, set_record
-from graph_fsdp.passes.graph import Graph, aliased_inputs, nbytes
-from graph_fsdp.passes.kernels import is_view
+from graph_fsdp.passes.graph import Graph, aliased_inputs
+from graph_fsdp.passes.kernels import is_view, value_nbytes
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.recompute import gradient_nodes
 from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
@@ -81,7 +81,7 @@ def _offload(graph: Graph, context: PassContext) -> str:
     for node in sorted(owners, key=positions.__getitem__):
         behind = [b for b in borders if positions[b] > positions[last_use[node]]] or [graph.output]
         arrived = behind[1] if len(behind) > 1 else graph.output
-        put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), nbytes(node.meta["val"]))
+        put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
         with graph.fx_graph.inserting_before(behind[0]):
             start = set_record(graph.call(dialect.offload_start, (node,), name=f"offload_{node.name}"), put)
         with graph.fx_graph.inserting_before(arrived):
@@ -115,9 +115,9 @@ def _owners(graph: Graph, context: PassContext, calls: dict[fx.Node, UnitCall]) 
 
 def _is_whole(node: fx.Node, value: object) -> bool:
     """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
-    if not isinstance(value, torch.Tensor) or nbytes(value) < SMALLEST or _is_view(node):
+    if not isinstance(value, torch.Tensor) or value_nbytes(value) < SMALLEST or _is_view(node):
         return False
-    return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
 
 
 def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
@@ -136,7 +136,8 @@ def _reload(graph: Graph, context: PassContext) -> str:
     hosts: dict[fx.Node, fx.Node] = {}  # input → the first node that reads it
     for index, copy in context.offloaded.items():
         node = received[index]
-        assert node.meta["val"].shape == copy.meta["val"].shape, f"{node} and {copy} are not the same saved tensor"
+        shapes = [tuple(map(str, n.meta["val"].shape)) for n in (node, copy)]
+        assert shapes[0] == shapes[1], f"{node} and {copy} are not the same saved tensor"
         hosts[node] = min(node.users, key=positions.__getitem__)
     needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
     for index, copy in context.offloaded.items():
@@ -163,9 +164,7 @@ def _borders(graph: Graph, otherwise: Sequence[fx.Node]) -> list[fx.Node]:
     """The first node of each group of communication nodes; ``otherwise`` where there is no communication."""
     nodes = graph.nodes
     groups = [
-        node
-        for before, node in itertools.pairwise(nodes)
-        if _is_communication(node) and not _is_communication(before)
+        node for before, node in itertools.pairwise(nodes) if _is_communication(node) and not _is_communication(before)
     ]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
 

@@ -456,6 +456,21 @@ def test_inductor_recomputes_the_same_units() -> None:
     assert len(saved(found)) == len(saved(traced("unit")))
 
 
+@pytest.mark.filterwarnings("ignore:activation_checkpointing")
+@pytest.mark.parametrize("value", ["unit", "offload", 0.5])
+def test_symbolic_sizes_change_nothing(value: Any) -> None:
+    assert saved(traced(value, dynamic=True)) == saved(traced(value))
+
+
+def test_a_forward_that_was_set_on_the_instance() -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.forward = functools.partial(Net.forward, model)  # type: ignore[method-assign]
+        return model
+
+    assert len(saved(traced("unit", make))) == len(saved(traced("unit")))
+
+
 # The argument
 
 
