@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -339,7 +340,7 @@ def test_copies_that_come_back_are_started_one_region_ahead() -> None:
         groups = sum(now and not before for before, now in zip([False, *communicates], communicates, strict=False))
         assert groups == 1, "a region lies between, and what is communicated behind it"
         seen += 1
-    assert seen == 6  # two of each unit but the last
+    assert seen == 8  # two of each unit but the last, and what goes from one to the next
 
 
 # What holds of each
@@ -459,7 +460,8 @@ def test_inductor_recomputes_the_same_units() -> None:
 @pytest.mark.filterwarnings("ignore:activation_checkpointing")
 @pytest.mark.parametrize("value", ["unit", "offload", 0.5])
 def test_symbolic_sizes_change_nothing(value: Any) -> None:
-    assert saved(traced(value, dynamic=True)) == saved(traced(value))
+    operators = [[re.sub(r"_\d+$", "", name) for name in saved(traced(value, dynamic=d))] for d in (True, False)]
+    assert operators[0] == operators[1]
 
 
 def test_a_forward_that_was_set_on_the_instance() -> None:
