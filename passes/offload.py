@@ -11,9 +11,11 @@ backward would wait for it at once.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -67,30 +69,27 @@ def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
     owners = _owners(graph, context, calls)
     roots, positions = graph.alias_roots(), graph.positions()
-    last_use = {node: node for node in owners}
+    last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
     for node in graph.fx_graph.nodes:
-        for root in {root for source in node.all_input_nodes for root in roots[source]}:
-            if root in last_use and node.op != "output":
-                last_use[root] = node
-    elements = {next(iter(roots[node])): node for node in owners}  # of a tuple: it is what has memory
-    last_use |= {node: last_use.get(root, node) for root, node in elements.items()}
-    borders = _borders(graph, _call_begins(graph, calls))
-    outputs = list(graph.output.args[0])  # type: ignore[arg-type]
-    tensors = _saved_tensors(graph, context)
+        if node.op != "output":
+            for source in node.all_input_nodes:
+                last_use.update(dict.fromkeys(roots[source], positions[node]))
+    borders = [*_borders(graph, _call_begins(graph, calls)), graph.output, graph.output]
+    places = [positions[border] for border in borders]
+    outputs: list[Any] = list(graph.output.args[0])  # type: ignore[arg-type]
+    saved = {node: index for index, node in enumerate(_saved_tensors(graph, context))}
+    copies: dict[fx.Node, fx.Node] = {}
     total = 0
     for node in sorted(owners, key=positions.__getitem__):
-        behind = [b for b in borders if positions[b] > positions[last_use[node]]] or [graph.output]
-        arrived = behind[1] if len(behind) > 1 else graph.output
+        left = bisect.bisect_right(places, max(last_use.get(root, positions[node]) for root in roots[node]))
         put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
-        with graph.fx_graph.inserting_before(behind[0]):
+        with graph.fx_graph.inserting_before(borders[left]):
             start = set_record(graph.call(dialect.offload_start, (node,), name=f"offload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(arrived):
+        with graph.fx_graph.inserting_before(borders[left + 1]):
             wait = set_record(graph.call(dialect.offload_wait, (start, node), name=f"offloaded_{node.name}"), put)
-        for index in range(context.forward_outputs, len(outputs)):
-            if outputs[index] is node:
-                outputs[index] = wait
-        context.offloaded[tensors.index(node)] = wait
+        context.offloaded[saved[node]] = copies[node] = wait
         total += put.nbytes
+    outputs = [copies.get(v, v) if isinstance(v, fx.Node) else v for v in outputs]  # the user's are not among them
     graph.output.args = (tuple(outputs),)
     return f"{len(owners)} saved activations go to the CPU, {total:,} bytes"
 
@@ -144,16 +143,17 @@ def _reload(graph: Graph, context: PassContext) -> str:
         unit, first = copy.meta["fsdp"].unit, hosts[received[index]]
         needed[unit] = min(needed.get(unit, first), first, key=positions.__getitem__)
     borders = _borders(graph, list(needed.values()))
+    places = [positions[border] for border in borders]
     for index, copy in context.offloaded.items():
         node = received[index]
         users, device = list(node.users), node.meta["val"].device
-        before = [b for b in borders if positions[b] <= positions[hosts[node]]]
+        at = bisect.bisect_right(places, positions[hosts[node]])
         node.meta["val"] = copy.meta["val"]
         put = NodeRecord(Role.RELOAD, copy.meta["fsdp"].unit, "", (), copy.meta["fsdp"].nbytes)
         set_record(node, put)
-        with graph.fx_graph.inserting_before(_behind(before[-2:-1], graph)):
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 2) : max(0, at - 1)], graph)):
             start = set_record(graph.call(dialect.reload_start, (node, device), name=f"reload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(_behind(before[-1:], graph)):
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 1) : at], graph)):
             wait = set_record(graph.call(dialect.reload_wait, (start, node), name=f"reloaded_{node.name}"), put)
         for user in users:
             user.replace_input_with(node, wait)
