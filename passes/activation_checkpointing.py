@@ -248,9 +248,8 @@ class _Joint:
             if node in self.of_parameters or node in self.constants:
                 continue
             own = self.calls.get(node)
-            if any(self.calls.get(user) != own and user in self.forward for user in node.users):
-                found.append(node)
-            elif own is not None and self.graph.output in node.users:
+            given = own is not None and self.graph.output in node.users
+            if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
                 found.append(node)
         return found
 
@@ -285,7 +284,7 @@ def _is_tensor(node: fx.Node) -> bool:
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
-        if node.op == "get_attr" or (node.op == "call_function" and found.issuperset(node.all_input_nodes)):
-            if not is_random(node) and not mutated_inputs(node):
-                found.add(node)
+        computed = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or (computed and not is_random(node) and not mutated_inputs(node)):
+            found.add(node)
     return found

@@ -11,17 +11,20 @@ backward would wait for it at once.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.compat import CheckpointPolicy
+from graph_fsdp.passes.compat import CheckpointPolicy, size_hint
 from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, record, set_record
-from graph_fsdp.passes.graph import Graph, aliased_inputs, nbytes
-from graph_fsdp.passes.kernels import is_view
+from graph_fsdp.passes.graph import Graph, aliased_inputs
+from graph_fsdp.passes.kernels import is_view, value_nbytes
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.recompute import gradient_nodes
 from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
@@ -66,32 +69,27 @@ def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
     owners = _owners(graph, context, calls)
     roots, positions = graph.alias_roots(), graph.positions()
-    last_use = {node: node for node in owners}
+    last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
     for node in graph.fx_graph.nodes:
-        for root in {root for source in node.all_input_nodes for root in roots[source]}:
-            if root in last_use and node.op != "output":
-                last_use[root] = node
-    elements = {next(iter(roots[node])): node for node in owners}  # of a tuple: it is what has memory
-    last_use |= {node: last_use.get(root, node) for root, node in elements.items()}
-    borders = _borders(graph, _call_begins(graph, calls))
-    outputs = list(graph.output.args[0])  # type: ignore[arg-type]
-    tensors = _saved_tensors(graph, context)
+        if node.op != "output":
+            for source in node.all_input_nodes:
+                last_use.update(dict.fromkeys(roots[source], positions[node]))
+    borders = [*_borders(graph, _call_begins(graph, calls)), graph.output, graph.output]
+    places = [positions[border] for border in borders]
+    outputs: list[Any] = list(graph.output.args[0])  # type: ignore[arg-type]
+    saved = {node: index for index, node in enumerate(_saved_tensors(graph, context))}
+    copies: dict[fx.Node, fx.Node] = {}
     total = 0
     for node in sorted(owners, key=positions.__getitem__):
-        behind = [b for b in borders if positions[b] > positions[last_use[node]]] or [graph.output]
-        arrived = behind[1] if len(behind) > 1 else graph.output
-        put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), nbytes(node.meta["val"]))
-        with graph.fx_graph.inserting_before(behind[0]):
+        left = bisect.bisect_right(places, max(last_use.get(root, positions[node]) for root in roots[node]))
+        put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
+        with graph.fx_graph.inserting_before(borders[left]):
             start = set_record(graph.call(dialect.offload_activation, (node,), name=f"offload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(arrived):
-            wait = set_record(
-                graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put
-            )
-        for index in range(context.forward_outputs, len(outputs)):
-            if outputs[index] is node:
-                outputs[index] = wait
-        context.offloaded[tensors.index(node)] = wait
+        with graph.fx_graph.inserting_before(borders[left + 1]):
+            wait = set_record(graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put)
+        context.offloaded[saved[node]] = copies[node] = wait
         total += put.nbytes
+    outputs = [copies.get(v, v) if isinstance(v, fx.Node) else v for v in outputs]  # the user's are not among them
     graph.output.args = (tuple(outputs),)
     return f"{len(owners)} saved activations go to the CPU, {total:,} bytes"
 
@@ -116,9 +114,9 @@ def _owners(graph: Graph, context: PassContext, calls: dict[fx.Node, UnitCall]) 
 
 def _is_whole(node: fx.Node, value: object) -> bool:
     """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
-    if not isinstance(value, torch.Tensor) or nbytes(value) < SMALLEST or _is_view(node):
+    if not isinstance(value, torch.Tensor) or value_nbytes(value) < SMALLEST or _is_view(node):
         return False
-    return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+    return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
 
 
 def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
@@ -137,23 +135,25 @@ def _reload(graph: Graph, context: PassContext) -> str:
     hosts: dict[fx.Node, fx.Node] = {}  # input → the first node that reads it
     for index, copy in context.offloaded.items():
         node = received[index]
-        assert node.meta["val"].shape == copy.meta["val"].shape, f"{node} and {copy} are not the same saved tensor"
+        shapes = [tuple(map(str, n.meta["val"].shape)) for n in (node, copy)]
+        assert shapes[0] == shapes[1], f"{node} and {copy} are not the same saved tensor"
         hosts[node] = min(node.users, key=positions.__getitem__)
     needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
     for index, copy in context.offloaded.items():
         unit, first = copy.meta["fsdp"].unit, hosts[received[index]]
         needed[unit] = min(needed.get(unit, first), first, key=positions.__getitem__)
     borders = _borders(graph, list(needed.values()))
+    places = [positions[border] for border in borders]
     for index, copy in context.offloaded.items():
         node = received[index]
         users, device = list(node.users), node.meta["val"].device
-        before = [b for b in borders if positions[b] <= positions[hosts[node]]]
+        at = bisect.bisect_right(places, positions[hosts[node]])
         node.meta["val"] = copy.meta["val"]
         put = NodeRecord(Role.RELOAD, copy.meta["fsdp"].unit, "", (), copy.meta["fsdp"].nbytes)
         set_record(node, put)
-        with graph.fx_graph.inserting_before(_behind(before[-2:-1], graph)):
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 2) : max(0, at - 1)], graph)):
             start = set_record(graph.call(dialect.reload_activation, (node, device), name=f"reload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(_behind(before[-1:], graph)):
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 1) : at], graph)):
             wait = set_record(graph.call(dialect.activation_reloaded, (start, node), name=f"reloaded_{node.name}"), put)
         for user in users:
             user.replace_input_with(node, wait)
@@ -164,9 +164,7 @@ def _borders(graph: Graph, otherwise: Sequence[fx.Node]) -> list[fx.Node]:
     """The first node of each group of communication nodes; ``otherwise`` where there is no communication."""
     nodes = graph.nodes
     groups = [
-        node
-        for before, node in zip(nodes, nodes[1:], strict=False)
-        if _is_communication(node) and not _is_communication(before)
+        node for before, node in itertools.pairwise(nodes) if _is_communication(node) and not _is_communication(before)
     ]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
 

@@ -84,7 +84,10 @@ class _Units:
         return None
 
     def _unit(self, module: str) -> str | None:
-        """The unit whose name the module's ends with: how a forward reaches its own model is not always by ``self``."""
+        """Below ``self``, the model, the unit of that name; else the unit whose name the module's ends with: a forward
+        that was set on the instance reaches its model in another way."""
         parts = [first or second for first, second in _PART.findall(module)]
         path = tuple(part for part in parts if part not in _NOT_MODULES)
+        if path[:1] == ("self",):
+            return self._by_path.get(path[1:])
         return next((self._by_path[path[-n:]] for n in self._lengths if path[-n:] in self._by_path), None)
