@@ -31,7 +31,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
-from graph_fsdp.passes.dialect import STARTING
+from graph_fsdp.passes.dialect import STARTING, is_custom
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.plan import kind_of
@@ -41,6 +41,7 @@ from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.sharding import Storage
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -102,6 +103,7 @@ class Engine:
         self._inputs: dict[str, Tensor] = {}
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
+        self.comms = Comms()
         self._compiled: dict[Settings, Callable[..., Any]] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
@@ -304,7 +306,7 @@ class Engine:
         if self.whole:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
-            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()))
+            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()), self.comms)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -320,9 +322,10 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
             record = node.meta.get("fsdp")
             if record is not None and record.role in STARTING:
                 dtype = node.meta["val"].dtype
+                by_user = ", by the user's own collective" if is_custom(node) else ""
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
-                    f"of {', '.join(record.params)}{by}"
+                    f"of {', '.join(record.params)}{by}{by_user}"
                 )
     return lines
 

@@ -22,6 +22,7 @@ whole test-suite was run.
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
@@ -45,6 +46,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,7 @@ __all__ = [
     "Unsupported",
     "_Policy",
     "all_gather_single",
+    "allocate_from_group",
     "aot_autograd",
     "check_torch_version",
     "chunk_cat",
@@ -200,6 +203,16 @@ def size_hint(size: int | torch.SymInt) -> int:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that a graph names."""
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
+
+
+def allocate_from_group(
+    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory that a process group has allocated, where it can; else the device's."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
+    return torch.empty(*size, dtype=dtype, device=device)
 
 
 def default_store() -> dist.Store:
