@@ -35,7 +35,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
-from graph_fsdp.passes.dialect import STARTING
+from graph_fsdp.passes.dialect import STARTING, is_custom
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
@@ -49,6 +49,7 @@ from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
 from graph_fsdp.sharding import Storage
@@ -129,6 +130,7 @@ class Engine:
         self.unsharded = UnshardedUnits(storage, self.counter)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
+        self.comms = Comms()
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -405,7 +407,8 @@ class Engine:
         if self.whole:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
-            program = Program(graph, self.regions, self.counter, context.slots.get(graph.phase, ()), self.kept)
+            slots = context.slots.get(graph.phase, ())
+            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms)
             if graph.phase == "backward":
                 program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
         captured.add_program(graph, context, program, memory_profile(graph, context))
@@ -430,9 +433,10 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
             record = node.meta.get("fsdp")
             if record is not None and record.role in STARTING:
                 dtype = node.meta["val"].dtype
+                by_user = ", by the user's own collective" if is_custom(node) else ""
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
-                    f"of {', '.join(record.params)}{by}"
+                    f"of {', '.join(record.params)}{by}{by_user}"
                 )
     return lines
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from graph_fsdp import communication
 from graph_fsdp.capture import Engine
 from graph_fsdp.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
@@ -84,6 +85,10 @@ def _unsupported(name: str) -> Callable[..., NoReturn]:
 for _name, _value in vars(FSDPModule).items():
     if callable(_value) and not _name.startswith("_") and getattr(GraphFSDPModule, _name) is _value:
         setattr(GraphFSDPModule, _name, _unsupported(_name))
+
+
+for _name, _method in communication.METHODS.items():
+    setattr(GraphFSDPModule, _name, _method)
 
 
 def original_forward(model: nn.Module) -> Callable[..., Any]:

@@ -139,12 +139,16 @@ def _gather_bucket(
     with graph.fx_graph.inserting_before(first_use):
         shards = [by_name[p.name].args[0] for p in used]
         rest: list[Any] = [used[0].param_dtype, bucket.world_size, context.model.group]
-        if messages := bucket.message_arguments():
+        custom = context.settings.custom_all_gather
+        messages = [] if custom else bucket.message_arguments()
+        if messages:
             rest.append(messages)
         if context.model.offload is not None:
             device = context.model.offload.device
             shards = [fetch(graph, shards, offsets, bucket.shard_numel, device, put(Role.FETCH_START))]  # type: ignore[arg-type]
             rest = [*rest[:3], messages, [p.shard_numel for p in used]]
+        if custom:
+            rest = [*(rest if len(rest) == 5 else [*rest[:3], [], []]), True]
         arguments = (shards, offsets, bucket.shard_numel, *rest)
         start = graph.call(dialect.all_gather_start, arguments, name=f"gather_{bucket.name}")
         set_record(start, put(Role.GATHER_START))
@@ -206,7 +210,9 @@ def _reduce_bucket(
             values = [_cast(graph, grad, dtype) for grad in grads]
             begins = list(itertools.accumulate((p.shard_numel for p in parameters[:-1]), initial=0))
         else:
-            flat, begins = _reduce(graph, context.model, bucket, name, grads, parameters, options, unreplicated)
+            custom = context.settings.custom_reduce_scatter
+            arguments = (bucket, name, grads, parameters, options, unreplicated, custom)
+            flat, begins = _reduce(graph, context.model, *arguments)
             if hooked is not None and not unreplicated:
                 flat = call_hook(graph, flat, hooked)
             values = [flat if unreplicated else _cast(graph, flat, dtype)]
@@ -242,6 +248,7 @@ def _reduce(
     parameters: list[ParameterSpec],
     options: dict[str, Any],
     unreplicated: bool,
+    custom: bool,
 ) -> tuple[fx.Node, list[int]]:
     """Insert the collectives of a bucket's gradients; the flat result of the last, waited for, and where in it each
     parameter's begins. ``unreplicated``: without the one over the replicas."""
@@ -263,12 +270,16 @@ def _reduce(
     if bucket is None:  # scalars
         target, begins, messages = dialect.all_reduce_start, whole, []
     else:
-        target, messages = dialect.reduce_scatter_start, bucket.reduced_in(parameters)
+        target, messages = dialect.reduce_scatter_start, [] if custom else bucket.reduced_in(parameters)
         values = [grad.meta["val"] for grad in grads]
         begins = dialect.reduced_offsets(values, reduce_dtype, model.world_size, messages)[:-1]
-    if messages or model.replicas > 1:
+    if custom and bucket is not None:
+        over_shards = (*over_shards, model.replicas, [], True)
+    elif messages:
+        over_shards = (*over_shards, model.replicas, messages)
+    elif model.replicas > 1:
         over_shards = (*over_shards, model.replicas)
-    reduced = collective(target, (*over_shards, messages) if messages else over_shards, *roles, "reduce")
+    reduced = collective(target, over_shards, *roles, "reduce")
     if model.replicas == 1 or unreplicated:
         return reduced, begins
     over_replicas = (reduced, model.ranks, model.replicate_group)

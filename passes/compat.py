@@ -25,6 +25,7 @@ whole test-suite was run.
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
@@ -53,6 +54,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -123,6 +125,7 @@ __all__ = [
     "_Policy",
     "activation_memory_budget",
     "all_gather_single",
+    "allocate_from_group",
     "aot_autograd",
     "check_torch_version",
     "chunk_cat",
@@ -235,6 +238,16 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
 
 
+def allocate_from_group(
+    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory that a process group has allocated, where it can; else the device's."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
 def default_store() -> dist.Store:
     """The key-value store of the default process group."""
     return _get_default_store()
@@ -250,6 +263,8 @@ def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple
     """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own part of a DTensor; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -37,6 +37,8 @@ order; none is one of all. A gradient that has a message of its own is sent from
 the reduction and the ranks' chunks are equal; what shares a message is packed. The results of messages start at
 multiples of ALIGNMENT bytes (``reduced_offsets``).
 
+``custom``: an object that the user has brought runs the collective, always in one message (``settings.py``).
+
 On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
 its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
 before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
@@ -76,13 +78,13 @@ _SCHEMAS = (
     "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='', Device? device=None) -> Tensor",
     "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
-    " int[] messages=[], int[] numels=[]) -> Tensor",
+    " int[] messages=[], int[] numels=[], bool custom=False) -> Tensor",
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
     "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
     " -> Tensor",
     "free(Tensor(a!) buffer) -> ()",
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
-    " int[] messages=[], *, float? factor=None, bool summed=False) -> Tensor",
+    " int[] messages=[], bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
     "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
     " *, float? factor=None, bool summed=False) -> Tensor",
     "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False)"
@@ -209,6 +211,11 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
+def is_custom(node: fx.Node) -> bool:
+    """Whether an object of the user's runs a collective."""
+    return node.target in (all_gather_start, reduce_scatter_start) and bool(argument(node, "custom"))
+
+
 def group_of(node: fx.Node) -> str:
     """Name of the process group of a collective."""
     return str(argument(node, "group"))
@@ -255,6 +262,7 @@ def _(
     group: str,
     messages: Sequence[int] = (),
     numels: Sequence[int] = (),
+    custom: bool = False,
 ) -> Tensor:
     return shards[0].new_empty([world_size * length], dtype=dtype)
 
@@ -290,6 +298,7 @@ def _(
     group: str,
     replicas: int = 1,
     messages: Sequence[int] = (),
+    custom: bool = False,
     factor: float | None = None,
     summed: bool = False,
 ) -> Tensor:

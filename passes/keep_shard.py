@@ -88,4 +88,5 @@ def _gather_from(shard: fx.Node, start: fx.Node, context: PassContext) -> None:
         context.model.reshard_group,
         [scale * value for value in dialect.argument(start, "messages")],
         [scale * numel_at[offset] for offset in used],
+        *([True] if dialect.argument(start, "custom") else []),
     )

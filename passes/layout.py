@@ -69,6 +69,8 @@ class GatherLayout:
 
 def landing_nbytes(start: fx.Node) -> int:
     """Bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked from there."""
+    if dialect.argument(start, "custom"):
+        return nbytes(start.meta["val"])
     return layout_of(start).landing_numel * int(start.meta["val"].dtype.itemsize)
 
 
@@ -101,6 +103,8 @@ def reduced_begins(start: fx.Node) -> list[int]:
 def gradients_sent(start: fx.Node) -> list[fx.Node]:
     """The gradients that a ``reduce_scatter_start`` sends from where they lie."""
     dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
+    if dialect.argument(start, "custom"):
+        return []
     alone = [message[0] for message in messages_of(start) if len(message) == 1]
     return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], dtype, world_size)]
 

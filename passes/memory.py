@@ -361,11 +361,11 @@ def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
             record = node.meta["fsdp"]
             if record.slot is None and not record.escapes:
                 take(_nbytes(node.meta["val"]), node, index)
-            if record.landing_slot is None:
+            if record.landing_slot is None and not dialect.argument(node, "custom"):
                 take(landing_nbytes(node), node, index)
         elif node.target is dialect.all_gather_wait:
             start: fx.Node = node.args[0]  # type: ignore[assignment]
-            if start.meta["fsdp"].landing_slot is None:
+            if start.meta["fsdp"].landing_slot is None and not dialect.argument(start, "custom"):
                 give(landing_nbytes(start), start, index)
         elif node.target is dialect.free and not has_role(node.args[0], Role.KEPT):  # type: ignore[arg-type]
             start = node.args[0].args[0]  # type: ignore[union-attr,assignment]

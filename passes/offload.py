@@ -120,13 +120,13 @@ def drop_unread_fetches(graph: Graph) -> None:
 
 def lift_fetches(graph: Graph) -> None:
     """Put the fetches of gathers right behind the inputs, in their order."""
-    anchor = graph.placeholders[-1] if graph.placeholders else None
-    for start in graph.with_role(Role.GATHER_START) if anchor is not None else ():
-        wait = _fetched_by(start)
-        if wait is not None:
-            for node in (wait.args[0], wait):
-                anchor.append(node)  # type: ignore[union-attr]
-                anchor = node  # type: ignore[assignment]
+    fetched = list(filter(None, map(_fetched_by, graph.with_role(Role.GATHER_START))))
+    anchor = graph.placeholders[-1] if fetched else None  # shards are inputs
+    for wait in fetched:
+        for node in (wait.args[0], wait):
+            assert isinstance(anchor, fx.Node) and isinstance(node, fx.Node)
+            anchor.append(node)
+            anchor = node
 
 
 def place_copies(graph: Graph) -> None:

@@ -86,7 +86,9 @@ def _offload(graph: Graph, context: PassContext) -> str:
         with graph.fx_graph.inserting_before(borders[left]):
             start = set_record(graph.call(dialect.offload_activation, (node,), name=f"offload_{node.name}"), put)
         with graph.fx_graph.inserting_before(borders[left + 1]):
-            wait = set_record(graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put)
+            wait = set_record(
+                graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put
+            )
         context.offloaded[saved[node]] = copies[node] = wait
         total += put.nbytes
     outputs = [copies.get(v, v) if isinstance(v, fx.Node) else v for v in outputs]  # the user's are not among them

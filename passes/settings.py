@@ -27,6 +27,7 @@ class Settings:
     are reduced over the ranks that shard, and not over the replicas. ``divide_factors``: unit → what sums of gradients
     are divided by, instead of the number of ranks. ``summed``: units whose reductions are sums, divided apart.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
+    ``custom_all_gather``, ``custom_reduce_scatter``: collectives that the user brings, in one message per bucket.
     """
 
     unsharded: frozenset[str] = frozenset()
@@ -39,6 +40,8 @@ class Settings:
     divide_factors: tuple[tuple[str, float], ...] = ()
     summed: frozenset[str] = frozenset()
     hooked: frozenset[str] = frozenset()
+    custom_all_gather: bool = False
+    custom_reduce_scatter: bool = False
 
     def divide_factor(self, unit: str) -> float | None:
         """What the user divides the sum of a unit's gradients by; None for the mean."""

@@ -114,7 +114,7 @@ def lifetimes(graph: Graph) -> list[Lifetime]:
     for start, begin in starts.items():
         if not start.meta["fsdp"].escapes:
             found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, frees.get(start, last)))
-        if landing := landing_nbytes(start):
+        if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
             found.append(Lifetime(start, True, landing, begin, waits.get(start, last)))
     return found
 

@@ -191,7 +191,10 @@ class Verifier:
                 found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
                 if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
                     self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-            messages = bucket.message_arguments(scale)
+            custom = dialect.argument(node, "custom")
+            if custom != self.context.settings.custom_all_gather:
+                self._fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
+            messages = [] if custom else bucket.message_arguments(scale)
             found_messages = list(dialect.argument(node, "messages"))
             if found_messages != messages:
                 invariant = "a bucket is gathered in the same messages on all ranks"
@@ -199,7 +202,10 @@ class Verifier:
         elif node.target is dialect.reduce_scatter_start and "bucketed" in self.context.facts[self.graph.phase]:
             names = node.meta["fsdp"].params
             bucket = self.context.bucket_of(names[0])
-            due = bucket.reduced_in([self.context.model.parameters[name] for name in names])
+            custom = dialect.argument(node, "custom")
+            if custom != self.context.settings.custom_reduce_scatter:
+                self._fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
+            due = [] if custom else bucket.reduced_in([self.context.model.parameters[name] for name in names])
             if (counts := list(dialect.argument(node, "messages"))) != due:
                 wrong = f"{node} has messages {counts}, its bucket {due}"
                 self._fail("a bucket is reduced in the same messages on all ranks", node, wrong)

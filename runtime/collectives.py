@@ -82,7 +82,7 @@ def start_all_gather(
         for work in works:
             lockstep.finish(work, buffer.device)
         for target, message in unpacked:
-            _unpack(target, buffer, message, world)
+            unpack(target, buffer, message, world)
         if landing is not None:
             release(landing)
 
@@ -136,7 +136,7 @@ def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     return packed
 
 
-def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
+def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
     sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
@@ -185,7 +185,7 @@ def start_reduce_scatter(
     if _is_pair(group, out.device):
         return _exchange_reduce_scatter(out, pairs, group, 2.0 if op == dist.ReduceOp.AVG else after)
     works = compat.grouped_reduce_scatter(pairs, op, group)
-    return Pending(out, _finish_reduction(works, out, after, keep_alive=pairs))
+    return Pending(out, finish_reduction(works, out, after, keep_alive=pairs))
 
 
 def _message(grads: Sequence[Tensor], dtype: torch.dtype, world: int, divisor: float | None) -> Tensor:
@@ -237,7 +237,7 @@ def start_all_reduce(
     if before is not None:
         out.div_(before)
     work = dist.all_reduce(out, op=op, group=group, async_op=True)
-    return Pending(out, _finish_reduction([work], out, after if replicas == 1 else None))
+    return Pending(out, finish_reduction([work], out, after if replicas == 1 else None))
 
 
 def start_shard_all_reduce(
@@ -247,10 +247,10 @@ def start_shard_all_reduce(
     reductions, multiplied."""
     op, _, after = mean_of(shard.dtype, ranks, factor, summed)
     work = dist.all_reduce(shard, op=op, group=group, async_op=True)
-    return Pending(shard, _finish_reduction([work], shard, after))
+    return Pending(shard, finish_reduction([work], shard, after))
 
 
-def _finish_reduction(
+def finish_reduction(
     works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None
 ) -> Callable[[], None]:
     def finish(keep_alive: Any = keep_alive) -> None:
@@ -312,6 +312,7 @@ def _all_gather_start(
     group: str,
     messages: Sequence[int] = (),
     numels: Sequence[int] = (),
+    custom: bool = False,
 ) -> Tensor:
     layout = GatherLayout.make(offsets, numels or [s.numel() for s in shards], length, world_size, messages)
     return started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
@@ -348,6 +349,7 @@ def _reduce_scatter_start(
     group: str,
     replicas: int = 1,
     messages: Sequence[int] = (),
+    custom: bool = False,
     factor: float | None = None,
     summed: bool = False,
 ) -> Tensor:

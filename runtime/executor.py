@@ -24,8 +24,9 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
-from graph_fsdp.runtime import collectives, host_copies
+from graph_fsdp.runtime import collectives, custom_collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
 from graph_fsdp.runtime.region_cache import RegionCache
@@ -44,6 +45,7 @@ class GatherPlan:
     escapes: bool
     slot: int | None
     landing_slot: int | None
+    comms: Comms | None = None  # where the user's own runs it
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,14 @@ class Frame:
                 taken.append(self.slots.take(numel, dtype, device, plan.slot))
             return taken[-1]
 
-        pending = collectives.start_all_gather(
-            shards, plan.layout, plan.dtype, plan.group, allocate, self.slots.give_landing
-        )
+        comm = plan.comms.all_gather if plan.comms is not None else None
+        if comm is not None:
+            arguments = (shards, plan.layout, plan.dtype, plan.group, allocate)
+            pending = custom_collectives.start_all_gather(*arguments, comm)
+        else:
+            pending = collectives.start_all_gather(
+                shards, plan.layout, plan.dtype, plan.group, allocate, self.slots.give_landing
+            )
         self.slots.hold(pending.buffer, plan.escapes)
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
@@ -142,7 +149,8 @@ MakeFrame = Callable[[GatheredBytes, SlotPlan, KeptGradients], Frame]
 
 class Program:
     """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
-    that the records of the graph's gathers name. ``kept``: gradients that other graphs of the model did not reduce."""
+    that the records of the graph's gathers name. ``kept``: gradients that other graphs of the model did not reduce.
+    ``comms``: what the user has brought."""
 
     def __init__(
         self,
@@ -151,6 +159,7 @@ class Program:
         counter: GatheredBytes,
         slots: Sequence[int] = (),
         kept: KeptGradients | None = None,
+        comms: Comms | None = None,
     ) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
@@ -158,7 +167,7 @@ class Program:
         self.graph, self.counter, self.kept = graph, counter, kept if kept is not None else KeptGradients()
         self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
-        self.source, self.constants = _generate(graph, cache)
+        self.source, self.constants = _generate(graph, cache, comms)
         self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
@@ -193,7 +202,7 @@ def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
     return tuple(uses[slot] for slot in range(slots))
 
 
-def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
+def _generate(graph: Graph, cache: RegionCache, comms: Comms | None) -> tuple[str, dict[str, Any]]:
     names = _variable_names(graph)
     steps = cut(graph)
     last, owned = _last_uses(steps, graph), owned_gradients(graph)
@@ -216,7 +225,7 @@ def _generate(graph: Graph, cache: RegionCache) -> tuple[str, dict[str, Any]]:
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
-        _generate_call(step, graph, index, names, constants, lines, owned)
+        _generate_call(step, graph, index, names, constants, lines, owned, comms)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
     return "\n".join(lines) + "\n", constants
@@ -230,6 +239,7 @@ def _generate_call(
     constants: dict[str, Any],
     lines: list[str],
     owned: frozenset[fx.Node],
+    comms: Comms | None,
 ) -> None:
     if node.target is dialect.free:
         handle = node.args[0]
@@ -263,16 +273,18 @@ def _generate_call(
         tensors = _render(node.args[0], names)
         lines.append(f"    {names[node]} = frame.copy_start({plan}, {tensors})  # {node.meta['fsdp'].bucket}")
         return
-    constants[plan] = _gather_plan(node) if node.target is dialect.all_gather_start else _reduce_plan(node)
+    gathers = node.target is dialect.all_gather_start
+    constants[plan] = _gather_plan(node, comms) if gathers else _reduce_plan(node, comms)
     method = "gather_start" if node.target is dialect.all_gather_start else "reduce_start"
     comment = f"  # {node.meta['fsdp'].bucket}"
     lines.append(f"    {names[node]} = frame.{method}({plan}, {_render(node.args[0], names)}){comment}")
 
 
-def _gather_plan(node: fx.Node) -> GatherPlan:
+def _gather_plan(node: fx.Node, comms: Comms | None) -> GatherPlan:
     record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
     slots = (record.slot, record.landing_slot)
-    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots)
+    own = comms if dialect.argument(node, "custom") else None
+    return GatherPlan(record.bucket, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots, own)
 
 
 def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
@@ -282,7 +294,7 @@ def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
     return functools.partial(collectives.keep_shard, **static, scale=scale, group=group)
 
 
-def _reduce_plan(node: fx.Node) -> ReducePlan:
+def _reduce_plan(node: fx.Node, comms: Comms | None) -> ReducePlan:
     bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.group_of(node))
     params = node.meta["fsdp"].params
     options = {name: dialect.argument(node, name) for name in ("factor", "summed")}
@@ -292,12 +304,21 @@ def _reduce_plan(node: fx.Node) -> ReducePlan:
         )
         return ReducePlan(bucket, "reduce over replicas", again, params, begins_in_shard(node))
     static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
-    if node.target is dialect.reduce_scatter_start:
+    if node.target is dialect.reduce_scatter_start and dialect.argument(node, "custom"):
+        assert comms is not None
+        start = functools.partial(_reduce_by, comms, **static)
+    elif node.target is dialect.reduce_scatter_start:
         messages = tuple(dialect.argument(node, "messages"))
         start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
     else:
         start = functools.partial(collectives.start_all_reduce, **static)
     return ReducePlan(bucket, "reduce", start, params)
+
+
+def _reduce_by(comms: Comms, grads: list[Tensor], **static: Any) -> Pending:
+    if comms.reduce_scatter is None:  # taken away between forward and backward
+        return collectives.start_reduce_scatter(grads, **static)
+    return custom_collectives.start_reduce_scatter(grads, comm=comms.reduce_scatter, **static)
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:

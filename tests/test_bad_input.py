@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
 from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
+from graph_fsdp.communication import METHODS
+from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
 from graph_fsdp.validate import torch_version
 
@@ -272,7 +274,8 @@ def test_ignored_parameters_that_are_not_some_of_the_models(fake_group: None) ->
 FSDP2_METHODS = [
     n
     for n, method in vars(FSDPModule).items()
-    if callable(method) and not n.startswith("_") and not hasattr(UnitMethods, n)
+    if callable(method) and not n.startswith("_") and n not in METHODS
+    if not any(hasattr(methods, n) for methods in (UnitMethods, GradientMethods))
 ]
 
 

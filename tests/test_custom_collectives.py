@@ -1,0 +1,183 @@
+"""Collectives that the user brings, by FSDP2's protocol: in the printed graphs, called, and bit for bit as without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check
+from models import MLP
+from torch import Tensor, nn
+
+import graph_fsdp
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import compat
+
+FACTS = Facts(__name__)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+class Counting:
+    """Counts calls, and what it has allocated."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.allocated: list[tuple[int, torch.dtype]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.allocated.append((*size, dtype))
+        return torch.full(tuple(size), float("nan"), dtype=dtype, device=device)
+
+
+class CountingGather(Counting):
+    """Ends where it starts: the protocol lets it return nothing to wait for."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self.calls.append(output_tensor.numel())
+        own = output_tensor.view(group.size(), -1)[group.rank()]
+        assert input_tensor.data_ptr() == own.data_ptr(), "the input is the rank's own part of the output"
+        compat.all_gather_single(output_tensor, input_tensor.clone(), group=group)
+
+
+class CountingReduction(Counting):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        self.calls.append(input_tensor.numel())
+        return compat.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def compiled(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return graph_fsdp.compile(MLP(), backend="eager", **options)
+
+
+def lines_with(model: nn.Module, phase: str, text: str) -> str:
+    body = getattr(graph_fsdp.inspect(model), phase).stages["free"].body
+    return "\n".join(line.strip() for line in body.splitlines() if text in line)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_graph_says_which_collectives_are_the_users_own() -> None:
+    model = compiled()
+    model(torch.randn(4, 16)).sum().backward()
+    assert "True" not in lines_with(model, "forward", "all_gather_start")
+    model.set_custom_all_gather(CountingGather())
+    model.set_custom_reduce_scatter(CountingReduction())
+    model(torch.randn(4, 16)).sum().backward()
+    assert_expected_inline(
+        lines_with(model, "forward", "all_gather_start"),
+        """\
+gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 64, 80, 144], 160, torch.float32, 8, '0', [], [], True)
+gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0', [], [], True)
+gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0', [], [], True)""",
+    )
+    assert_expected_inline(
+        lines_with(model, "backward", "reduce_scatter_start"),
+        """\
+reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 8, '0', 1, [], True)
+reduce_blocks_1 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_16, view_2, t_12, view_1], torch.float32, 8, '0', 1, [], True)
+reduce_blocks_0 = torch.ops.graph_fsdp.reduce_scatter_start.default([t_23, view_4, t_20, view_3], torch.float32, 8, '0', 1, [], True)""",
+    )
+    captures = len(graph_fsdp.inspect(model).graphs)
+    model.set_custom_all_gather(CountingGather())
+    model(torch.randn(4, 16)).sum().backward()
+    assert len(graph_fsdp.inspect(model).graphs) == captures, "another object needs no other graph"
+    model.set_custom_all_gather(None)
+    model.set_custom_reduce_scatter(None)
+    model(torch.randn(4, 16)).sum().backward()
+    assert len(graph_fsdp.inspect(model).graphs) == captures, "nor do the process group's own, which were there first"
+    memory = graph_fsdp.inspect(model).graphs[1].views["forward"].memory
+    assert memory.peak_landing == 5120, "a bucket of what the object allocates, which is unpacked from"
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_wrong_objects_and_places_that_have_none() -> None:
+    model = compiled()
+    for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(TypeError, match=f"{method}: comm must have allocate"):
+            getattr(model, method)(dist.all_gather)
+    model.set_custom_all_gather(CountingGather())
+    with pytest.raises(ValueError, match="set_custom_all_gather was called, and that object allocates"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    torch._dynamo.reset()
+    whole = graph_fsdp.compile(MLP(), regions="whole")
+    with pytest.raises(UnsupportedError, match="the compiler runs the collectives"):
+        whole.set_custom_all_gather(CountingGather())
+
+
+def test_where_nothing_is_sharded_it_is_warned_of() -> None:
+    model = compiled()
+    for method, value in (
+        ("set_allocate_memory_from_process_group_for_comm", True),
+        ("set_custom_all_gather", CountingGather()),
+    ):
+        with pytest.warns(UserWarning, match=f"{method} changes nothing"):
+            getattr(model, method)(value)
+
+
+def train(model: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        model(torch.randn(4, 16, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+
+def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@FACTS
+def every_bucket_goes_through_the_users_object_and_no_number_changes() -> None:
+    for options in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+        torch._dynamo.reset()
+        expected = train(compiled(**options))
+        model, gather, reduction = compiled(**options), CountingGather(), CountingReduction()
+        model.set_custom_all_gather(gather)
+        model.set_custom_reduce_scatter(reduction)
+        equal(train(model), expected)
+        counted = graph_fsdp.inspect(model).collectives
+        assert len(gather.calls) == len(gather.allocated) == counted["all_gather"]
+        assert 2 * len(reduction.calls) == len(reduction.allocated) and len(reduction.calls) == counted["reduce"] == 6
+        assert [numel for numel, _ in gather.allocated] == gather.calls
+
+
+@FACTS
+def torchs_own_objects_are_taken() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as torchs
+
+    expected = train(compiled())
+    model = compiled()
+    model.set_custom_all_gather(torchs.DefaultAllGather())
+    model.set_custom_reduce_scatter(torchs.DefaultReduceScatter())
+    equal(train(model), expected)
+
+
+@FACTS
+def memory_of_the_process_group_changes_no_number() -> None:
+    expected, model = train(compiled()), compiled()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    equal(train(model), expected)
+    assert "True)" in lines_with(model, "forward", "all_gather_start")
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    x = torch.randn(4, 16)
+    assert model(x).isfinite().all()
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
