@@ -91,8 +91,8 @@ def compile(
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
-        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False, a graph for
-            each size of inputs.
+        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
+            for each size of inputs.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
