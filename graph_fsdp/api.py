@@ -122,7 +122,8 @@ def compile(
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
-        fullgraph, dynamic: as in ``torch.compile``.
+        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
+            for each size of inputs.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -150,7 +151,8 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
-    tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph, regions=regions)
+    if tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph) and dynamic is None:
+        dynamic = False
     dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,

@@ -41,6 +41,8 @@ _METADATA = frozenset(
 class GuardedPlaceholder(nn.Parameter):
     """A full-shape parameter without memory."""
 
+    _graph_fsdp: tuple[str, Callable[[], bool]]  # its name, and whether the model's forward runs
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,6 +55,8 @@ class GuardedPlaceholder(nn.Parameter):
 
 class GuardedTensorParallelPlaceholder(DTensor):
     """Likewise, of a tensor-parallel parameter."""
+
+    _graph_fsdp: tuple[str, Callable[[], bool]]
 
     @classmethod
     def __torch_function__(
@@ -73,22 +77,23 @@ def guard(placeholder: nn.Parameter, name: str, forward_runs: Callable[[], bool]
 def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
     """Switch a placeholder's guard on or off."""
     if isinstance(placeholder, DTensor):
-        placeholder.__class__ = GuardedTensorParallelPlaceholder if guarded else DTensor
+        own: type[Any] = GuardedTensorParallelPlaceholder if guarded else DTensor
     else:
-        placeholder.__class__ = GuardedPlaceholder if guarded else nn.Parameter
+        own = GuardedPlaceholder if guarded else nn.Parameter
+    placeholder.__class__ = own
 
 
 def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EmptyPlaceholderError:
     guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
     found = [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
-    names = [v._graph_fsdp[0] for v in found]  # type: ignore[attr-defined]
+    names = [v._graph_fsdp[0] for v in found]
     owner = names[0].rpartition(".")[0] if names else ""
     module = f"module {owner!r}" if owner else "the model itself"
     torch_files = os.path.dirname(torch.__file__)
     own_files = os.path.dirname(__file__)
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith((torch_files, own_files))]
     where = f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
-    if found and not found[0]._graph_fsdp[1]():  # type: ignore[attr-defined]
+    if found and not found[0]._graph_fsdp[1]():
         return EmptyPlaceholderError(
             f"parameter {', '.join(map(repr, names))} of {module} is a reference from before graph_fsdp.compile and "
             f"has no memory any more\n  at {where}\n  Take it from the model again, and make optimizers after "

@@ -32,17 +32,18 @@ def check(
     mesh: DataParallelMesh | None,
     *,
     fullgraph: bool,
-    regions: str,
-) -> None:
-    """Whether what is tensor-parallel can be sharded over ``mesh``.
+) -> bool:
+    """Whether anything is tensor-parallel, which then can be sharded over ``mesh``.
 
     Raises:
         AlreadyShardedError: a parameter is a DTensor on a mesh that is no other dimension of the same one.
         UnsupportedError: one is, in a way or with an option that this version does not have.
     """
+    found = False
     for p, (name, *_) in names.items():
         if not isinstance(p, DTensor) or p in ignored:
             continue
+        found = True
         own = p.device_mesh
         described = f"parameter {name!r} is a DTensor with placements {p.placements} on mesh {own.mesh_dim_names}"
         pass_other = (
@@ -61,9 +62,9 @@ def check(
             )
         if p.is_meta:
             raise UnsupportedError(f"{described}, and on the meta device; give it values before graph_fsdp.compile")
-        if not fullgraph or regions == "whole":
-            option = "regions='whole'" if regions == "whole" else "fullgraph=False"
-            raise UnsupportedError(f"{described}, for which {option} is not available; leave it out")
+        if not fullgraph:
+            raise UnsupportedError(f"{described}, for which fullgraph=False is not available; leave it out")
+    return found
 
 
 def _are_dimensions_of_one_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:

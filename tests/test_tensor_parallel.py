@@ -270,9 +270,8 @@ def test_parameters_that_are_sharded_otherwise(fake_group: Any) -> None:
 
 def test_what_is_not_available_for_tensor_parallel_parameters(fake_group: Any) -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    for options, words in (({"fullgraph": False}, "fullgraph=False"), ({"regions": "whole"}, "regions='whole'")):
-        model = two_linear(mesh["tp"])
-        refuse(model, UnsupportedError, f"{words} is not available", mesh=mesh["dp"], runs=False, **options)
+    words = "fullgraph=False is not available"
+    refuse(two_linear(mesh["tp"]), UnsupportedError, words, mesh=mesh["dp"], runs=False, fullgraph=False)
     model = two_linear(mesh["tp"])
     model.up.weight = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh["tp"], [Partial()]))
     refuse(model, UnsupportedError, "are not partial", mesh=mesh["dp"], runs=False)
@@ -375,8 +374,19 @@ def evaluation_and_frozen_parameters() -> None:
 
 
 @FACTS
-def a_step_with_inductor_equals_one_process() -> None:
+def batches_of_another_size() -> None:
+    mesh = two_by_two()
+    plain, model = Transformer(), ours(with_sequences(Transformer(), mesh["tp"]), mesh["dp"])
+    for rows in (4, 3, 1):
+        x = batch(0, 0)[:rows, :-1]
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+@FACTS
+def steps_with_inductor_equal_one_process() -> None:
     check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor")
+    torch._dynamo.reset()
+    check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor", regions="whole")
 
 
 @pytest.fixture(scope="module")
