@@ -45,8 +45,8 @@ class Facts:
     def names(self) -> list[str]:
         return list(self.functions)
 
-    def check_on(self, world_size: int) -> Failures:
-        return run_ranks(check_all, world_size, self.module)
+    def check_on(self, world_size: int, timeout: float = 120) -> Failures:
+        return run_ranks(check_all, world_size, self.module, timeout=timeout)
 
 
 def check(ranks: Failures, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What FSDP2's methods change in the graphs of a compiled model, on 8 ranks. (Numbers: test_calls_ranks.py.)"""
+"""What FSDP2's methods change in the graphs of a compiled model, on 8 ranks. (Numbers: test_unshard_ranks.py.)"""
 
 from __future__ import annotations
 
