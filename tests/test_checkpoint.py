@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -404,6 +406,8 @@ def counted_reads() -> Iterator[dict[str, int]]:
 def shared_folder() -> Path:
     """One folder, on all ranks."""
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    if dist.get_rank() == 0:
+        atexit.register(shutil.rmtree, str(box[0]), ignore_errors=True)
     dist.broadcast_object_list(box, src=0)
     return Path(str(box[0]))
 
