@@ -10,7 +10,7 @@ So every rank predicts the next program from those that ran before, as a process
 next program is the predicted one runs it, and asks nobody. A rank whose next program is another one stops and compares
 it with those of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict
 alike; hence either nobody compares and all run the predicted program, or all compare, or those who compare find that
-others do not come, and have not started any collective. A training loop is predicted from its second step on; what
+others do not come, and have not started any collective. A training loop is predicted from its fourth program on; what
 alternates is predicted once its pattern was seen.
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait

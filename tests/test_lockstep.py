@@ -91,14 +91,13 @@ def disagree(run: Callable[[], object], *words: str) -> str:
 
 
 @FACTS
-def a_training_loop_asks_nobody_from_its_third_program_on() -> None:
+def a_training_loop_asks_nobody_after_its_third_program() -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     counts = []
     for _ in range(4):
         model(torch.ones(4, 16)).sum().backward()
         counts.append(lockstep(model).comparisons)
-    assert counts[1:] == [counts[1]] * 3
-    assert counts[1] - counts[0] <= 1
+    assert counts == [2, 3, 3, 3]
 
 
 @FACTS
