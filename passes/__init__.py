@@ -16,6 +16,7 @@ from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.memory import MemoryProfile, memory_profile
+from graph_fsdp.passes.offload import OffloadActivations, SaveBases
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassError, PassPipeline, PipelineError, Profiled
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
@@ -49,6 +50,7 @@ __all__ = [
     "Measurements",
     "MemoryProfile",
     "NodeRecord",
+    "OffloadActivations",
     "PassContext",
     "PassError",
     "PassPipeline",
@@ -59,6 +61,7 @@ __all__ = [
     "Reduction",
     "Reshard",
     "Role",
+    "SaveBases",
     "SlotTable",
     "Stage",
     "TagRecompute",

@@ -457,6 +457,21 @@ def test_inductor_recomputes_the_same_units() -> None:
     assert len(saved(found)) == len(saved(traced("unit")))
 
 
+def test_inductor_replays_dropout() -> None:
+    gradients = []
+    for value in (None, "unit"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            block.forward = lambda x, block=block: x + F.dropout(block.down(F.gelu(block.up(x))), 0.5)
+        graph_fsdp.compile(model, backend="inductor", activation_checkpointing=value)
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(1))).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:activation_checkpointing")
 @pytest.mark.parametrize("value", ["unit", "offload", 0.5])
 def test_symbolic_sizes_change_nothing(value: Any) -> None:
