@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
@@ -108,6 +109,16 @@ def compile(
         regions=regions,
     )
     ignored = validate.ignored_parameters(model, ignored_params)
+    sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}
+    offloaded = type(offload_policy) is not OffloadPolicy
+    resharded = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    check_extensions(
+        sharded,
+        offload_policy=offloaded,
+        sync_module_states=sync_module_states,
+        reshard_after_forward_as_a_number=resharded,
+        regions_whole=regions == "whole",
+    )
     device = validate.device(model, ignored)
     names = parameter_names(model)
     units = find_units(model, auto_wrap_policy, ignored)
@@ -134,6 +145,12 @@ def compile(
     spec = pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
+    spec, extensions = extend(spec, originals, owners, parallel, mp_policy, device)
+    for name in extensions:  # nothing of the model refers to the new one yet
+        p_names = names.pop(originals[name])
+        originals[name] = plain(originals[name])
+        names[originals[name]] = p_names
     storage = Storage(model, spec, originals, names, parallel, device)
     if storage.has_memory:
         put_values(storage)
@@ -149,6 +166,7 @@ def compile(
         dynamic=dynamic,
         whole=regions == "whole",
     )
+    engine.extensions = extensions
     storage.install(fullgraph)
     input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
     become_compiled(model, engine, InputOutputCasts(input_dtype, mp_policy.output_dtype))
@@ -192,7 +210,15 @@ def _model_spec(
             reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
             specs.append(
                 ParameterSpec(
-                    name, unit_of[name], tuple(p.shape), p.dtype, param_dtype, reduce_dtype, p.requires_grad, world_size
+                    name,
+                    unit_of[name],
+                    tuple(p.shape),
+                    p.dtype,
+                    param_dtype,
+                    reduce_dtype,
+                    p.requires_grad,
+                    world_size,
+                    is_extended(p),
                 )
             )
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)

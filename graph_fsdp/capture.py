@@ -30,6 +30,7 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
+from graph_fsdp.extensions import ExtendedGather, describe
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING, is_custom
 from graph_fsdp.passes.graph import Phase
@@ -104,6 +105,7 @@ class Engine:
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
         self.comms = Comms()
+        self.extensions: dict[str, ExtendedGather] = {}
         self._compiled: dict[Settings, Callable[..., Any]] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
@@ -145,6 +147,7 @@ class Engine:
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )
+        context.extensions = self.extensions
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
@@ -298,7 +301,7 @@ class Engine:
             dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
             frozen = "" if p.trainable else " frozen"
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}")
-        return lines
+        return [*lines, *describe(self.extensions)]
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         graph.cost = context.cost

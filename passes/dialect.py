@@ -126,6 +126,7 @@ class Role(enum.Enum):
     KEPT = "kept"  # a gathered bucket that goes from forward to backward
     KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
     KEPT_SHARD = "kept_shard"  # such a shard, in backward
+    PAYLOAD = "payload"  # what is gathered of a parameter that travels as something else
     FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
     FETCH_WAIT = "fetch_wait"
     OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
-from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
 
 
 class InsertGathers(GraphPass):
@@ -26,23 +28,21 @@ class InsertGathers(GraphPass):
         for node, (parameter, shard) in context.shard_inputs.items():
             full = node.meta["example_value"]
             with graph.fx_graph.inserting_before(after_inputs):
-                gather = graph.fx_graph.call_function(
-                    dialect.gather_param,
-                    (
-                        node,
-                        list(parameter.shape),
-                        parameter.param_dtype,
-                        parameter.reduce_dtype,
-                        parameter.name,
-                        context.model.group,
-                        *_last_arguments(context.model),
-                    ),
-                )
+                gather = _gather(graph, node, parameter, context)
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, gather)
             gather.meta["example_value"] = full
             node.meta["example_value"] = shard
         return f"{len(context.shard_inputs)} parameters gathered"
+
+
+def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
+    if p.name in context.extensions:
+        target = f"gather_{p.name.replace('.', '_')}"
+        graph.module.add_submodule(target, context.extensions[p.name])
+        return graph.fx_graph.call_module(target, (shard,))
+    arguments = (shard, list(p.shape), p.param_dtype, p.reduce_dtype, p.name, context.model.group)
+    return graph.fx_graph.call_function(dialect.gather_param, (*arguments, *_last_arguments(context.model)))
 
 
 def _last_arguments(model: ModelSpec) -> list[Any]:

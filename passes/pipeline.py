@@ -11,11 +11,11 @@ import contextlib
 import enum
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torch import fx
+from torch import fx, nn
 
 from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
@@ -60,6 +60,7 @@ class PassContext:
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
     ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
+    ``extensions``: parameter → what makes it of its shard, where that is a tensor extension.
     ``reduced``: parameters whose gradients the joint graph reduces.
     """
 
@@ -70,6 +71,7 @@ class PassContext:
     settings: Settings = field(default_factory=Settings)
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     forward_outputs: int = 0
+    extensions: Mapping[str, nn.Module] = field(default_factory=dict)
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
     budget: int | None = None
