@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import tensor_parallel, validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
@@ -146,6 +147,18 @@ def compile(
     policies = find_policies(model, mp_policy)
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
+    sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}
+    offloaded = type(offload_policy) is not OffloadPolicy
+    resharded = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    check_extensions(
+        sharded,
+        offload_policy=offloaded,
+        sync_module_states=sync_module_states,
+        reshard_after_forward_as_a_number=resharded,
+        regions_whole=regions == "whole",
+        shard_placement_fn=shard_placement_fn is not None,
+        checkpoint=source is not None,
+    )
     device = validate.device(model, ignored)
     names = parameter_names(model)
     units = find_units(model, auto_wrap_policy, ignored)
@@ -181,6 +194,12 @@ def compile(
     spec = pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
+    spec, extensions = extend(spec, originals, owners, parallel, mp_policy, device)
+    for name in extensions:  # nothing of the model refers to the new one yet
+        p_names = names.pop(originals[name])
+        originals[name] = plain(originals[name])
+        names[originals[name]] = p_names
     storage = Storage(model, spec, originals, names, parallel, device)
     if storage.has_memory:
         put_values(storage)
@@ -196,6 +215,7 @@ def compile(
         dynamic=dynamic,
         whole=regions == "whole",
     )
+    engine.extensions = extensions
     storage.install(fullgraph)
     policies.install(unit.name for unit in units)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
@@ -250,6 +270,7 @@ def _model_spec(
                     p.requires_grad,
                     world_size,
                     shard_dims.get(name, 0),
+                    is_extended(p),
                 )
             )
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)

@@ -34,6 +34,7 @@ from graph_fsdp.errors import (
     RankDisagreement,
     VerificationError,
 )
+from graph_fsdp.extensions import ExtendedGather, describe
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.dialect import STARTING, is_custom
 from graph_fsdp.passes.graph import Phase
@@ -131,6 +132,7 @@ class Engine:
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.comms = Comms()
+        self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +196,7 @@ class Engine:
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )
+        context.extensions = self.extensions
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.pipeline.run([Graph(module, "capture")], context)
@@ -399,7 +402,7 @@ class Engine:
             frozen = "" if p.trainable else " frozen"
             dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
             lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
-        return lines
+        return [*lines, *describe(self.extensions)]
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost

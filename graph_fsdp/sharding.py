@@ -269,6 +269,8 @@ def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
     offsets: dict[str, int] = {}
     sizes: dict[torch.dtype, int] = {}
     for bucket in spec.buckets:
+        if bucket.parameters[0].name in spec.payloads:
+            continue
         dtype = bucket.parameters[0].dtype
         begin = sizes.setdefault(dtype, 0)
         offsets.update({name: begin + offset for name, offset in bucket.offsets.items()})

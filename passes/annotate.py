@@ -7,6 +7,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.payloads import ancestors
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 
@@ -28,7 +29,10 @@ class Annotate(GraphPass):
                 shard, name = node.args[0], node.args[4]
                 assert isinstance(shard, fx.Node)
                 self._record(node, Role.GATHER, str(name), context)
-                self._record(shard, Role.SHARD, str(name), context)
+                is_payload = name in context.model.payloads
+                self._record(shard, Role.PAYLOAD if is_payload else Role.SHARD, str(name), context)
+                if is_payload:
+                    self._record_inputs(shard, str(name).rpartition("#")[0], context)
             elif node.target is dialect.reduce_grad:
                 name = str(node.args[4])
                 reduced.append(name)
@@ -38,9 +42,15 @@ class Annotate(GraphPass):
         context.reduced = frozenset(reduced)
         return f"{gathers} gathers, {len(reduced)} reductions"
 
+    @classmethod
+    def _record_inputs(cls, payload: fx.Node, name: str, context: PassContext) -> None:
+        for node in {source for inner in ancestors([payload]) for source in inner.all_input_nodes}:
+            if node.op == "placeholder":
+                cls._record(node, Role.SHARD, name, context)
+
     @staticmethod
     def _record(node: fx.Node, role: Role, name: str, context: PassContext) -> None:
-        parameter = context.model.parameters[name]
+        parameter = context.model.spec_of(name)
         bucket = context.model.bucket_of.get(name)
         label = bucket.name if bucket else ""
         dialect.set_record(node, NodeRecord(role, parameter.unit, label, (name,), nbytes(node.meta.get("val"))))

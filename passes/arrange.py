@@ -110,8 +110,8 @@ def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
     return filled
 
 
-def _dtypes(members: _Members) -> tuple[torch.dtype, ...]:
-    return members[0].dtype, members[0].param_dtype, members[0].reduce_dtype
+def _dtypes(members: _Members) -> tuple[torch.dtype | bool, ...]:
+    return members[0].dtype, members[0].param_dtype, members[0].reduce_dtype, members[0].extended
 
 
 def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.offload import HOST, fetch, fetch_shards
 from graph_fsdp.passes.offload import offload as copy_to_cpu
+from graph_fsdp.passes.payloads import place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 
@@ -94,6 +95,7 @@ class Bucket(GraphPass):
         for bucket in context.model.buckets:
             if bucket.name in gathers:
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
+        place_payloads(graph)
         if offload is not None:
             for name, nodes in fetches.items():
                 parameters = [_parameter(node, context) for node in nodes]
@@ -121,7 +123,7 @@ class Bucket(GraphPass):
 
 
 def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
-    return context.model.parameters[node.meta["fsdp"].params[0]]
+    return context.model.spec_of(node.meta["fsdp"].params[0])
 
 
 def _gather_bucket(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
-from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
 
 
 class InsertGathers(GraphPass):
@@ -30,19 +31,7 @@ class InsertGathers(GraphPass):
         for node, (parameter, shard) in context.shard_inputs.items():
             full = node.meta["example_value"]
             with graph.fx_graph.inserting_before(after_inputs):
-                gather = graph.fx_graph.call_function(
-                    dialect.gather_param,
-                    (
-                        node,
-                        list(parameter.stored_shape),
-                        parameter.param_dtype,
-                        parameter.reduce_dtype,
-                        parameter.name,
-                        context.model.group,
-                        *_last_arguments(context.model),
-                    ),
-                )
-                value = gather
+                gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
                     value = graph.fx_graph.call_method("contiguous", (moved,))
@@ -53,6 +42,15 @@ class InsertGathers(GraphPass):
             value.meta["example_value"] = full
             node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
         return f"{len(context.shard_inputs)} parameters gathered"
+
+
+def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
+    if p.name in context.extensions:
+        target = f"gather_{p.name.replace('.', '_')}"
+        graph.module.add_submodule(target, context.extensions[p.name])
+        return graph.fx_graph.call_module(target, (shard,))
+    arguments = (shard, list(p.stored_shape), p.param_dtype, p.reduce_dtype, p.name, context.model.group)
+    return graph.fx_graph.call_function(dialect.gather_param, (*arguments, *_last_arguments(context.model)))
 
 
 def _last_arguments(model: ModelSpec) -> list[Any]:

@@ -11,11 +11,11 @@ import contextlib
 import enum
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from torch import fx
+from torch import fx, nn
 
 from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
@@ -62,6 +62,7 @@ class PassContext:
     ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
     ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
+    ``extensions``: parameter → what makes it of its shard, where that is a tensor extension.
     ``reduced``: parameters whose gradients the joint graph reduces.
     ``unsharded``: per phase, the parameters that are inputs of the graph, whole, behind its other inputs.
     ``recomputes_activations``: whether backward does, by the user's checkpoints or by an option.
@@ -77,6 +78,7 @@ class PassContext:
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
     forward_outputs: int = 0
+    extensions: Mapping[str, nn.Module] = field(default_factory=dict)
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
     recomputes_activations: bool = False

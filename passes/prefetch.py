@@ -21,6 +21,7 @@ from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.explicit_prefetch import prefetch_explicitly
 from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.offload import lift_fetches, place_copies
+from graph_fsdp.passes.payloads import lift_payloads, place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.reductions import defer_reductions, wait_of
 from graph_fsdp.passes.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
@@ -78,12 +79,14 @@ class Prefetch(GraphPass):
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
         distance = self.distance if graph.phase == "backward" else self.forward
         lift_fetches(graph)
+        lift_payloads(graph)
         self._place(graph, gathers, distance, context)
         in_flight = self.reductions_in_flight or (1 if context.recomputes_activations else 2)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
         place_copies(graph)
+        place_payloads(graph)
         limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
         return f"{ahead}, at most {in_flight} reductions in flight{limit}"

@@ -19,6 +19,8 @@ from torch import fx
 from graph_fsdp.passes.compat import CheckpointPolicy
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, aliased_inputs, is_cheap
+from graph_fsdp.passes.kernels import Kind, kind_of
+from graph_fsdp.passes.payloads import ancestors
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
@@ -34,11 +36,21 @@ class TagRecompute(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         tagged: set[fx.Node] = set()
+        payloads = ancestors(graph.with_role(Role.PAYLOAD))
+        restored: set[fx.Node] = set()  # computed from gathered payloads: all that fuses is recomputed, casts too
         for node in graph.fx_graph.nodes:
-            if has_role(node, Role.GATHER) or (
-                node.all_input_nodes and tagged.issuperset(node.all_input_nodes) and is_cheap(node)
+            if (
+                has_role(node, Role.GATHER)
+                or node in payloads
+                or (
+                    node.all_input_nodes
+                    and tagged.issuperset(node.all_input_nodes)
+                    and (is_cheap(node) or _is_restoring(node, restored))
+                )
             ):
                 tagged.add(node)
+                if not restored.isdisjoint(node.all_input_nodes) or _gathers_payload(node, context):
+                    restored.add(node)
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 node.meta["ac_graph_id"] = _REGION_ID
         checkpointed = [n for n in graph.fx_graph.nodes if n.meta.get("recompute") in _RECOMPUTED and n not in tagged]
@@ -112,3 +124,11 @@ def tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     for user in node.users:
         if user.target is operator.getitem:
             user.meta["recompute"] = policy
+
+
+def _gathers_payload(node: fx.Node, context: PassContext) -> bool:
+    return has_role(node, Role.GATHER) and node.meta["fsdp"].params[0] in context.model.payloads
+
+
+def _is_restoring(node: fx.Node, restored: set[fx.Node]) -> bool:
+    return kind_of(node) is Kind.FUSIBLE and not restored.isdisjoint(node.all_input_nodes)

@@ -17,6 +17,7 @@ from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import keep_shards, receive_shards
 from graph_fsdp.passes.offload import drop_unread_fetches
+from graph_fsdp.passes.payloads import drop_unread_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
 from graph_fsdp.passes.settings import SettingError
@@ -102,6 +103,7 @@ class Reshard(GraphPass):
         receive_shards(graph, context)
         _check_needed(graph, context)
         drop_unread_fetches(graph)
+        drop_unread_payloads(graph)
         return f"received from forward: {', '.join(removed) or 'none'}"
 
 

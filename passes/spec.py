@@ -37,6 +37,7 @@ class ParameterSpec:
     trainable: bool
     world_size: int
     shard_dim: int = 0
+    extended: bool = False  # travels as payloads, which a tensor extension computes of it (payloads.py)
 
     @property
     def replicated(self) -> bool:
@@ -154,7 +155,7 @@ class ModelSpec:
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
     shards between forward and backward; 0 where there is no such group. ``offload``: None where shards are kept on the
-    device that they are gathered on.
+    device that they are gathered on. ``payloads``: what extended parameters travel as; they are in ``buckets``, too.
     """
 
     parameters: dict[str, ParameterSpec]
@@ -166,11 +167,16 @@ class ModelSpec:
     reshard_group: str = ""
     reshard_size: int = 0
     offload: Offload | None = None
+    payloads: dict[str, ParameterSpec] = field(default_factory=dict)
     bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
         object.__setattr__(self, "bucket_of", table)
+
+    def spec_of(self, name: str) -> ParameterSpec:
+        """The parameter or the payload of this name."""
+        return self.payloads[name] if name in self.payloads else self.parameters[name]
 
     @property
     def ranks(self) -> int:
@@ -203,10 +209,10 @@ def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
 
 def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
     """(unit, consecutive parameters of it), each combination of dtypes by itself."""
-    kinds: dict[tuple[torch.dtype, ...], list[ParameterSpec]] = {}
+    kinds: dict[tuple[torch.dtype | bool, ...], list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
-            kinds.setdefault((p.dtype, p.param_dtype, p.reduce_dtype), []).append(p)
+            kinds.setdefault((p.dtype, p.param_dtype, p.reduce_dtype, p.extended), []).append(p)
     return [(u, tuple(run)) for members in kinds.values() for u, run in groupby(members, key=lambda p: p.unit)]
 
 

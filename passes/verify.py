@@ -213,7 +213,7 @@ class Verifier:
             self._kept_layout(node, 1)
         elif has_role(node, Role.UNPACK):
             name = node.meta["fsdp"].params[0]
-            bucket, parameter = self.context.bucket_of(name), self.context.model.parameters[name]
+            bucket, parameter = self.context.bucket_of(name), self.context.model.spec_of(name)
             piece = node
             while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
                 piece = piece.args[0]

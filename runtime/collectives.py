@@ -61,8 +61,10 @@ def start_all_gather(
     source = shard_slice(shards, layout)
     source = source if source.dtype is dtype else source.to(dtype)
     world = layout.world_size
-    buffer = allocate(world * layout.length, dtype, source.device)
-    landing = allocate(layout.landing_numel, dtype, source.device) if layout.landing_numel else None
+    result = buffer = allocate(world * layout.length, dtype, source.device)
+    if dtype.itemsize == 1 and dtype.is_floating_point:  # float8, which process groups may not know
+        source, buffer = source.view(torch.uint8), result.view(torch.uint8)
+    landing = allocate(layout.landing_numel, buffer.dtype, source.device) if layout.landing_numel else None
     unpacked: list[tuple[Tensor, Message]] = []
     targets: list[tuple[Tensor, Tensor]] = []
     used = 0
@@ -86,7 +88,7 @@ def start_all_gather(
         if landing is not None:
             release(landing)
 
-    return Pending(buffer, finish)
+    return Pending(result, finish)
 
 
 def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:

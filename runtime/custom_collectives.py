@@ -1,9 +1,10 @@
 """Collectives that the user brings: FSDP2's ``AllGather`` and ``ReduceScatter`` protocols.
 
-An object that has ``allocate(size, *, dtype, device)`` and is called with ``output_tensor``, ``input_tensor``, ``group``,
-``async_op``, and for a reduction ``op``; it returns what to wait for, or None when the result is there (on the current stream).
-It gets what FSDP2 would give it: one call per bucket; of a gather the rank's own part of the output as input; both
-buffers of a reduction from its own ``allocate``. What is gathered is copied to the bucket's buffer from there.
+An object that has ``allocate(size, *, dtype, device)`` and is called with ``output_tensor``, ``input_tensor``,
+``group``, ``async_op``, and for a reduction ``op``; it returns what to wait for, or None when the result is there (on
+the current stream). It gets what FSDP2 would give it: one call per bucket; of a gather the rank's own part of the
+output as input; both buffers of a reduction from its own ``allocate``. What is gathered is copied to the bucket's
+buffer from there.
 
 Gradients are views of a reduction's output: an ``allocate`` that gives out the same memory again would change the
 gradients of the step before, as it would with FSDP2.

@@ -1,0 +1,373 @@
+"""FSDP2's tensor extensions: weights that travel as int8 and scales, or as float8, in the graph and bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from expecttest import assert_expected_inline
+from facts import Facts, Failures, check
+from models import MLP
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import default_pipeline
+
+FACTS = Facts(__name__)
+aten = torch.ops.aten
+_KEEP = {
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.copy_.default,
+    aten.view.default,
+    aten.as_strided.default,
+    aten._to_copy.default,
+    aten.split.Tensor,
+    aten.clone.default,
+    aten.detach.default,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around a plain one, of the same values."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
+        )
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Wrapped, lambda t: t._data, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, cls, out) if func in _KEEP else out
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Wrapped:
+        return cls(inner["_data"])
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        full = self.restore(outputs, metadata, param_dtype)
+        if out is None:
+            return full, (full,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(full)
+        return None
+
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+
+class Int8Rows(Wrapped):
+    """int8, and a float32 scale for each row."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: nn.Module, policy: Any) -> Any:
+        scale = self._data.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+        return (torch.round(self._data / scale).to(torch.int8), scale), None
+
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        values, scale = outputs
+        return (values.to(torch.float32) * scale).to(dtype)
+
+
+class Float8(Wrapped):
+    """float8, at a scale that all ranks know."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return ((self._data * 64).to(torch.float8_e4m3fn),), (1 / 64,)
+
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        return outputs[0].to(dtype) * metadata[0]
+
+
+def extended(kind: type[Wrapped], depth: int = 2, rows: int = 32) -> MLP:
+    """The weights of blocks travel as ``kind``; biases and the head as they are."""
+    torch.manual_seed(0)
+    model = MLP(depth=depth)
+    for block in model.blocks:
+        for linear in (block.up, block.down):
+            linear.weight = nn.Parameter(kind(linear.weight.detach()))
+    return model
+
+
+def compiled(kind: type[Wrapped], **options: Any) -> MLP:
+    return graph_fsdp.compile(extended(kind), **{"backend": "eager", **options})
+
+
+def names(report: Any, phase: str) -> str:
+    lines = getattr(report, phase).stages["free"].body.splitlines()
+    return "\n".join(line.strip().split(" = ")[0] for line in lines[1:])
+
+
+# Graphs
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_payloads_are_computed_in_front_of_their_gather_and_the_parameter_behind_it() -> None:
+    model = graph_fsdp.compile(extended(Int8Rows, depth=1), backend="eager")
+    model(torch.randn(4, 16)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    body = report.forward.stages["free"].body
+    assert_expected_inline(
+        body,
+        """\
+def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7):
+    abs_1 = torch.ops.aten.abs.default(primals_1)
+    amax = torch.ops.aten.amax.default(abs_1, [1], True)
+    clamp = torch.ops.aten.clamp.default(amax, 1e-12)
+    div = torch.ops.aten.div.Tensor(clamp, 127)
+    div_1 = torch.ops.aten.div.Tensor(primals_1, div)
+    round_1 = torch.ops.aten.round.default(div_1)
+    _to_copy = torch.ops.aten._to_copy.default(round_1, dtype = torch.int8)
+    abs_2 = torch.ops.aten.abs.default(primals_4)
+    amax_1 = torch.ops.aten.amax.default(abs_2, [1], True)
+    clamp_1 = torch.ops.aten.clamp.default(amax_1, 1e-12)
+    div_2 = torch.ops.aten.div.Tensor(clamp_1, 127)
+    div_3 = torch.ops.aten.div.Tensor(primals_4, div_2)
+    round_2 = torch.ops.aten.round.default(div_3)
+    _to_copy_2 = torch.ops.aten._to_copy.default(round_2, dtype = torch.int8)
+    gather_root_payload = torch.ops.graph_fsdp.all_gather_start.default([_to_copy, _to_copy_2], [0, 64], 128, torch.int8, 8, '0')
+    full_root_payload = torch.ops.graph_fsdp.all_gather_wait.default(gather_root_payload)
+    gather_root_payload_1 = torch.ops.graph_fsdp.all_gather_start.default([div, div_2], [0, 16], 32, torch.float32, 8, '0')
+    blocks_0_up_weight_0 = torch.ops.aten.slice.Tensor(full_root_payload, 0, 0, 512)
+    blocks_0_up_weight_1 = torch.ops.aten.view.default(blocks_0_up_weight_0, [32, 16])
+    _to_copy_1 = torch.ops.aten._to_copy.default(blocks_0_up_weight_1, dtype = torch.float32)
+    full_root_payload_1 = torch.ops.graph_fsdp.all_gather_wait.default(gather_root_payload_1)
+    gather_root_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_2, primals_5, primals_6, primals_7], [0, 16, 32, 48], 64, torch.float32, 8, '0')
+    blocks_0_up_weight_2 = torch.ops.aten.slice.Tensor(full_root_payload_1, 0, 0, 32)
+    blocks_0_up_weight_3 = torch.ops.aten.view.default(blocks_0_up_weight_2, [32, 1])
+    mul = torch.ops.aten.mul.Tensor(_to_copy_1, blocks_0_up_weight_3)
+    slice_1 = torch.ops.aten.slice.Tensor(mul, 0, 0, 32)
+    blocks_0_down_weight_0 = torch.ops.aten.slice.Tensor(full_root_payload, 0, 512, 1024)
+    blocks_0_down_weight_1 = torch.ops.aten.view.default(blocks_0_down_weight_0, [16, 32])
+    _to_copy_3 = torch.ops.aten._to_copy.default(blocks_0_down_weight_1, dtype = torch.float32)
+    blocks_0_down_weight_2 = torch.ops.aten.slice.Tensor(full_root_payload_1, 0, 128, 144)
+    blocks_0_down_weight_3 = torch.ops.aten.view.default(blocks_0_down_weight_2, [16, 1])
+    mul_1 = torch.ops.aten.mul.Tensor(_to_copy_3, blocks_0_down_weight_3)
+    slice_2 = torch.ops.aten.slice.Tensor(mul_1, 0, 0, 16)
+    t = torch.ops.aten.t.default(slice_1)
+    full_root_1 = torch.ops.graph_fsdp.all_gather_wait.default(gather_root_1)
+    blocks_0_up_bias = torch.ops.aten.slice.Tensor(full_root_1, 0, 0, 32)
+    addmm = torch.ops.aten.addmm.default(blocks_0_up_bias, primals_3, t)
+    gelu = torch.ops.aten.gelu.default(addmm)
+    t_1 = torch.ops.aten.t.default(slice_2)
+    blocks_0_down_bias = torch.ops.aten.slice.Tensor(full_root_1, 0, 128, 144)
+    addmm_1 = torch.ops.aten.addmm.default(blocks_0_down_bias, gelu, t_1)
+    add = torch.ops.aten.add.Tensor(primals_3, addmm_1)
+    head_weight = torch.ops.aten.slice.Tensor(full_root_1, 0, 256, 384)
+    head_weight_1 = torch.ops.aten.view.default(head_weight, [8, 16])
+    head_weight_2 = torch.ops.aten.slice.Tensor(head_weight_1, 0, 0, 5)
+    t_2 = torch.ops.aten.t.default(head_weight_2)
+    head_bias = torch.ops.aten.slice.Tensor(full_root_1, 0, 384, 392)
+    head_bias_1 = torch.ops.aten.slice.Tensor(head_bias, 0, 0, 5)
+    addmm_2 = torch.ops.aten.addmm.default(head_bias_1, add, t_2)
+    return (addmm_2, full_root_payload, full_root_payload_1, full_root_1, primals_3, primals_4, primals_6, addmm, gelu, add)
+""",
+    )
+    assert_expected_inline(
+        f"{report.forward.table()}\n\n{report.backward.table()}",
+        """\
+  bucket          kind    params  bytes  start  wait  first use  free
+  root#payload    gather       2  1,024     21    22         24  kept
+  root#payload#1  gather       2  1,024     23    27         29  kept
+  root#1          gather       4  2,048     28    41         42  kept
+
+  bucket          kind    params  bytes  start  wait  first use  free
+  root#payload    kept         2  1,024      -     -         22    44
+  root#payload#1  kept         2  1,024      -     -         25    45
+  root#1          kept         4  2,048      -     -         10    46
+  root#1          reduce       4     92     47    50         51     -
+  root            reduce       2    512     49    56         57     -""",
+    )
+    saved = [v for v in report.forward.graph.output.args[0][1:] if v is not None]
+    full = {(32, 16), (16, 32)}
+    assert not any(tuple(v.meta["val"].shape) in full for v in saved), "no full weight is saved for backward"
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_bytes_gathered() -> None:
+    def gathered(model: nn.Module) -> int:
+        with torch.no_grad():
+            model(torch.randn(4, 16))
+        return sum(row.nbytes for row in graph_fsdp.inspect(model).inference.buckets if row.name != "root")
+
+    plain = gathered(graph_fsdp.compile(MLP(), backend="eager"))
+    weights = 4 * 32 * 16
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    half = gathered(graph_fsdp.compile(MLP(), backend="eager", mp_policy=bfloat16))
+    biases = plain - 4 * weights
+    assert gathered(compiled(Float8)) == weights + biases, "a quarter of float32"
+    assert gathered(compiled(Float8, mp_policy=bfloat16)) == half - weights, "and a half of bfloat16"
+
+
+# Numbers
+
+
+def train(model: nn.Module, steps: int = 3) -> dict[str, Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = {}
+    for step in range(steps):
+        loss = model(torch.randn(4, 16, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss{step}"] = loss.detach()
+    for name, p in model.named_parameters():
+        value = p.detach()
+        value = value.to_local() if isinstance(value, DTensor) else value
+        found[name] = getattr(value, "_data", value).clone()
+    return found
+
+
+def fsdp2(kind: type[Wrapped], **options: Any) -> nn.Module:
+    model = extended(kind)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+@FACTS
+def int8_weights_train_as_with_fsdp2() -> None:
+    equal(train(compiled(Int8Rows)), train(fsdp2(Int8Rows)))
+
+
+@FACTS
+def in_bfloat16_too() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    equal(train(compiled(Int8Rows, mp_policy=policy)), train(fsdp2(Int8Rows, mp_policy=policy)))
+
+
+@FACTS
+def the_schedule_changes_no_number() -> None:
+    expected = train(compiled(Int8Rows))
+    for options in (
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"passes": default_pipeline(prefetch=3)},
+        {"passes": default_pipeline(bucket="none")},
+        {"passes": default_pipeline(bucket=700)},
+    ):
+        torch._dynamo.reset()
+        equal(train(compiled(Int8Rows, **options)), expected)
+
+
+@FACTS
+def float8_weights_train_and_differ_from_float32() -> None:
+    torch.manual_seed(0)
+    expected = train(graph_fsdp.compile(MLP(), backend="eager"))
+    found = train(compiled(Float8))
+    assert not torch.equal(found["loss0"], expected["loss0"]), "weights lost digits on their way"
+    torch.testing.assert_close(found["loss0"], expected["loss0"], rtol=0.1, atol=0.01)
+
+
+@FACTS
+def shards_are_plain_and_evaluation_works() -> None:
+    model = compiled(Int8Rows)
+    assert all(type(p.to_local().detach()) is Tensor for p in model.parameters())
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        evaluated = model(x)
+    assert torch.equal(evaluated, model(x))
+
+
+@FACTS
+def with_inductor_numbers_are_close() -> None:
+    expected = train(compiled(Int8Rows), steps=1)
+    torch._dynamo.reset()
+    found = train(compiled(Int8Rows, backend="inductor"), steps=1)
+    torch.testing.assert_close(found["loss0"], expected["loss0"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
+def test_one_process_quantises_and_gathers_nothing() -> None:
+    model, x = extended(Int8Rows), torch.randn(4, 16)
+    for block in model.blocks:
+        for linear in (block.up, block.down):
+            local = linear.weight
+            payloads, metadata = local.fsdp_pre_all_gather(None, None, None, None, None)
+            linear.weight = nn.Parameter(local.restore(payloads, metadata, torch.float32))
+    expected = model(x).detach()
+    assert torch.equal(compiled(Int8Rows)(x), expected)
+
+
+# What is refused
+
+
+class Communicating(Float8):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        scale = torch.ops._c10d_functional.all_reduce(self._data.abs().amax(), "max", "0")
+        return ((self._data * scale).to(torch.float8_e4m3fn),), (scale,)
+
+
+class Half(Float8):
+    fsdp_post_all_gather = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "fsdp_post_all_gather":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+class OfSubclass(Float8):
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        return Wrapped(super().restore(outputs, metadata, dtype))
+
+
+class OfWrongDtype(Float8):
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        return outputs[0]
+
+
+REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
+    (Communicating, {}, UnsupportedError, "the extension of parameter 'blocks.0.up.weight' communicates"),
+    (Half, {}, ValueError, "has one of fsdp_pre_all_gather and fsdp_post_all_gather"),
+    (OfSubclass, {}, UnsupportedError, "makes a Wrapped"),
+    (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
+    (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
+    (Float8, {"sync_module_states": True}, UnsupportedError, "not available with sync_module_states"),
+    (Float8, {"reshard_after_forward": 2}, UnsupportedError, "reshard_after_forward_as_a_number"),
+    (Float8, {"backend": "inductor", "regions": "whole"}, UnsupportedError, "not available with regions_whole"),
+]
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize(("kind", "options", "error", "words"), REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_changed(
+    kind: type[Wrapped], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    model = extended(kind)
+    with pytest.raises(error, match=words):
+        graph_fsdp.compile(model, **{"backend": "eager", **options})
+    assert type(model) is MLP and all(not isinstance(p, DTensor) for p in model.parameters())
