@@ -195,7 +195,7 @@ def compile(
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
-    spec, extensions = extend(spec, originals, owners, parallel, mp_policy, device)
+    spec, extensions = extend(spec, originals, owners, parallel, lambda name: policies.of_parameter([name]), device)
     for name in extensions:  # nothing of the model refers to the new one yet
         p_names = names.pop(originals[name])
         originals[name] = plain(originals[name])

@@ -183,7 +183,7 @@ class Engine:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
         key = (self.settings, entry)
         if key not in self._compiled:
-            backend = functools.partial(Engine._compile_graph, weakref.proxy(self), self.settings, entry)
+            backend = functools.partial(Engine._compile_graph, _weak(self), self.settings, entry)
             self._compiled[key] = self._compile(_own_code(entry.function), backend=backend)
         return self._compiled[key]
 
@@ -274,7 +274,7 @@ class Engine:
         entry: Entry,
         prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> Callable[..., Any]:
-        engine: Engine = weakref.proxy(self)  # see ``_function_compiled``
+        engine = _weak(self)  # see ``_function_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
         alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
 
@@ -442,6 +442,11 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
                     f"of {', '.join(record.params)}{by}{by_user}"
                 )
     return lines
+
+
+def _weak(engine: Engine) -> Engine:
+    """A proxy for it."""
+    return weakref.proxy(engine)  # type: ignore[return-value]
 
 
 def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:

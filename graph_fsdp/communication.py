@@ -1,8 +1,8 @@
 """FSDP2's methods for collectives of the user's own, on a compiled model: of all its buckets.
 
-FSDP2 sets them per module; here one object is for the model, and a unit may only be given the same. With one set, graphs are captured anew
-in which a bucket is gathered (or reduced) in one message; setting another object needs no new graphs. All ranks have to
-set the same: they compare.
+FSDP2 sets them per module; here one object is for the model, and a unit may only be given the same. With one set,
+graphs are captured anew in which a bucket is gathered (or reduced) in one message; setting another object needs no new
+graphs. All ranks have to set the same: they compare.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> 
         return
     group: dist.ProcessGroup = mesh.mesh.get_group(mesh.shard_dim)
     method = "set_allocate_memory_from_process_group_for_comm"
-    _set(engine, method, "all_gather", ProcessGroupAllGather(group) if enable else None)
-    _set(engine, method, "reduce_scatter", ProcessGroupReduceScatter(group) if enable else None)
+    gather: Any = ProcessGroupAllGather(group) if enable else None
+    reduce: Any = ProcessGroupReduceScatter(group) if enable else None
+    _set(engine, method, "all_gather", gather)
+    _set(engine, method, "reduce_scatter", reduce)
 
 
 def _of_the_model(module: Any, name: str, comm: Comm | None) -> Any:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class GradientMethods:
-    """Mixed into the classes of models and units (``module.py``). As in FSDP2, methods with ``recurse`` are for all units
-    below a module, the others for its own unit: on the model, for the parameters that are in no other."""
+    """Mixed into the classes of models and units (``module.py``). As in FSDP2, methods with ``recurse`` are for all
+    units below a module, the others for its own unit: on the model, for the parameters that are in no other."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the gradients of later forwards are reduced. Without, each rank adds its own up, whole, in the type
@@ -90,9 +90,10 @@ class GradientMethods:
         change(engine, summed=now | {unit} if enable else now - {unit})
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any] | None, *, stream: Any = None) -> None:
-        """``hook(reduced)`` is called for each bucket of this unit once its gradients are reduced over all groups of the
-        mesh, with this rank's flat shard of them, in the type of the reduction, and may change it in place; None takes
-        it away. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it on."""
+        """``hook(reduced)`` is called for each bucket of this unit once its gradients are reduced over all groups of
+        the mesh, with this rank's flat shard of them, in the type of the reduction, and may change it in place; None
+        takes it away. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it
+        on."""
         engine, unit = place(self)
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")

@@ -16,7 +16,7 @@ from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware
 from graph_fsdp.passes.insert_gathers import InsertGathers
 from graph_fsdp.passes.just_in_time import JustInTime
 from graph_fsdp.passes.memory import MemoryProfile, memory_profile
-from graph_fsdp.passes.offload import OffloadActivations, SaveBases
+from graph_fsdp.passes.offload_activations import OffloadActivations, SaveBases
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassError, PassPipeline, PipelineError, Profiled
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch

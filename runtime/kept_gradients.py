@@ -90,7 +90,7 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
         (root, *others) = roots[grad]
         value = root.meta.get("val")
         fills = root.op == "call_function" and root.target not in dialect.EXECUTED and isinstance(value, Tensor)
-        whole = fills and not others and value.shape == grad.meta["val"].shape
+        whole = fills and value is not None and not others and value.shape == grad.meta["val"].shape
         if whole and last_use[root] == positions[node] and root not in taken:
             owned.add(node)
         taken.add(root)
