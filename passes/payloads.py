@@ -1,9 +1,9 @@
 """Parameters that travel as something else: what is gathered of them is computed from their shards, in the graph.
 
-FSDP2's tensor extensions. ``fsdp_pre_all_gather`` makes payloads of a shard (int8 values and scales, say), each of which
-is gathered by a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes the parameter of what was gathered. Both
-are traced like the model, so compilers fuse what they compute with what is around it. The payloads of a unit are in
-buckets of their own, by dtype; the parameter's shard stays in a bucket that is reduced and never gathered.
+FSDP2's tensor extensions. ``fsdp_pre_all_gather`` makes payloads of a shard (int8 values and scales, say), each of
+which is gathered by a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes the parameter of what was gathered.
+Both are traced like the model, so compilers fuse what they compute with what is around it. The payloads of a unit are
+in buckets of their own, by dtype; the parameter's shard stays in a bucket that is reduced and never gathered.
 
 What is computed before a gather reads shards only. A schedule lifts it out of its way, and puts it right in front of
 the gather again (``lift_payloads``, ``place_payloads``).
