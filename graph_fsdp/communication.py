@@ -51,7 +51,7 @@ def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> 
     _set(engine, method, "reduce_scatter", ProcessGroupReduceScatter(group) if enable else None)
 
 
-def _set(engine: Any, method: str, name: str, comm: Comm | None) -> None:
+def _set(engine: Any, method: str, name: str, comm: Any) -> None:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "

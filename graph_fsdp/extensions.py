@@ -31,7 +31,7 @@ def is_extended(parameter: Tensor) -> bool:
 
 def plain(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the tensor that an extended one wraps; the same memory."""
-    (attribute,), _ = parameter.__tensor_flatten__()  # type: ignore[operator]
+    (attribute,), _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
     return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
 
 
@@ -50,7 +50,7 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
             )
         if not hasattr(p, "__tensor_flatten__"):
             raise UnsupportedError(f"{what} without __tensor_flatten__ and __tensor_unflatten__; define both")
-        inner = [getattr(p, attribute) for attribute in p.__tensor_flatten__()[0]]  # type: ignore[operator]
+        inner = [getattr(p, attribute) for attribute in p.__tensor_flatten__()[0]]
         if [(t.shape, t.dtype) for t in inner] != [(p.shape, p.dtype)] or type(inner[0]) not in (Tensor, nn.Parameter):
             raise UnsupportedError(
                 f"{what}, which wraps {len(inner)} tensors; what is sharded is one plain tensor of the parameter's own "
@@ -78,8 +78,8 @@ class ExtendedGather(nn.Module):
         super().__init__()
         self.spec, self.policy = p, policy
         self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
-        attributes, self.context = parameter.__tensor_flatten__()  # type: ignore[operator]
-        self.attribute, self.type = attributes[0], type(parameter)
+        attributes, self.context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+        self.attribute, self.subclass = attributes[0], type(parameter)
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()
@@ -88,7 +88,7 @@ class ExtendedGather(nn.Module):
         return _Gather.apply(shard, self)
 
     def local(self, shard: Tensor) -> Any:
-        return self.type.__tensor_unflatten__(  # type: ignore[attr-defined]
+        return self.subclass.__tensor_unflatten__(  # type: ignore[attr-defined]
             {self.attribute: shard}, self.context, shard.shape, shard.stride()
         )
 
