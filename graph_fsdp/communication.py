@@ -63,7 +63,7 @@ def _of_the_model(module: Any, name: str, comm: Comm | None) -> Any:
     return engine
 
 
-def _set(engine: Any, method: str, name: str, comm: Comm | None) -> None:
+def _set(engine: Any, method: str, name: str, comm: Any) -> None:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "

@@ -31,8 +31,7 @@ def is_extended(parameter: Tensor) -> bool:
 
 def plain(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the tensor that an extended one wraps; the same memory."""
-    flatten: Any = getattr(parameter, "__tensor_flatten__")  # noqa: B009  # of the subclass
-    (attribute,), _ = flatten()
+    (attribute,), _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
     return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
 
 
@@ -79,9 +78,8 @@ class ExtendedGather(nn.Module):
         super().__init__()
         self.spec, self.policy = p, policy
         self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
-        flatten: Any = getattr(parameter, "__tensor_flatten__")  # noqa: B009  # of the subclass
-        attributes, self.context = flatten()
-        self.attribute, self.kind = attributes[0], type(parameter)
+        attributes, self.context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+        self.attribute, self.subclass = attributes[0], type(parameter)
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()
@@ -90,7 +88,7 @@ class ExtendedGather(nn.Module):
         return _Gather.apply(shard, self)
 
     def local(self, shard: Tensor) -> Any:
-        return self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
+        return self.subclass.__tensor_unflatten__(  # type: ignore[attr-defined]
             {self.attribute: shard}, self.context, shard.shape, shard.stride()
         )
 
