@@ -16,6 +16,7 @@ whole test-suite was run.
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
+| ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
@@ -469,6 +470,7 @@ def with_graph(
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
