@@ -118,6 +118,8 @@ def _is_whole(node: fx.Node, value: object) -> bool:
     """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
     if not isinstance(value, torch.Tensor) or value_nbytes(value) < SMALLEST or _is_view(node):
         return False
+    if value.dtype is torch.uint8 and value.dim() == 1:  # the state of a generator, which is on the CPU as it is
+        return False
     return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
 
 
