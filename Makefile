@@ -5,7 +5,7 @@
 # PYTHON=python3.12   the interpreter that the environment is made with
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
-# ARGS="-k verify"    for test
+# ARGS="-k verify" JOBS=2    for test: what to run, and how many files at a time
 
 PYTHON ?= python3
 TORCH  ?=
@@ -13,6 +13,7 @@ NPROC  ?= 2
 DEVICE ?= cpu
 STEPS  ?=
 ARGS   ?=
+JOBS   ?= 2
 # Inductor needs a C++ compiler on CPU; without one the example runs its graphs as they are.
 BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 
@@ -27,7 +28,7 @@ train: $(VENV)/.installed
 		examples/train_gpt.py --device $(DEVICE) --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
