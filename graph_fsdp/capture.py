@@ -12,17 +12,14 @@ import dataclasses
 import functools
 import inspect as python_inspect
 import itertools
-import json
 import logging
 import time
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +33,6 @@ from graph_fsdp.errors import (
 )
 from graph_fsdp.extensions import ExtendedGather, describe
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
-from graph_fsdp.passes.dialect import STARTING, is_custom
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
@@ -48,19 +44,15 @@ from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
-from graph_fsdp.runtime.agreement import agree, is_shared, publish, receive
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.lockstep import InStep, RunnableProgram, lockstep_of
+from graph_fsdp.scheduling import Schedules
 from graph_fsdp.sharding import Storage
 from graph_fsdp.tensor_parallel import as_model_uses_it
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
-
-# Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
-_models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 # Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
 _ATTEMPTS = 2
@@ -75,17 +67,6 @@ class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Excep
 
     def __init__(self, graphs: list[Graph], context: PassContext) -> None:
         self.graphs, self.context = graphs, context
-
-
-@contextlib.contextmanager
-def models_not_counted() -> Iterator[None]:
-    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
-    before = _models_of_ranks.copy()
-    try:
-        yield
-    finally:
-        _models_of_ranks.clear()
-        _models_of_ranks.update(before)
 
 
 class Engine:
@@ -112,15 +93,8 @@ class Engine:
         self.regions, self.whole = RegionCache(backend), whole
         self.graphs: list[CapturedGraph] = []
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
-        self.plans: dict[str, Plan] = {}  # by kind of graph
-        self._plans_made = 0
-        self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
-        self._agreements = 0
-        self._facts_agreed = False
-        self.ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
-        self._index = _models_of_ranks[self.ranks]
-        _models_of_ranks[self.ranks] += 1
-        self.lockstep = lockstep_of(self.ranks) if is_shared(self.ranks) else None
+        ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
+        self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
         self._inputs: dict[str, Tensor] = {}
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
@@ -334,54 +308,12 @@ class Engine:
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
-            return self._schedule(graphs, context, kind)
+            return self.schedules.run(self.pipeline, graphs, context, kind, self._facts)
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
             captured.add_graph(graph, context)
         raise PassesHaveRun(graphs, context)
-
-    def _schedule(self, graphs: list[Graph], context: PassContext, kind: str) -> None:
-        """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
-        Then agree with the other ranks on the collectives, where they are new."""
-        shared = is_shared(self.ranks)
-        decides = not shared or dist.get_rank() == self.ranks[0]
-        refused = self.lockstep.check_refused if self.lockstep is not None else None
-        if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
-            self.lockstep.compiling()
-        if shared and not self._facts_agreed:
-            agree(f"model{self._index}", self._facts(), self.ranks, refused=refused)
-            self._facts_agreed = True
-        plan, key = self.plans.get(kind), f"model{self._index}/plan{self._plans_made}"
-        is_new, failed = plan is None, False
-        if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
-            self._plans_made += 1
-            if not decides:
-                found = json.loads(receive(key, self.ranks, refused=refused))
-                failed = found["kind"] is None
-                plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
-        context.plan = Plan() if plan is None else plan.copy()
-        try:
-            self.pipeline.run(graphs, context)
-        except Exception:
-            if is_new and decides and shared:
-                # The others meet the same error, or say that they did not.
-                publish(key, json.dumps({"kind": None}), self.ranks)
-            raise
-        if failed:
-            raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
-        if plan is None:
-            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
-        if is_new and decides and shared:
-            publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
-        fingerprint = tuple(_fingerprint(graphs, self.pipeline))
-        if self.lockstep is not None and fingerprint not in self._agreed:
-            if not is_new:
-                self.lockstep.compiling()
-            self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
-            agree(f"model{self._index}/collectives{self._agreements}", fingerprint, self.ranks, refused=refused)
-        self._agreed.add(fingerprint)
-        self.plans[kind] = plan
 
     def _facts(self) -> list[str]:
         """What ranks must have in common before anything is planned."""
@@ -418,30 +350,7 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        collectives = tuple(_fingerprint([graph], self.pipeline))
-        if self.lockstep is None or not collectives:
-            return runnable
-        model = f"model {self._index} ({self._forward.__qualname__.removesuffix('.forward')})"
-        key = self.lockstep.know(RunnableProgram(model, graph.phase, collectives))
-        return InStep(runnable, self.lockstep, key)
-
-
-def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
-    """Every collective with its size and the pass that put it there, in order."""
-    lines = []
-    for graph in graphs:
-        schedules = (p.name for p in pipeline if "scheduled" in p.provides and graph.phase in p.runs_in())
-        by = f", scheduled by pass {next(schedules, 'bucket')}"
-        for node in graph.fx_graph.nodes:
-            record = node.meta.get("fsdp")
-            if record is not None and record.role in STARTING:
-                dtype = node.meta["val"].dtype
-                by_user = ", by the user's own collective" if is_custom(node) else ""
-                lines.append(
-                    f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
-                    f"of {', '.join(record.params)}{by}{by_user}"
-                )
-    return lines
+        return self.schedules.in_step(runnable, graph, self.pipeline)
 
 
 def _weak(engine: Engine) -> Engine:

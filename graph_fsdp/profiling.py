@@ -86,7 +86,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     ran = _Ran.of(recorder, engine.programs)
     groups = _groups(engine)
     ran.share(groups, device)
-    made = ran.profile(engine.cost, len(engine.ranks), steps) if _decides(engine) else None
+    made = ran.profile(engine.cost, len(engine.schedules.ranks), steps) if _decides(engine) else None
     if not groups:
         assert made is not None
         return made
@@ -255,14 +255,14 @@ def _means(values: dict[str, list[float]]) -> dict[str, float]:
 
 def _groups(engine: Any) -> list[dist.ProcessGroup]:
     """The process groups of each mesh dimension that together join all ranks of the model; none for one rank."""
-    if not is_shared(engine.ranks):
+    if not is_shared(engine.schedules.ranks):
         return []
     mesh = engine.storage.mesh.mesh
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
 
 def _decides(engine: Any) -> bool:
-    return not is_shared(engine.ranks) or dist.get_rank() == engine.ranks[0]
+    return not is_shared(engine.schedules.ranks) or dist.get_rank() == engine.schedules.ranks[0]
 
 
 def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:

@@ -1,5 +1,6 @@
 """The runtime: collectives, regions, buffers and the executor. Imports the passes, never the top."""
 
+from graph_fsdp.runtime import operators as operators
 from graph_fsdp.runtime.executor import Program
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes

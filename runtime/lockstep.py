@@ -48,6 +48,9 @@ _ADVICE = (
 )
 
 
+Runnable = Callable[[list[Any]], Any]
+
+
 @dataclass(frozen=True)
 class RunnableProgram:
     """A program as ranks know it. ``collectives``: each with its sizes, in order."""

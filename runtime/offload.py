@@ -28,6 +28,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.operators import finished, implement, started
 
 Direction = Literal["fetch", "offload"]
 
@@ -129,22 +130,22 @@ class Copies:
 # --- the operators called one by one
 
 
-@collectives.implement("fetch_start")
+@implement("fetch_start")
 def _fetch_start(shards: list[Tensor], offsets: list[int], length: int, device: torch.device) -> Tensor:
     layout = GatherLayout.make(offsets, [s.numel() for s in shards], length, 1)
-    return collectives.started(start_fetch(shards, layout, device))
+    return started(start_fetch(shards, layout, device))
 
 
-@collectives.implement("fetch_wait")
+@implement("fetch_wait")
 def _fetch_wait(buffer: Tensor) -> Tensor:
-    return collectives.finished(buffer)
+    return finished(buffer)
 
 
-@collectives.implement("offload_start")
+@implement("offload_start")
 def _offload_start(values: list[Tensor], pin_memory: bool) -> Tensor:
-    return collectives.started(start_offload(values, pin_memory))
+    return started(start_offload(values, pin_memory))
 
 
-@collectives.implement("offload_wait")
+@implement("offload_wait")
 def _offload_wait(buffer: Tensor) -> Tensor:
-    return collectives.finished(buffer)
+    return finished(buffer)

@@ -300,7 +300,7 @@ def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(depth=4), backend="eager", dynamic=False)
     for rows in (4, 6):
         model(torch.ones(rows, 16)).sum().backward()
-    (plan,) = model._graph_fsdp.plans.values()
+    (plan,) = model._graph_fsdp.schedules.plans.values()
     first, second = graph_fsdp.inspect(model).graphs
     for phase in ("forward", "backward"):
         assert slots_of(first.views[phase]) == slots_of(second.views[phase]) == plan.slots[phase]

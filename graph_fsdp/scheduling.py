@@ -1,0 +1,120 @@
+"""The schedules of a model, which its ranks have in common: plans, agreements, and the order in which programs run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
+from graph_fsdp.passes.dialect import STARTING, is_custom
+from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
+from graph_fsdp.runtime.lockstep import InStep, Runnable, RunnableProgram, lockstep_of
+
+# Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
+_models_of_ranks: Counter[tuple[int, ...]] = Counter()
+
+
+@contextlib.contextmanager
+def models_not_counted() -> Iterator[None]:
+    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
+    before = _models_of_ranks.copy()
+    try:
+        yield
+    finally:
+        _models_of_ranks.clear()
+        _models_of_ranks.update(before)
+
+
+class Schedules:
+    """Of one model. ``name``: of its class."""
+
+    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
+        self.ranks, self.name = ranks, name
+        self.index = _models_of_ranks[ranks]  # of the model, among those of these ranks
+        _models_of_ranks[ranks] += 1
+        self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
+        self.plans: dict[str, Plan] = {}  # by kind of graph
+        self._plans_made = 0
+        self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
+        self._agreements = 0
+        self._facts_agreed = False
+
+    def run(
+        self,
+        pipeline: PassPipeline,
+        graphs: list[Graph],
+        context: PassContext,
+        kind: str,
+        facts: Callable[[], list[str]],
+    ) -> None:
+        """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
+        Then agree with the other ranks on the collectives, where they are new. ``facts``: what ranks must have in
+        common before anything is planned."""
+        shared = is_shared(self.ranks)
+        decides = not shared or dist.get_rank() == self.ranks[0]
+        refused = self.lockstep.check_refused if self.lockstep is not None else None
+        if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
+            self.lockstep.compiling()
+        if shared and not self._facts_agreed:
+            agree(f"model{self.index}", facts(), self.ranks, refused=refused)
+            self._facts_agreed = True
+        plan, key = self.plans.get(kind), f"model{self.index}/plan{self._plans_made}"
+        is_new, failed = plan is None, False
+        if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
+            self._plans_made += 1
+            if not decides:
+                found = json.loads(receive(key, self.ranks, refused=refused))
+                failed = found["kind"] is None
+                plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
+        context.plan = Plan() if plan is None else plan.copy()
+        try:
+            pipeline.run(graphs, context)
+        except Exception:
+            if is_new and decides and shared:
+                # The others meet the same error, or say that they did not.
+                publish(key, json.dumps({"kind": None}), self.ranks)
+            raise
+        if failed:
+            raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
+        if plan is None:
+            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
+        if is_new and decides and shared:
+            publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
+        fingerprint = tuple(_fingerprint(graphs, pipeline))
+        if self.lockstep is not None and fingerprint not in self._agreed:
+            if not is_new:
+                self.lockstep.compiling()
+            self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
+            agree(f"model{self.index}/collectives{self._agreements}", fingerprint, self.ranks, refused=refused)
+        self._agreed.add(fingerprint)
+        self.plans[kind] = plan
+
+    def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline) -> Runnable:
+        """``program``, which runs ``graph``, begins when all ranks are about to run it."""
+        collectives = tuple(_fingerprint([graph], pipeline))
+        if self.lockstep is None or not collectives:
+            return program
+        model = f"model {self.index} ({self.name})"
+        return InStep(program, self.lockstep, self.lockstep.know(RunnableProgram(model, graph.phase, collectives)))
+
+
+def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
+    """Every collective with its size and the pass that put it there, in order."""
+    lines = []
+    for graph in graphs:
+        schedules = (p.name for p in pipeline if "scheduled" in p.provides and graph.phase in p.runs_in())
+        by = f", scheduled by pass {next(schedules, 'bucket')}"
+        for node in graph.fx_graph.nodes:
+            record = node.meta.get("fsdp")
+            if record is not None and record.role in STARTING:
+                dtype = node.meta["val"].dtype
+                by_user = ", by the user's own collective" if is_custom(node) else ""
+                lines.append(
+                    f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
+                    f"of {', '.join(record.params)}{by}{by_user}"
+                )
+    return lines
