@@ -28,7 +28,7 @@ def prefetch_explicitly(graph: Graph, waits: list[fx.Node], after: After, contex
         return after, False
     of_unit: dict[str, list[int]] = {}
     for k, wait in enumerate(waits):
-        for unit in dict.fromkeys(context.model.parameters[name].unit for name in wait.meta["fsdp"].params):
+        for unit in dict.fromkeys(context.model.spec_of(name).unit for name in wait.meta["fsdp"].params):
             of_unit.setdefault(unit, []).append(k)
     arrivals = _arrivals(graph, waits, of_unit, lists, context)
     after = list(after)
@@ -59,7 +59,7 @@ def _arrivals(
     found = {unit: of_unit[unit][0] for unit, _ in lists if unit in of_unit}
     positions = graph.positions()
     for node in graph.with_role(Role.KEPT, Role.UNSHARDED):
-        units = {context.model.parameters[name].unit for name in node.meta["fsdp"].params}
+        units = {context.model.spec_of(name).unit for name in node.meta["fsdp"].params}
         users = [positions[user] for user in node.users if user.op != "output"]
         for unit in units.intersection(unit for unit, _ in lists):
             if users and unit not in of_unit:

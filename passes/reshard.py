@@ -108,7 +108,7 @@ class Reshard(GraphPass):
 
 
 def _units(wait: fx.Node, context: PassContext) -> set[str]:
-    return {context.model.parameters[name].unit for name in wait.meta["fsdp"].params}
+    return {context.model.spec_of(name).unit for name in wait.meta["fsdp"].params}
 
 
 def _set(wait: fx.Node, context: PassContext) -> bool | None:
@@ -129,7 +129,7 @@ def _check_needed(graph: Graph, context: PassContext) -> None:
     unneeded = context.settings.not_gathered_in_backward
     for node in graph.with_role(Role.UNPACK) if unneeded else ():
         name = node.meta["fsdp"].params[0]
-        if (unit := context.model.parameters[name].unit) in unneeded:
+        if (unit := context.model.spec_of(name).unit) in unneeded:
             raise SettingError(
                 f"set_unshard_in_backward(False) was called on unit {unit or 'root'!r}, and backward reads its "
                 f"parameter {name!r}; call set_unshard_in_backward(True) on it"

@@ -99,7 +99,7 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
 
 def _units(sources: Iterable[fx.Node], model: ModelSpec) -> set[str]:
     """The units whose parameters are read; the root is ``""``."""
-    return {model.parameters[str(s.args[4])].unit for s in sources if s.target is dialect.gather_param}
+    return {model.spec_of(str(s.args[4])).unit for s in sources if s.target is dialect.gather_param}
 
 
 def _complete(segment: Segment) -> None:

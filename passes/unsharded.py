@@ -60,7 +60,7 @@ def _take(
             node = graph.fx_graph.placeholder(f"whole_{name.replace('.', '_')}")
         node.meta["val"] = value
         bucket = context.model.bucket_of.get(name)
-        unit, label = context.model.parameters[name].unit, bucket.name if bucket else ""
+        unit, label = context.model.spec_of(name).unit, bucket.name if bucket else ""
         taken[name] = set_record(node, NodeRecord(Role.UNSHARDED, unit, label, (name,), nbytes(value)))
     graph.replace({gathers[name]: node for name, node in taken.items() if name in gathers})
     return taken
