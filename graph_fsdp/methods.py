@@ -70,6 +70,8 @@ class UnitMethods:
         check_bool("reshard_after_backward", reshard_after_backward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_backward")
+        if not reshard_after_backward:
+            engine.unsharded.check_available("set_reshard_after_backward(False)")
         for unit in units_of(self, recurse):
             if reshard_after_backward:
                 engine.unsharded.whole_after_backward.discard(unit)

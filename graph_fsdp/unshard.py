@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
 
-from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.passes import compat
 from graph_fsdp.passes.layout import GatherLayout
 from graph_fsdp.passes.spec import BucketSpec, ParameterSpec
@@ -62,10 +63,28 @@ class UnshardedUnits:
         """Units of which a forward gathers something."""
         return frozenset(self.members) - self.units if self.storage.spec.world_size > 1 else frozenset()
 
+    def unavailable(self) -> str:
+        """Why units of this model cannot be whole; "" where they can."""
+        parameters, offload = self.storage.parameters.values(), self.storage.spec.offload
+        if any(isinstance(p.placeholder, DTensor) for p in parameters):
+            return "its parameters are tensor parallel"
+        if any(p.spec.extended for p in parameters):
+            return "parameters of it have tensor extensions"
+        if any(p.spec.shard_dim for p in parameters):
+            return "shard_placement_fn shards parameters of it on another dimension than the first"
+        if offload is not None and offload.device.type != "cpu":
+            return "its shards are on the CPU (offload_policy)"
+        return ""
+
+    def check_available(self, what: str) -> None:
+        if reason := self.unavailable():
+            raise UnsupportedError(f"{what} is not available on this model: {reason}")
+
     # --- gathering
 
     def start(self, unit: str, *, full_precision: bool = False) -> None:
         """Start gathering a unit; nothing where it is whole, or about to be."""
+        self.check_available("unshard()")
         if self.storage.active:
             raise RuntimeError("unshard() was called while the model's forward runs; call it before")
         if unit in self.units or unit in self._gathering or unit not in self.members:
@@ -115,6 +134,8 @@ class UnshardedUnits:
     def before_forward(self) -> None:
         """Gather what is to be whole in this forward, and see that nothing whole is stale."""
         wanted = self.whole_after_backward if torch.is_grad_enabled() else self.whole_after_forward
+        if wanted is self.whole_after_forward and wanted and self.unavailable():
+            wanted = set()  # evaluations gather as they go
         for unit in self.members if wanted else ():
             if unit in wanted:
                 self.start(unit)
@@ -247,6 +268,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that.
     """
     found = _units_of(module, recurse)
+    for units, _ in found:
+        units.check_available("graph_fsdp.unsharded")
     entered = [(units, unit) for units, unit in found if unit in units.members and unit not in units.held]
     for units, unit in entered:
         units.reshard(unit)

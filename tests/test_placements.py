@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import graph_fsdp
 from graph_fsdp import RankDisagreement, UnsupportedError
 from graph_fsdp.planning import trace
 
@@ -99,6 +100,19 @@ def forward(primals_2, tangents_1):
 
 
 # Bad input
+
+
+def test_whole_parameters_are_refused_and_evaluation_gathers(fake_group: Any) -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager", shard_placement_fn=last_dimension)
+    for call in (model.unshard, lambda: model.set_reshard_after_backward(False)):
+        with pytest.raises(UnsupportedError, match="shard_placement_fn shards parameters"):
+            call()
+    with pytest.raises(UnsupportedError, match="not available on this model"), graph_fsdp.unsharded(model):
+        pass
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(torch.randn(8, 16))
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 def test_something_that_is_no_function(fake_group: Any) -> None:
