@@ -14,7 +14,6 @@ import inspect as python_inspect
 import itertools
 import logging
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from graph_fsdp.dynamo import graph_break, own_code
 from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
-    EmptyPlaceholderError,
-    GraphBreakError,
     PassError,
     RankDisagreement,
     VerificationError,
@@ -57,8 +55,6 @@ log = logging.getLogger(__name__)
 # Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
 _ATTEMPTS = 2
 
-_FORWARD = "graph_fsdp_forward"
-_forwards = itertools.count()
 _engines = itertools.count()
 
 
@@ -102,7 +98,7 @@ class Engine:
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
-        self.unsharded = UnshardedUnits(storage, self.counter)
+        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules.begin_unshard)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.comms = Comms()
@@ -143,7 +139,7 @@ class Engine:
                 raise
             except compat.Unsupported as error:
                 python_inspect.signature(entry.function).bind(module, *args, **kwargs)  # a wrong call: its TypeError
-                raise _graph_break(error, entry) from error
+                raise graph_break(error, entry) from error
             finally:
                 self._inputs = {}
 
@@ -158,7 +154,7 @@ class Engine:
         key = (self.settings, entry)
         if key not in self._compiled:
             backend = functools.partial(Engine._compile_graph, _weak(self), self.settings, entry)
-            self._compiled[key] = self._compile(_own_code(entry.function), backend=backend)
+            self._compiled[key] = self._compile(own_code(entry.function), backend=backend)
         return self._compiled[key]
 
     def _compile_graph(
@@ -369,45 +365,9 @@ def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
             )
 
 
-def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``forward``, with a code object and a name of its own.
-
-    Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
-    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
-    compiles into them, where it would outlive the model.
-    """
-
-    def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            raise EmptyPlaceholderError(
-                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')) or has given "
-                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), and the model would "
-                "run on placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
-            )
-        return forward(self, *args, **kwargs)
-
-    code = graph_fsdp_forward.__code__
-    name = f"{_FORWARD}_{next(_forwards)}"
-    own = code.replace(co_name=name)
-    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
-
-
 def _use_unsharded(graphs: list[Graph], context: PassContext) -> None:
     begin = time.perf_counter()
     if context.settings.unsharded and use_unsharded(graphs, context):
         for graph in graphs:
             graph.module.recompile()
             add_stage(graph, context, "unsharded", time.perf_counter() - begin)
-
-
-def _graph_break(error: compat.Unsupported, entry: Entry) -> GraphBreakError:
-    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
-    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
-    reason = str(error).split("\n\n")[0].strip().splitlines()
-    if reason and reason[0].startswith("Observed exception"):
-        reason = ["this line raises an exception for these inputs"]
-    return GraphBreakError(
-        f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
-        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
-        + entry.hint
-    )

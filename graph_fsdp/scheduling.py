@@ -98,8 +98,18 @@ class Schedules:
         collectives = tuple(_fingerprint([graph], pipeline))
         if self.lockstep is None or not collectives:
             return program
-        model = f"model {self.index} ({self.name})"
-        return InStep(program, self.lockstep, self.lockstep.know(RunnableProgram(model, graph.phase, collectives)))
+        known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
+        return InStep(program, self.lockstep, known)
+
+    def begin_unshard(self, unit: str, gathers: list[str]) -> None:
+        """Called before ``gathers`` that are in no graph start: they keep step as programs do."""
+        if self.lockstep is not None and gathers:
+            what = f"of unit {unit or 'root'!r}"
+            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
+
+    @property
+    def _model(self) -> str:
+        return f"model {self.index} ({self.name})"
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:

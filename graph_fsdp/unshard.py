@@ -46,8 +46,9 @@ class _Gathering:
 class UnshardedUnits:
     """Which units of a model are whole, and their parameters."""
 
-    def __init__(self, storage: Storage, counter: GatheredBytes) -> None:
-        self.storage, self.counter = storage, counter
+    def __init__(self, storage: Storage, counter: GatheredBytes, begin: Callable[[str, list[str]], None]) -> None:
+        """``begin``: called with a unit and its gathers before they start; it keeps the ranks in step."""
+        self.storage, self.counter, self._begin = storage, counter, begin
         self.members: dict[str, list[ShardedParameter]] = {}
         for p in storage.parameters.values():
             self.members.setdefault(p.spec.unit, []).append(p)
@@ -90,20 +91,19 @@ class UnshardedUnits:
         if unit in self.units or unit in self._gathering or unit not in self.members:
             return
         self.storage.refresh()
-        buckets = []
+        spec = self.storage.spec
+        found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in spec.buckets}
+        members = {b: ps for b, ps in found.items() if ps} if spec.world_size > 1 else {}
+        dtypes = {b: b.parameters[0].dtype if full_precision else b.parameters[0].param_dtype for b in members}
+        self._begin(unit, [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members])
         with torch.inference_mode(False), torch.no_grad():
-            for bucket in self.storage.spec.buckets if self.storage.spec.world_size > 1 else ():
-                members = [p for p in self.members[unit] if p.spec.name in bucket.offsets]
-                if members:
-                    buckets.append((self._start_bucket(bucket, members, full_precision), bucket, members))
+            buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
         self._gathering[unit] = _Gathering(buckets, full_precision)
 
-    def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], full_precision: bool) -> Pending:
-        first = bucket.parameters[0]
+    def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype) -> Pending:
         offsets = [bucket.offsets[p.spec.name] for p in members]
         numels = [p.spec.shard_numel for p in members]
         layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
-        dtype = first.dtype if full_precision else first.param_dtype
         group = compat.resolve_group(self.storage.spec.group)
         self.counter.count("all_gather")
         return start_all_gather([p.input for p in members], layout, dtype, group)

@@ -53,21 +53,27 @@ gradient, which takes it along. Autograd is then given no gradient; the value, o
 Where shards are kept on the CPU (``offload.py``), ``gather_param`` is told the ``device`` to gather on, and
 ``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
-A node's role is a fact of its ``meta["fsdp"]`` record (``NodeRecord``), never of its name. This module owns the
-records and the predicates over them. The operators' implementations on process groups are in the runtime.
+A node's role is a fact of its ``meta["fsdp"]`` record (``records.py``), never of its name. The operators'
+implementations on process groups are in the runtime.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from graph_fsdp.passes.records import STARTING as STARTING
+from graph_fsdp.passes.records import WAITING as WAITING
+from graph_fsdp.passes.records import NodeRecord as NodeRecord
+from graph_fsdp.passes.records import Role as Role
+from graph_fsdp.passes.records import has_role as has_role
+from graph_fsdp.passes.records import record as record
+from graph_fsdp.passes.records import set_record as set_record
 
 ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
 
@@ -137,70 +143,6 @@ ACTIVATION_COPIES = frozenset({offload_activation, activation_offloaded, reload_
 # What the executor runs itself, between compute regions.
 _OTHERS = frozenset({keep_shard, free, accumulate_grad, reduce_hook})
 EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | ACTIVATION_COPIES | _OTHERS
-
-
-class Role(enum.Enum):
-    SHARD = "shard"  # a graph input: the local shard of a parameter
-    TANGENT = "tangent"  # a graph input: the gradient of an output
-    GATHER = "gather"
-    GATHER_START = "gather_start"
-    GATHER_WAIT = "gather_wait"
-    UNPACK = "unpack"  # a view of one parameter in a gathered bucket
-    FREE = "free"
-    REDUCE = "reduce"
-    REDUCE_START = "reduce_start"
-    REDUCE_WAIT = "reduce_wait"
-    REPLICATE_START = "replicate_start"  # what was reduced, reduced again over the replicas
-    REPLICATE_WAIT = "replicate_wait"
-    SHARD_GRAD = "shard_grad"  # the gradient of a local shard
-    ACCUMULATE = "accumulate"  # keeps a gradient for a later graph, which reduces it
-    REDUCE_HOOK = "reduce_hook"
-    KEPT = "kept"  # a gathered bucket that goes from forward to backward
-    KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
-    KEPT_SHARD = "kept_shard"  # such a shard, in backward
-    UNSHARDED = "unsharded"  # a graph input: a parameter that was whole before the forward began
-    OFFLOAD = "offload"  # copies a saved activation to the CPU
-    RELOAD = "reload"  # and back, in backward
-    PAYLOAD = "payload"  # what is gathered of a parameter that travels as something else
-    FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
-    FETCH_WAIT = "fetch_wait"
-    OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU
-    OFFLOAD_WAIT = "offload_wait"
-
-
-@dataclass(frozen=True)
-class NodeRecord:
-    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, the reduced or the copied one. ``slot``
-    and ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
-    their own, or where there is no such buffer."""
-
-    role: Role
-    unit: str
-    bucket: str
-    params: tuple[str, ...]
-    nbytes: int = 0
-    escapes: bool = False  # the buffer outlives the graph: kept for backward, or returned to the user
-    slot: int | None = None
-    landing_slot: int | None = None
-
-
-def record(node: fx.Node) -> NodeRecord | None:
-    return node.meta.get("fsdp")
-
-
-def has_role(node: fx.Node, *roles: Role) -> bool:
-    found = record(node)
-    return found is not None and found.role in roles
-
-
-def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
-    node.meta["fsdp"] = value
-    return node
-
-
-# What starts a collective, and what waits for one, by role.
-STARTING = (Role.GATHER_START, Role.REDUCE_START, Role.REPLICATE_START)
-WAITING = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -26,6 +26,7 @@ from graph_fsdp.passes import compat
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.recompute import forward_nodes
 
 # What fewer units read is of these units: an activation, read by the unit that made it and the one behind.
 _SHARED = 3
@@ -79,12 +80,7 @@ def _before_uses(graph: Graph) -> list[fx.Node]:
 
 
 def _behind_inputs(graph: Graph, context: PassContext) -> list[fx.Node]:
-    outputs = graph.output.args[0]
-    assert isinstance(outputs, (list, tuple))
-    for_user: set[fx.Node] = {value for value in outputs[: context.forward_outputs] if isinstance(value, fx.Node)}
-    for node in reversed(graph.fx_graph.nodes):
-        if node in for_user:
-            for_user.update(node.all_input_nodes)
+    for_user = forward_nodes(graph, context)
     positions = graph.positions()
     parameters = _of_parameters(graph)
     behind: dict[fx.Node, fx.Node] = {}  # what moves → the node behind which it stands

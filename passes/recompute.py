@@ -87,7 +87,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
-    """What the user's outputs are computed from in a joint graph, and they themselves."""
+    """What the user's outputs are computed from in a joint or forward graph, and they themselves."""
     outputs = graph.output.args[0]
     assert isinstance(outputs, (list, tuple))
     found: set[fx.Node] = {node for node in outputs[: context.forward_outputs] if isinstance(node, fx.Node)}

@@ -53,18 +53,19 @@ Runnable = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class RunnableProgram:
-    """A program as ranks know it. ``collectives``: each with its sizes, in order."""
+    """A program as ranks know it, or what else runs collectives. ``collectives``: each with its sizes, in order."""
 
     model: str
     phase: str
     collectives: tuple[str, ...]
+    what: str = "graph"
 
     @property
     def key(self) -> str:
-        return f"{self.phase} of {self.model} {digest(self.collectives)[:16]}"
+        return f"{self.phase} {self.what} of {self.model} {digest(self.collectives)[:16]}"
 
     def __str__(self) -> str:
-        return f"the {self.phase} graph of {self.model}"
+        return f"the {self.phase} {self.what} of {self.model}"
 
 
 class Lockstep:

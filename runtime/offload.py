@@ -28,6 +28,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout
 from graph_fsdp.runtime import collectives
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.host_copies import copy_beside, copy_stream, wait_on_device
 from graph_fsdp.runtime.operators import finished, implement, started
 
 Direction = Literal["fetch", "offload"]
@@ -63,28 +64,14 @@ def copy_plan(node: fx.Node, graph: Graph) -> CopyPlan:
     return CopyPlan(bucket, "fetch", fetch, graph.phase != "forward")
 
 
-@functools.cache
-def copy_stream(device: torch.device, direction: Direction) -> torch.Stream:
-    """The stream of all copies of one direction from or to a device."""
-    return torch.Stream(device)
-
-
 def start_fetch(shards: Sequence[Tensor], layout: GatherLayout, device: torch.device) -> Copy:
     """A bucket's slice of the shard storage, flat, on ``device``."""
     source = collectives.shard_slice(shards, layout).detach()
     if device.type == "cpu":
         return Copy(source.clone(), _nothing)
     buffer = torch.empty(source.shape, dtype=source.dtype, device=device)
-    stream = copy_stream(device, "fetch")
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    with stream:
-        buffer.copy_(source, non_blocking=True)
-        event = stream.record_event()
-
-    def finish() -> None:
-        torch.accelerator.current_stream(device).wait_event(event)
-
-    return Copy(buffer, finish, event)
+    event = copy_beside([(buffer, source)], device, "fetch")
+    return Copy(buffer, functools.partial(wait_on_device, event, device), event)
 
 
 def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:
@@ -96,13 +83,10 @@ def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:
         for part, value in zip(parts, values, strict=True):
             part.copy_(value.reshape(-1))
         return Copy(out, _nothing)
-    stream = copy_stream(first.device, "offload")
-    stream.wait_stream(torch.accelerator.current_stream(first.device))
-    with stream:
-        for part, value in zip(parts, values, strict=True):
-            part.copy_(value.reshape(-1), non_blocking=True)
-            value.record_stream(stream)  # it is dropped now, and its memory used again when the copy is done
-        event = stream.record_event()
+    pairs = [(part, value.reshape(-1)) for part, value in zip(parts, values, strict=True)]
+    event = copy_beside(pairs, first.device, "offload")
+    for _, value in pairs:  # it is dropped now, and its memory used again when the copy is done
+        value.record_stream(copy_stream(first.device, "offload"))
     return Copy(out, event.synchronize, event)
 
 

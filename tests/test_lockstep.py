@@ -114,6 +114,17 @@ def patterns_are_predicted_once_they_were_seen() -> None:
 
 
 @FACTS
+def units_that_are_unsharded_in_every_step_are_predicted_too() -> None:
+    model, _ = branching()
+    counts = []
+    for _ in range(4):
+        model.stem.unshard()
+        step(model, "a")
+        counts.append(lockstep(model).comparisons)
+    assert counts[0] > 0 and counts[-1] == counts[-2] == counts[-3]
+
+
+@FACTS
 def branches_that_all_ranks_take_train_as_in_one_process() -> None:
     model, reference = branching()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
@@ -275,6 +286,15 @@ def one_rank_leaves_out_a_backward() -> None:
     disagree(loss.backward if rank() == 0 else lambda: model(batch(0), "a"), *words)
 
 
+def one_rank_alone_unshards() -> None:
+    model, _ = branching()
+    for _ in range(2):
+        step(model, "a")
+    words = ("rank 0 runs the forward graph", "ranks [1] are about to run unshard() of unit 'stem' of model")
+    disagree(lambda: step(model, "a") if rank() == 0 else model.stem.unshard(), *words)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 @FACTS
 def zz_one_rank_waits_in_a_collective() -> None:
     agreement.PATIENCE_SECONDS = 0.3
@@ -284,6 +304,7 @@ def zz_one_rank_waits_in_a_collective() -> None:
         one_rank_compiles_where_the_other_runs_what_was_not_predicted,
         one_rank_alone_evaluates,
         one_rank_leaves_out_a_backward,
+        one_rank_alone_unshards,
     )
     for function in rounds(*functions):
         function()

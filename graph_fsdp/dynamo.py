@@ -1,0 +1,54 @@
+"""What Dynamo is given, and what it says when it cannot trace."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_fsdp.entry import Entry
+from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError
+from graph_fsdp.passes import compat
+
+_FORWARD = "graph_fsdp_forward"
+_forwards = itertools.count()
+
+
+def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``forward``, with a code object and a name of its own.
+
+    Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
+    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
+    compiles into them, where it would outlive the model.
+    """
+
+    def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise EmptyPlaceholderError(
+                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')) or has given "
+                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), and the model would "
+                "run on placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
+            )
+        return forward(self, *args, **kwargs)
+
+    code = graph_fsdp_forward.__code__
+    name = f"{_FORWARD}_{next(_forwards)}"
+    own = code.replace(co_name=name)
+    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def graph_break(error: compat.Unsupported, entry: Entry) -> GraphBreakError:
+    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
+    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
+    reason = str(error).split("\n\n")[0].strip().splitlines()
+    if reason and reason[0].startswith("Observed exception"):
+        reason = ["this line raises an exception for these inputs"]
+    return GraphBreakError(
+        f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
+        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
+        + entry.hint
+    )
