@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from torch import fx, nn
 
+from graph_fsdp.files import write_text
+from graph_fsdp.parameter_life import ParameterLife, find_life
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.layout import copies
@@ -20,6 +24,7 @@ from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
+from graph_fsdp.trace_events import ScheduledGraph, predicted_trace
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class GraphView:
         """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
         cost = self.graph.cost if self.graph is not None else None
         return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+
+    def scheduled(self) -> ScheduledGraph:
+        """The graph with what is predicted of it. Raises LookupError without a cost model."""
+        if self.graph is None or self.graph.cost is None or self.timeline is None:
+            raise LookupError(f"the {self.phase} graph has no cost model that could say when its nodes run")
+        return ScheduledGraph(self.graph, self.graph.cost, self.timeline, self.memory)
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -183,6 +194,37 @@ class GraphReport:
             if captured.stages[phase]:
                 return captured.view(phase)
         raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
+
+    def find(self, parameter: str) -> ParameterLife:
+        """The life of one parameter, by its name in ``named_parameters()``: where in the latest graphs its shard goes
+        in, is gathered, is used (with the line of the model), is freed, and how its gradient leaves.
+
+        Raises:
+            KeyError: the model has no sharded parameter of this name.
+        """
+        latest = {phase: (c.index, view.graph) for c in self.graphs for phase, view in c.views.items() if view.graph}
+        return find_life(parameter, self.spec, latest.values())
+
+    def save_trace(self, path: str | PathLike[str]) -> None:
+        """Write the predicted schedule of the latest forward and backward graph (or, of a model that has only run
+        without gradients, inference graph) as a trace that Perfetto and chrome://tracing open: a lane for compute, one
+        for each process group and each direction of copies, and the bytes held, by category.
+
+        Raises:
+            LookupError: no graph was captured yet, or there is no cost model.
+            OSError: the file cannot be written.
+        """
+        scheduled = [view.scheduled() for view in self._latest_run()]
+        cost = scheduled[0].cost
+        title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
+        write_text(path, json.dumps(predicted_trace(scheduled, title)))
+
+    def _latest_run(self) -> list[GraphView]:
+        for captured in reversed(self.graphs):
+            found = [captured.views[phase] for phase in ("forward", "backward") if phase in captured.views]
+            if any(view.graph is not None for view in found):
+                return [view for view in found if view.graph is not None]
+        return [self.inference]
 
     def diff(self, stage: str) -> str:
         """Unified diffs of what a pass changed, over the latest graphs that it ran on."""

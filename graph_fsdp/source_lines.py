@@ -1,0 +1,59 @@
+"""From a node of a graph to the line of the model that it comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
+_MODULE_STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # of forward's nodes, and of those that differentiate them
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the model. ``code`` is without indentation, and empty where the file could not be read."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}  {self.code}".rstrip()
+
+
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The line that computes ``node``, or that it is the derivative of; None for what no line of the model asked for
+    (collectives). Torch's own lines do not count: of ``nn.Linear``, the line that calls the module."""
+    frames = [match for match in _FRAME.finditer(node.meta.get("stack_trace") or "") if _is_users(match["file"])]
+    if not frames:
+        return None
+    last = frames[-1]
+    return SourceLine(last["file"], int(last["line"]), last["function"], last["code"].strip())
+
+
+def module_name(node: fx.Node) -> str | None:
+    """The module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the model
+    itself. None for what belongs to no module."""
+    for key in _MODULE_STACKS:
+        stack = node.meta.get(key)
+        if stack:
+            return _plain(next(reversed(stack.values()))[0])
+    return None
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_TORCH)
+
+
+def _plain(path: str) -> str:
+    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``."""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    return path.strip(".")
