@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -80,28 +80,43 @@ def find_life(name: str, spec: ModelSpec, graphs: Iterable[tuple[int, Graph]]) -
         close = difflib.get_close_matches(name, spec.parameters, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
         raise KeyError(f"name: the model has no sharded parameter {name!r}{hint} (a tied one has its first name)")
-    bucket = next((b.name for b in spec.buckets if name in b.offsets), None)
-    events = [event for index, graph in graphs for event in _events(name, index, graph)]
-    return ParameterLife(spec.parameters[name], bucket, tuple(events))
+    return lives(spec, graphs, only=name)[name]
 
 
-def _events(name: str, index: int, graph: Graph) -> list[LifeEvent]:
-    kinds: dict[fx.Node, str] = {}
+def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:
+    """Name → life, of all parameters or of one. One walk per graph."""
+    names = spec.parameters if only is None else [only]
+    events: dict[str, list[LifeEvent]] = {name: [] for name in names}
+    for index, graph in graphs:
+        for name, found in _events(index, graph, events.keys()).items():
+            events[name] += found
+    buckets = {name: bucket.name for bucket in spec.buckets for name in bucket.offsets}
+    return {name: ParameterLife(spec.parameters[name], buckets.get(name), tuple(events[name])) for name in names}
+
+
+def _events(index: int, graph: Graph, names: Collection[str]) -> dict[str, list[LifeEvent]]:
+    kinds: dict[str, dict[fx.Node, str]] = {}
     for node in graph.fx_graph.nodes:
         found = record(node)
-        if found is None or name not in found.params:
-            continue
-        kinds[node] = found.role.value
-        if found.role in _VALUES:
-            kinds.update({use: USE for use in _computing_users(node)})
-        if found.role is Role.REDUCE_START:
-            gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
-            kinds.setdefault(gradient, GRADIENT)
-    return [
-        LifeEvent(index, graph.phase, position, kinds[node], node.name, _source(node, kinds[node]))
-        for node, position in graph.positions().items()
-        if node in kinds
-    ]
+        for name in found.params if found is not None else ():
+            if name not in names:
+                continue
+            assert found is not None
+            of_name = kinds.setdefault(name, {})
+            of_name[node] = found.role.value
+            if found.role in _VALUES:
+                of_name.update({use: USE for use in _computing_users(node)})
+            if found.role is Role.REDUCE_START:
+                gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
+                of_name.setdefault(gradient, GRADIENT)
+    positions = graph.positions()
+    return {
+        name: [
+            LifeEvent(index, graph.phase, positions[node], kind, node.name, _source(node, kind))
+            for node, kind in sorted(of_name.items(), key=lambda item: positions[item[0]])
+        ]
+        for name, of_name in kinds.items()
+    }
 
 
 def _source(node: fx.Node, kind: str) -> SourceLine | None:

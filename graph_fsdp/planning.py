@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from graph_fsdp.api import compile
 from graph_fsdp.capture import PassesHaveRun
 from graph_fsdp.errors import MeshError, UnsupportedError
-from graph_fsdp.passes import Graph, PassContext, compat
+from graph_fsdp.passes import Graph, PassContext, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.report import GraphReport, inspect
 from graph_fsdp.scheduling import models_not_counted
@@ -110,7 +110,10 @@ def trace(
             model(**inputs) if by_name else model(*inputs)
         except PassesHaveRun as end:
             graphs = {graph.phase: graph for graph in end.graphs}
-            return Traced(graphs, end.context, inspect(model))
+            report = inspect(model)
+            for phase, graph in graphs.items():
+                report.graphs[-1].view(phase).memory = memory_profile(graph, end.context)
+            return Traced(graphs, end.context, report)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from graph_fsdp.files import write_text
+from graph_fsdp.html_report import html_page
 from graph_fsdp.parameter_life import ParameterLife, find_life
 from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
@@ -217,14 +218,28 @@ class GraphReport:
         scheduled = [view.scheduled() for view in self._latest_run()]
         cost = scheduled[0].cost
         title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
-        write_text(path, json.dumps(predicted_trace(scheduled, title)))
+        write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title)))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report on the latest forward and backward graph (or, of a model that has only run without
+        gradients, inference graph) as an HTML page that needs no network: the predicted schedule with the memory held,
+        what holds most of it, the buckets, the graphs after each pass and what each changed, search by parameter.
+
+        Raises:
+            LookupError: no graph was captured yet, or there is no cost model.
+            OSError: the file cannot be written.
+        """
+        views = self._latest_run()
+        captured = next(c for c in self.graphs if views[0] in c.views.values())
+        sources = [captured.view(phase) for phase in ("capture", "joint") if captured.stages[phase]]
+        write_text(path, html_page(self, [(captured.index, view) for view in views], sources))
 
     def _latest_run(self) -> list[GraphView]:
         for captured in reversed(self.graphs):
-            found = [captured.views[phase] for phase in ("forward", "backward") if phase in captured.views]
+            found = [captured.view(phase) for phase in ("forward", "backward", "inference")]
             if any(view.graph is not None for view in found):
                 return [view for view in found if view.graph is not None]
-        return [self.inference]
+        raise LookupError("no graph was captured yet; run the model once, then inspect it")
 
     def diff(self, stage: str) -> str:
         """Unified diffs of what a pass changed, over the latest graphs that it ran on."""

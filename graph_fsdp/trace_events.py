@@ -17,6 +17,7 @@ from graph_fsdp.passes.cost import CostModel
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.simulate import Timeline
+from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.source_lines import module_name, source_line
 
 COMPUTE = "compute"
@@ -33,27 +34,32 @@ class ScheduledGraph:
     memory: MemoryProfile | None
 
 
-def predicted_trace(graphs: Sequence[ScheduledGraph], title: str) -> dict[str, Any]:
+def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: str) -> dict[str, Any]:
     """The graphs one after the other on one time axis, as a JSON object of the Trace Event Format."""
-    lanes = [COMPUTE, *dict.fromkeys(lane_of(event.node) for g in graphs for event in g.timeline.events)]
+    lanes = [COMPUTE, *dict.fromkeys(lane_of(event.node, spec) for g in graphs for event in g.timeline.events)]
     threads = {lane: number for number, lane in enumerate(lanes)}
     events: list[dict[str, Any]] = [_named("process_name", 0, title)]
     events += [_named("thread_name", number, lane) for lane, number in threads.items()]
     begin = 0.0
     for scheduled in graphs:
-        events += _events(scheduled, begin, threads)
+        events += _events(scheduled, spec, begin, threads)
         begin += scheduled.timeline.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def lane_of(start: fx.Node) -> str:
+def lane_of(start: fx.Node, spec: ModelSpec) -> str:
     """The lane that a collective or a copy runs on, as readers know it."""
     if start.target in dialect.STARTS:
-        return f"communication {dialect.group_of(start)}".rstrip()
+        group = dialect.group_of(start)
+        if group == spec.group:
+            return "communication"
+        return "over replicas" if group == spec.replicate_group else "in subgroups"
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 
 
-def _events(scheduled: ScheduledGraph, begin: float, threads: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _events(
+    scheduled: ScheduledGraph, spec: ModelSpec, begin: float, threads: dict[str, int]
+) -> Iterator[dict[str, Any]]:
     graph, timeline = scheduled.graph, scheduled.timeline
     seconds = scheduled.cost.graph_seconds(graph)
 
@@ -82,7 +88,7 @@ def _events(scheduled: ScheduledGraph, begin: float, threads: dict[str, int]) ->
     for event in timeline.events:
         args = {**_communication(event.node), "exposed_us": event.exposed * _MICROSECONDS}
         duration = event.end - event.begin
-        yield slice_(event.node.name, "communication", lane_of(event.node), event.begin, duration, **args)
+        yield slice_(event.node.name, "communication", lane_of(event.node, spec), event.begin, duration, **args)
     if scheduled.memory is not None:
         yield from _memory(graph, timeline, scheduled.memory, begin)
 

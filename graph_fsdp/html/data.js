@@ -1,0 +1,61 @@
+// What the page knows: read once from the deflated JSON.
+async function readData() {
+  const packed = atob(document.getElementById("data").textContent.trim());
+  const bytes = Uint8Array.from(packed, (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const data = JSON.parse(await new Response(stream).text());
+  if (data.format !== 1) throw new Error(`the data has format ${data.format}, this page reads 1`);
+  return data;
+}
+
+const formatBytes = (n) => {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (Math.abs(n) >= 1000 && unit < units.length - 1) { n /= 1000; unit++; }
+  return `${unit ? n.toFixed(n < 10 ? 2 : 1) : n} ${units[unit]}`;
+};
+
+const formatTime = (us) => {
+  if (us >= 1e6) return `${(us / 1e6).toFixed(3)} s`;
+  if (us >= 1e3) return `${(us / 1e3).toFixed(us < 1e4 ? 3 : 1)} ms`;
+  return `${us.toFixed(us < 10 ? 2 : 1)} µs`;
+};
+
+// The index of the last value that is not above `wanted`, by `value(index)`; -1 if all are.
+function lastAtMost(length, value, wanted) {
+  let low = 0, high = length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (value(middle) <= wanted) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+function element(tag, text = "", attributes = {}) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function tableRow(cells, tag = "td", textCells = 1) {
+  const row = document.createElement("tr");
+  cells.forEach((cell, n) => row.append(element(tag, cell ?? "-", n < textCells ? { class: "text" } : {})));
+  return row;
+}
+
+// Everything about one node, as lines of text.
+function describeNode(data, graph, node) {
+  const string = (n) => (n < 0 ? null : data.strings[n]);
+  const lines = [graph.names[node], string(graph.operators[node])];
+  const record = graph.records[node];
+  if (record) {
+    const [role, unit, bucket, nbytes, count] = record;
+    lines.push(`${role} of ${bucket || unit}: ${formatBytes(nbytes)}, ${count} parameter${count === 1 ? "" : "s"}`);
+  }
+  const module = string(graph.modules[node]);
+  if (module !== null) lines.push(`module ${module || "(the model)"}`);
+  const source = string(graph.sources[node]);
+  if (source !== null) lines.push(source);
+  return lines.filter((line) => line !== null);
+}

@@ -1,0 +1,215 @@
+// The timeline: a lane for compute, one for each lane of communication, and the bytes held below them.
+const LANE = 30, GAP = 6, LABEL = 150, MEMORY = 130, AXIS = 20;
+const PALETTE = ["#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#ee8866", "#44bb99", "#99aabb"];
+
+class Timeline {
+  constructor(canvas, data, onHover, onSelect) {
+    this.canvas = canvas;
+    this.data = data;
+    this.lanes = ["compute", ...new Set(data.graphs.flatMap((g) => g.communication.map((e) => data.strings[e[1]])))];
+    this.height = AXIS + this.lanes.length * (LANE + GAP) + GAP + MEMORY + 8;
+    this.end = Math.max(...data.graphs.map((g) => g.begin + g.seconds * 1e6), 1e-3);
+    this.slices = this.lanes.map((lane, n) => this.collect(lane, n));
+    this.peak = Math.max(1, ...data.graphs.map((g) => (g.memory ? g.memory.peak : 0)));
+    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? g.memory.categories : [])))];
+    this.marked = null; // "graph:node" → true while a parameter is looked at
+    this.view = [0, this.end];
+    canvas.style.height = `${this.height}px`;
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    this.listen(onHover, onSelect);
+  }
+
+  // [graph, node, begin, duration, is exposed], sorted by begin.
+  collect(lane, number) {
+    const found = [];
+    this.data.graphs.forEach((graph, g) => {
+      if (number === 0) {
+        for (const [node, begin, duration] of graph.compute) found.push([g, node, begin, duration, false]);
+        for (const [node, begin, duration] of graph.waits) found.push([g, node, begin, duration, true]);
+      } else {
+        for (const [node, name, begin, duration] of graph.communication)
+          if (this.data.strings[name] === lane) found.push([g, node, begin, duration, false]);
+      }
+    });
+    return found.sort((a, b) => a[2] - b[2]);
+  }
+
+  x(time) { return LABEL + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - LABEL); }
+  time(x) { return this.view[0] + ((x - LABEL) / (this.width - LABEL)) * (this.view[1] - this.view[0]); }
+  top(lane) { return AXIS + GAP + lane * (LANE + GAP); }
+  memoryTop() { return this.top(this.lanes.length); }
+
+  zoom(factor, around = (this.view[0] + this.view[1]) / 2) {
+    const span = Math.min(this.end, Math.max((this.view[1] - this.view[0]) * factor, this.end / 1e6));
+    const share = (around - this.view[0]) / (this.view[1] - this.view[0]);
+    this.show(around - share * span, span);
+  }
+
+  show(begin, span) {
+    begin = Math.max(0, Math.min(begin, this.end - span));
+    this.view = [begin, begin + span];
+    this.draw();
+  }
+
+  showNode(g, node) {
+    const graph = this.data.graphs[g];
+    const found = this.slices.flat().find((s) => s[0] === g && s[1] === node);
+    const at = found ? found[2] + found[3] / 2 : graph.begin;
+    const span = Math.min(this.end, Math.max(found ? found[3] * 12 : 0, this.end / 40));
+    this.show(at - span / 2, span);
+  }
+
+  color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  laneColor(lane) { return lane === 0 ? this.color("--compute") : PALETTE[(lane * 2) % PALETTE.length]; }
+
+  draw() {
+    const ratio = devicePixelRatio || 1;
+    this.width = this.canvas.clientWidth;
+    if (!this.width) return;
+    this.canvas.width = this.width * ratio;
+    this.canvas.height = this.height * ratio;
+    const c = this.canvas.getContext("2d");
+    c.scale(ratio, ratio);
+    c.font = "12px system-ui, sans-serif";
+    c.textBaseline = "middle";
+    this.drawAxis(c);
+    this.lanes.forEach((lane, n) => this.drawLane(c, lane, n));
+    this.drawMemory(c);
+    const span = this.view[1] - this.view[0];
+    document.getElementById("range").textContent = `${formatTime(span)} of ${formatTime(this.end)}`;
+  }
+
+  drawAxis(c) {
+    const span = this.view[1] - this.view[0];
+    const step = 10 ** Math.floor(Math.log10(span / 4));
+    const unit = [1, 2, 5, 10].map((n) => n * step).find((n) => span / n <= 9) ?? step * 10;
+    c.fillStyle = this.color("--faint");
+    for (let t = Math.ceil(this.view[0] / unit) * unit; t <= this.view[1]; t += unit) {
+      c.fillText(formatTime(t), this.x(t) + 3, AXIS / 2);
+      c.fillRect(this.x(t), 0, 0.5, this.height);
+    }
+    for (const graph of this.data.graphs) {
+      const x = Math.max(LABEL, this.x(graph.begin));
+      c.fillStyle = this.color("--select");
+      if (graph.begin >= this.view[0] && graph.begin <= this.view[1]) c.fillRect(x, 0, 1.5, this.height);
+    }
+  }
+
+  drawLane(c, lane, number) {
+    const top = this.top(number), slices = this.slices[number];
+    c.fillStyle = this.color("--fore");
+    c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
+    const first = Math.max(0, lastAtMost(slices.length, (n) => slices[n][2], this.view[0]));
+    let drawn = -1; // pixels up to here are filled: what is narrower is left out
+    for (let n = first; n < slices.length && slices[n][2] <= this.view[1]; n++) {
+      const [g, node, begin, duration, exposed] = slices[n];
+      const left = Math.max(LABEL, this.x(begin)), right = Math.min(this.width, this.x(begin + duration));
+      const marked = this.marked && this.marked.has(`${g}:${node}`);
+      if (right < LABEL || (right - drawn < 0.6 && !marked)) continue;
+      const width = Math.max(right - left, marked ? 3 : 0.6);
+      drawn = left + width;
+      c.globalAlpha = this.marked && !marked ? 0.25 : 1;
+      c.fillStyle = exposed ? this.color("--exposed") : marked ? this.color("--select") : this.laneColor(number);
+      c.fillRect(left, top, width - (width > 3 ? 0.6 : 0), LANE);
+      if (width > 40) {
+        c.fillStyle = "#ffffff";
+        c.fillText(this.fitted(c, this.data.graphs[g].names[node], width - 8), left + 4, top + LANE / 2);
+      }
+    }
+    c.globalAlpha = 1;
+  }
+
+  fitted(c, text, width) {
+    const letters = Math.floor(width / 6.2);
+    return text.length <= letters ? text : letters > 3 ? `${text.slice(0, letters - 1)}…` : "";
+  }
+
+  drawMemory(c) {
+    const top = this.memoryTop(), bottom = top + MEMORY;
+    c.fillStyle = this.color("--fore");
+    c.fillText("memory", 8, top + 8);
+    c.fillStyle = this.color("--faint");
+    c.fillText(`peak ${formatBytes(this.peak)}`, 8, top + 26);
+    this.data.graphs.forEach((graph) => {
+      if (!graph.memory) return;
+      const { times, values, categories } = graph.memory;
+      const first = Math.max(0, lastAtMost(times.length, (n) => times[n], this.view[0]));
+      const end = graph.begin + graph.seconds * 1e6;
+      let column = -1, most = null, mostTotal = -1;
+      const flush = (left, right) => {
+        if (most === null) return;
+        let y = bottom;
+        categories.forEach((category, k) => {
+          const h = (most[k] / this.peak) * MEMORY;
+          c.fillStyle = PALETTE[this.categories.indexOf(category) % PALETTE.length];
+          c.fillRect(left, y - h, Math.max(right - left, 0.6), h);
+          y -= h;
+        });
+      };
+      for (let n = first; n < times.length && times[n] <= this.view[1]; n++) {
+        const left = Math.max(LABEL, this.x(times[n]));
+        const right = Math.min(this.width, this.x(n + 1 < times.length ? times[n + 1] : end));
+        const total = values[n].reduce((a, b) => a + b, 0);
+        if (Math.floor(left) !== column) { most = null; mostTotal = -1; column = Math.floor(left); }
+        if (total > mostTotal) { most = values[n]; mostTotal = total; flush(left, right); } else if (right - left >= 1) {
+          most = values[n]; flush(left, right);
+        }
+      }
+      const at = times[lastAtMost(graph.memory.positions.length, (n) => graph.memory.positions[n], graph.memory.peak_position)];
+      if (at >= this.view[0] && at <= this.view[1]) {
+        c.fillStyle = this.color("--exposed");
+        c.fillRect(this.x(at), top - 4, 1.5, MEMORY + 4);
+      }
+    });
+  }
+
+  // What lies under a point: {graph, node} or {graph, memory: index} or null.
+  at(px, py) {
+    const time = this.time(px);
+    if (px < LABEL) return null;
+    const lane = Math.floor((py - AXIS - GAP) / (LANE + GAP));
+    if (lane >= 0 && lane < this.lanes.length && py - this.top(lane) <= LANE) {
+      const slices = this.slices[lane];
+      const near = lastAtMost(slices.length, (n) => slices[n][2], time + 1.5 * (this.time(1) - this.time(0)));
+      const found = slices[near];
+      const slack = 2 * (this.time(1) - this.time(0));
+      return found && time <= found[2] + found[3] + slack ? { graph: found[0], node: found[1], slice: found } : null;
+    }
+    if (py >= this.memoryTop() && py <= this.memoryTop() + MEMORY) {
+      const g = lastAtMost(this.data.graphs.length, (n) => this.data.graphs[n].begin, time);
+      const memory = g >= 0 && this.data.graphs[g].memory;
+      if (memory) return { graph: g, memory: Math.max(0, lastAtMost(memory.times.length, (n) => memory.times[n], time)) };
+    }
+    return null;
+  }
+
+  listen(onHover, onSelect) {
+    const canvas = this.canvas;
+    let dragged = null, moved = false;
+    const point = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      const span = this.view[1] - this.view[0];
+      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.show(this.view[0] + ((event.deltaX || event.deltaY) / this.width) * span, span);
+      else this.zoom(Math.exp(event.deltaY * 0.002), this.time(Math.max(LABEL, point(event)[0])));
+    }, { passive: false });
+    canvas.addEventListener("pointerdown", (event) => { dragged = [point(event)[0], this.view[0]]; moved = false; canvas.setPointerCapture(event.pointerId); });
+    canvas.addEventListener("pointermove", (event) => {
+      const [px, py] = point(event);
+      if (dragged) {
+        const span = this.view[1] - this.view[0];
+        moved = moved || Math.abs(px - dragged[0]) > 3;
+        if (moved) this.show(dragged[1] - ((px - dragged[0]) / (this.width - LABEL)) * span, span);
+      }
+      onHover(this.at(px, py), event);
+    });
+    canvas.addEventListener("pointerup", (event) => { if (!moved) onSelect(this.at(...point(event))); dragged = null; });
+    canvas.addEventListener("pointerleave", (event) => onHover(null, event));
+    canvas.addEventListener("keydown", (event) => {
+      const span = this.view[1] - this.view[0];
+      const keys = { "+": () => this.zoom(0.6), "=": () => this.zoom(0.6), "-": () => this.zoom(1.6), 0: () => this.show(0, this.end), ArrowLeft: () => this.show(this.view[0] - span / 8, span), ArrowRight: () => this.show(this.view[0] + span / 8, span) };
+      if (keys[event.key]) { keys[event.key](); event.preventDefault(); }
+    });
+  }
+}

@@ -1,0 +1,195 @@
+"""``GraphReport.save``: the report as one page that needs no network.
+
+The page's data is JSON, deflated and in base64: texts of graphs repeat themselves, and a model of a thousand layers
+has millions of lines in all its stages. A stage is kept as its difference to the one before. The page's own script
+(``html/``) draws what is looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from torch import fx
+
+from graph_fsdp.line_diff import line_diff
+from graph_fsdp.parameter_life import ParameterLife, lives
+from graph_fsdp.passes import dialect
+from graph_fsdp.passes.memory import CATEGORIES, MemoryProfile
+from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.source_lines import module_name, source_line
+from graph_fsdp.trace_events import ScheduledGraph, lane_of
+
+if TYPE_CHECKING:
+    from graph_fsdp.report import GraphReport, GraphView
+
+FORMAT = 1  # of the data; a script reads its own
+_SCRIPTS = ("data.js", "timeline.js", "stages.js", "page.js")
+_MICROSECONDS = 1e6
+
+
+def html_page(report: GraphReport, views: Sequence[tuple[int, GraphView]], sources: Sequence[GraphView]) -> str:
+    """The page. ``views``: the graphs of the timeline, after all passes, each with the number of its capture.
+    ``sources``: those that they were made of, whose stages are shown too."""
+    data = _Data(report.spec)
+    scheduled = [view.scheduled() for _, view in views]
+    cost = scheduled[0].cost
+    begins = [sum(s.timeline.seconds for s in scheduled[:n]) * _MICROSECONDS for n in range(len(scheduled))]
+    graphs = [
+        {**data.graph(s, view, begin), "stages": _stages(view)}
+        for s, (_, view), begin in zip(scheduled, views, begins, strict=True)
+    ]
+    spec = report.spec
+    page = {
+        "format": FORMAT,
+        "hardware": cost.hardware.name,
+        "ranks": spec.world_size * spec.replicas,
+        "parameters": len(spec.parameters),
+        "buckets": len(spec.buckets),
+        "graphs": graphs,
+        "sources": [{"phase": view.phase, "stages": _stages(view)} for view in sources],
+        "lives": data.lives(lives(spec, [(index, s.graph) for (index, _), s in zip(views, scheduled, strict=True)])),
+        "strings": list(data.strings),
+    }
+    packed = base64.b64encode(zlib.compress(json.dumps(page, separators=(",", ":")).encode(), 6)).decode()
+    return _template().render(
+        title=f"graph_fsdp: {page['parameters']} parameters on {page['ranks']} ranks",
+        style=_asset("report.css"),
+        script="\n".join(map(_asset, _SCRIPTS)),
+        data=packed,
+    )
+
+
+class _Data:
+    """Makes plain lists of graphs. ``strings``: each text once; elsewhere stands its number, -1 for none."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.strings: dict[str, int] = {}
+
+    def string(self, text: str | None) -> int:
+        return -1 if text is None else self.strings.setdefault(text, len(self.strings))
+
+    def graph(self, scheduled: ScheduledGraph, view: GraphView, begin: float) -> dict[str, Any]:
+        graph, timeline = scheduled.graph, scheduled.timeline
+        nodes = graph.nodes
+        seconds = scheduled.cost.graph_seconds(graph)
+        position = {node: index for index, node in enumerate(nodes)}
+        events = {event.node: event for event in timeline.events}
+        starts = [begin + timeline.starts[node] * _MICROSECONDS for node in nodes]
+        compute, waits = [], []
+        for index, node in enumerate(nodes):
+            if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
+                waited = events[node.args[0]].exposed  # type: ignore[index]
+                if waited:
+                    waits.append([index, starts[index], waited * _MICROSECONDS])
+            elif node not in events and seconds[node]:
+                compute.append([index, starts[index], seconds[node] * _MICROSECONDS])
+        return {
+            "phase": graph.phase,
+            "begin": begin,
+            "seconds": timeline.seconds,
+            "compute_seconds": timeline.compute,
+            "communication_seconds": timeline.communication,
+            "exposed_seconds": timeline.exposed,
+            "names": [node.name for node in nodes],
+            "operators": [self.string(_operator(node)) for node in nodes],
+            "modules": [self.string(module_name(node)) for node in nodes],
+            "sources": [self.string(_source(node)) for node in nodes],
+            "compute": _rounded(compute),
+            "waits": _rounded(waits),
+            "communication": [
+                [
+                    position[event.node],
+                    self.string(lane_of(event.node, self.spec)),
+                    round(begin + event.begin * _MICROSECONDS, 3),
+                    round((event.end - event.begin) * _MICROSECONDS, 3),
+                    round(event.exposed * _MICROSECONDS, 3),
+                ]
+                for event in timeline.events
+            ],
+            "records": {index: self.record(node) for index, node in enumerate(nodes) if dialect.record(node)},
+            "rows": [
+                [
+                    *(self.string(row.name), row.kind, len(row.parameters), row.nbytes),
+                    *(row.start, row.wait, row.first_use, "kept" if row.escapes else row.free),
+                ]
+                for row in view.buckets
+            ],
+            "memory": _memory(scheduled.memory, starts) if scheduled.memory is not None else None,
+        }
+
+    def record(self, node: fx.Node) -> list[Any]:
+        found = dialect.record(node)
+        assert found is not None
+        return [found.role.value, found.unit or "root", found.bucket, found.nbytes, len(found.params)]
+
+    def lives(self, found: dict[str, ParameterLife]) -> dict[str, Any]:
+        """Parameter → what it is, and (graph, position, kind) of each event: which graph of the page, by phase."""
+        return {
+            name: [str(life).split("\n", 1)[0], [[e.phase, e.position, self.string(e.kind)] for e in life.events]]
+            for name, life in found.items()
+        }
+
+
+def _stages(view: GraphView) -> list[dict[str, Any]]:
+    stages = []
+    before: list[str] = []
+    for stage in view.stages.values():
+        lines = stage.body.splitlines()
+        added: list[str] = []
+        position = 0
+        changes = line_diff(before, lines)
+        for kind, count in changes:
+            if kind == "added":
+                added += lines[position : position + count]
+            position += count if kind != "removed" else 0
+        stages.append({"name": stage.name, "header": stage.header, "changes": changes, "added": added})
+        before = lines
+    return stages
+
+
+def _memory(memory: MemoryProfile, starts: list[float]) -> dict[str, Any]:
+    """Bytes by category, where any of them changes."""
+    categories = [c for c in CATEGORIES if c in memory.timeline]
+    rows = list(zip(*(memory.timeline[c] for c in categories), strict=True))
+    changed = [n for n, row in enumerate(rows) if n == 0 or row != rows[n - 1]]
+    return {
+        "categories": categories,
+        "positions": changed,
+        "times": [round(starts[n], 3) for n in changed],
+        "values": [rows[n] for n in changed],
+        "peak": memory.peak,
+        "peak_position": memory.peak_index,
+        "holders": [[holder.node, holder.category, holder.nbytes] for holder in memory.holders],
+    }
+
+
+def _operator(node: fx.Node) -> str:
+    return node.op if node.op in ("placeholder", "output") else str(node.target)
+
+
+def _source(node: fx.Node) -> str | None:
+    found = source_line(node)
+    return None if found is None else f"{found.file}:{found.line}  {found.code}"
+
+
+def _rounded(rows: Iterable[list[float]]) -> list[list[float]]:
+    return [[round(value, 3) for value in row] for row in rows]
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(_asset("report.html"))
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return resources.files("graph_fsdp").joinpath("html", name).read_text(encoding="utf-8")
