@@ -23,6 +23,7 @@ from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Snapshot, Stage
+from graph_fsdp.passes.stage_log import log_stage
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.cost import CostModel, Hardware
@@ -339,6 +340,8 @@ def add_stage(
 ) -> None:
     begin = time.perf_counter()
     snapshot = Snapshot(graph.fx_graph)
-    context.stages[graph.phase][name] = Stage(
+    stage = Stage(
         name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
     )
+    context.stages[graph.phase][name] = stage
+    log_stage(stage)

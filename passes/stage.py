@@ -65,8 +65,12 @@ class Stage:
         return self.snapshot.copy()
 
     @property
+    def title(self) -> str:
+        return f"{self.phase} graph after pass {self.name!r} ({self.seconds * 1e3:.1f} ms)"
+
+    @property
     def header(self) -> str:
-        lines = [f"# {self.phase} graph after pass {self.name!r} ({self.seconds * 1e3:.1f} ms)"]
+        lines = [f"# {self.title}"]
         return "\n".join([*lines, *(f"# {line}" for line in (self.summary or "").splitlines())])
 
     @cached_property

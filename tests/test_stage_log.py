@@ -1,0 +1,60 @@
+"""What TORCH_LOGS and TORCH_TRACE show of the passes. In processes of their own: torch reads both when imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import torch
+from models import MLP
+import graph_fsdp
+model = graph_fsdp.compile(MLP(), backend="eager")
+model(torch.ones(4, 16)).sum().backward()
+print(graph_fsdp.inspect(model).backward.stages["bucket"].code, end="")
+"""
+
+
+def run(**environment: str) -> tuple[str, str]:
+    """What the program printed, and what was logged."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environment}
+    for name in ("TORCH_LOGS", "TORCH_TRACE"):
+        if name not in environment:
+            variables.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, timeout=200, check=True
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("level", ["graph_fsdp", "+graph_fsdp"])
+def test_torch_logs(level: str) -> None:
+    code, logged = run(TORCH_LOGS=level)
+    assert "backward graph after pass 'bucket'" in logged and "forward graph after pass 'free'" in logged
+    body = code.splitlines()[-3:]
+    assert all((line in logged) == level.startswith("+") for line in body)
+
+
+def test_torch_trace(tmp_path: Path) -> None:
+    code, _ = run(TORCH_TRACE=str(tmp_path))
+    (log,) = tmp_path.iterdir()
+    text = log.read_text()
+    names = []
+    for line in text.splitlines():
+        if '"artifact"' in line and line.startswith("V"):
+            record = json.loads(line[line.index("{") :])
+            if record["artifact"]["name"].startswith("graph_fsdp_"):
+                names.append(record["artifact"]["name"])
+                assert record["frame_id"] == 0  # of the compilation that it belongs to
+    assert names[:2] == ["graph_fsdp_capture_insert_gathers", "graph_fsdp_joint_annotate"]
+    assert "graph_fsdp_backward_bucket" in names and "graph_fsdp_forward_free" in names
+    assert "".join(f"\t{line}\n" for line in code.splitlines()) in text
+
+
+def test_nothing_is_logged_unless_asked_for() -> None:
+    assert "graph after pass" not in run()[1]
