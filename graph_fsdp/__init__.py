@@ -18,6 +18,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
+from graph_fsdp.planning import Plan, plan
 from graph_fsdp.profile_report import Profile
 from graph_fsdp.profiling import profile
 from graph_fsdp.report import GraphReport, inspect
@@ -37,6 +38,7 @@ __all__ = [
     "MeshError",
     "MetaDeviceError",
     "ParameterChangedError",
+    "Plan",
     "Profile",
     "RankDisagreement",
     "SettingError",
@@ -46,6 +48,7 @@ __all__ = [
     "compile",
     "inspect",
     "passes",
+    "plan",
     "profile",
     "unsharded",
 ]

@@ -147,7 +147,7 @@ def test_no_process_group_is_left_behind() -> None:
 
 def test_a_process_group_of_the_same_size_is_used_and_one_of_another_refused(fake_group: dist.ProcessGroup) -> None:
     trace(Net, (torch.randn(4, 24),), world_size=8, backend="eager")
-    with pytest.raises(graph_fsdp.MeshError, match="world_size is 64 and the default process group has 8 ranks"):
+    with pytest.raises(graph_fsdp.MeshError, match="the mesh has 64 ranks and the default process group has 8 ranks"):
         trace(Net, (torch.randn(4, 24),), world_size=64, backend="eager")
     assert dist.group.WORLD is fake_group
 

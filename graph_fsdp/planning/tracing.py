@@ -1,4 +1,4 @@
-"""Planning: the graphs of a model on any number of ranks, from one process without devices or weights.
+"""The graphs of a model on any number of ranks, from one process without devices or weights.
 
 [Note: tensors without memory]
 A model is built on the meta device, and each of its tensors replaced by one of the same shape, on the device that
@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graph_fsdp.api import compile
 from graph_fsdp.capture import PassesHaveRun
@@ -54,20 +55,23 @@ def trace(
     model_fn: Callable[[], nn.Module],
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     *,
-    world_size: int,
+    world_size: int | None = None,
+    mesh_shape: Sequence[int] | None = None,
     device: str | torch.device | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     **compile_options: Any,
 ) -> Traced:
-    """The forward and backward graph of a model on ``world_size`` ranks, after all passes, as rank 0 has them.
+    """The forward and backward graph of a model on a mesh of ranks, after all passes, as rank 0 has them.
 
     Allocates no parameter, shard or activation: a model of any size takes the memory of its graphs. The default
-    process group must be free (a fake one takes its place for the time of the call) or have ``world_size`` ranks.
+    process group must be free (a fake one takes its place for the time of the call) or have as many ranks.
 
     Args:
         model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
         example_inputs: positional, or a mapping of keyword arguments. Tensors may be on any device, the meta device
             too; only their shapes and dtypes count, and they are not changed.
+        world_size: ranks that parameters are sharded over.
+        mesh_shape: instead, ``(ranks that shard,)`` or ``(replicas, ranks that shard)``.
         device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. Without a GPU
             a graph for it cannot be had: autograd asks the device for its streams even when tracing. The CPU's graph
             has the same collectives; attention is ``_scaled_dot_product_flash_attention_for_cpu`` in it.
@@ -80,8 +84,7 @@ def trace(
         UnsupportedError: torch has no ``device`` here, or the model is no single graph (``fullgraph=False``).
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
+    shape = _mesh_shape(world_size, mesh_shape)
     if not isinstance(example_inputs, (tuple, list, Mapping)):
         raise TypeError(
             "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
@@ -101,11 +104,13 @@ def trace(
     if loss is not None:
         model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))
     compile_options.pop("param_init_fn", None)
-    with _process_group(world_size), models_not_counted():
-        mesh = init_device_mesh(target.type, (world_size,)) if world_size > 1 else None
+    with _process_group(math.prod(shape)), models_not_counted():
+        mesh = _mesh(target.type, shape)
         compile(model, mesh, **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
         engine.run_passes_only = True
+        if (dtype := model.__dict__["_graph_fsdp_casts"].input_dtype) is not None:  # nothing can be cast without memory
+            inputs = compat.tree_map_only(Tensor, functools.partial(_in_dtype, dtype), inputs)
         try:
             model(**inputs) if by_name else model(*inputs)
         except PassesHaveRun as end:
@@ -115,6 +120,30 @@ def trace(
                 report.graphs[-1].view(phase).memory = memory_profile(graph, end.context)
             return Traced(graphs, end.context, report)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
+
+
+def _mesh_shape(world_size: Any, mesh_shape: Any) -> tuple[int, ...]:
+    if (world_size is None) == (mesh_shape is None):
+        raise ValueError("mesh_shape or world_size: give one of them")
+    if mesh_shape is None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
+        return (world_size,)
+    sizes = tuple(mesh_shape) if isinstance(mesh_shape, Sequence) and not isinstance(mesh_shape, str) else ()
+    if len(sizes) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(
+            "mesh_shape must be (ranks that shard,) or (replicas, ranks that shard), each 1 or more, got "
+            f"{mesh_shape!r}"
+        )
+    return sizes
+
+
+def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh | None:
+    if math.prod(shape) == 1:
+        return None
+    if len(shape) == 1 or shape[0] == 1:
+        return init_device_mesh(device_type, shape[-1:])
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 class _Composed:
@@ -143,8 +172,8 @@ def _process_group(world_size: int) -> Iterator[None]:
             yield
     elif dist.get_world_size() != world_size:
         raise MeshError(
-            f"world_size is {world_size} and the default process group has {dist.get_world_size()} ranks; plan before "
-            "init_process_group or in a process of its own"
+            f"the mesh has {world_size} ranks and the default process group has {dist.get_world_size()} ranks; plan "
+            "before init_process_group or in a process of its own"
         )
     else:
         yield
@@ -177,3 +206,9 @@ def _without_memory(value: Tensor, device: torch.device) -> Tensor:
     if value.numel() <= 1:  # Dynamo reads the values of integer scalars (BatchNorm counts its batches in one)
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return compat.without_memory(value.shape, value.dtype, device)
+
+
+def _in_dtype(dtype: torch.dtype, value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        return value
+    return value.to(dtype) if value.numel() <= 1 else compat.without_memory(value.shape, dtype, value.device)

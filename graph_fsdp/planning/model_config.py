@@ -1,0 +1,98 @@
+"""Models to plan: from a Python callable, or from a Hugging Face ``config.json``, without weights."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graph_fsdp.errors import UnsupportedError
+
+Inputs = dict[str, Tensor] | tuple[Any, ...]
+
+
+def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Module], Inputs]:
+    """What builds a model, and inputs of it, on the meta device.
+
+    Args:
+        model: ``"package.module:function"`` or ``"file.py:function"``: a function without arguments that returns a
+            module, or a module and its inputs (a tuple or a dict), of one rank. Or the path of a Hugging Face
+            ``config.json``: a causal language model, trained on ``batch`` rows of ``length`` tokens.
+
+    Raises:
+        ValueError: there is no such file or function, or the configuration's architecture is not known.
+    """
+    path, separator, name = model.rpartition(":")
+    if not separator or model.endswith(".json"):
+        return _from_config(Path(model), batch, length)
+    function = getattr(_module(path), name, None)
+    if not callable(function):
+        raise ValueError(f"model: {path} has no function {name!r}")
+    with torch.device("meta"):
+        made = function()
+    if isinstance(made, nn.Module):
+        return lambda: _built(function), _tokens(batch, length)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"model: {model} must return a module, or a module and its inputs, it returned {made!r}")
+    inputs = made[1] if isinstance(made[1], (tuple, dict)) else (made[1],)
+    return lambda: _built(function), inputs
+
+
+def _built(function: Callable[[], Any]) -> nn.Module:
+    made = function()
+    return made if isinstance(made, nn.Module) else made[0]
+
+
+def _module(path: str) -> ModuleType:
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise ValueError(f"model: there is no file {path!r}")
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model: there is no module {path!r} ({error}); name one, or a file.py:function") from error
+
+
+def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.Module], Inputs]:
+    if not path.is_file():
+        raise ValueError(
+            f"model: there is no file {str(path)!r}; give a config.json, module:function or file.py:function"
+        )
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model: {path} is no JSON: {error}") from error
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError("model: a config.json needs transformers; pip install transformers") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(
+            f"model: {path} has model_type {kind!r}, which transformers {transformers.__version__} has not"
+        )
+    config = known[kind].from_dict({**fields, "use_cache": False})
+
+    def build() -> nn.Module:
+        # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    return build, {"input_ids": tokens, "labels": tokens}
+
+
+def _tokens(batch: int, length: int) -> Inputs:
+    return (torch.zeros(batch, length, dtype=torch.long, device="meta"),)

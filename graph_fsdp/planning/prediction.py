@@ -1,0 +1,218 @@
+"""``graph_fsdp.plan``: what a training step takes on a cluster that is not there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes.kernels import graph_work
+from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.planning.tracing import Traced, trace
+from graph_fsdp.report import GraphReport
+
+Optimizer = Literal["adamw", "sgd", "momentum", None]
+
+# Optimizer → (values that it keeps per parameter, how often a step reads or writes a value per parameter: the
+# parameter, its gradient and each that is kept, read and, but for the gradient, written).
+_OPTIMIZERS: dict[Optimizer, tuple[int, int]] = {None: (0, 0), "sgd": (0, 3), "momentum": (1, 5), "adamw": (2, 7)}
+_GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
+
+
+class Plan(GraphReport):
+    """The report on graphs that were planned and did not run, with what a training step of theirs takes. Everything is
+    of one rank, predicted by the cost and the memory model. Seconds and bytes."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        hardware: Hardware,
+        mesh_shape: Sequence[int],
+        optimizer: Optimizer,
+        tokens: int | None,
+        rows: int | None,
+    ) -> None:
+        """``tokens`` and ``rows``: of the batch of one rank."""
+        self.__dict__.update(traced.report.__dict__)
+        self.hardware, self.mesh_shape, self.optimizer = hardware, tuple(mesh_shape), optimizer
+        self.tokens, self.rows = tokens, rows
+        self._graphs = [*traced.graphs.values()]
+        self._views = [self._latest(graph.phase) for graph in self._graphs]
+
+    # Time
+
+    @property
+    def graph_seconds(self) -> dict[str, float]:
+        """Phase → seconds of its graph."""
+        return {view.phase: view.scheduled().timeline.seconds for view in self._views}
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(view.scheduled().timeline.compute for view in self._views)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """In which the device waits for communication."""
+        return sum(view.scheduled().timeline.exposed for view in self._views)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Of a fused optimizer, which reads and writes each value once."""
+        if len(self._graphs) < 2:
+            return 0.0
+        _, traffic = _OPTIMIZERS[self.optimizer]
+        sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+        return traffic * _trainable_nbytes(self.spec) / sustained
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.graph_seconds.values()) + self.optimizer_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Per rank; None where no input looks like tokens."""
+        return None if self.tokens is None else self.tokens / self.step_seconds
+
+    @property
+    def model_flops(self) -> int:
+        """Of the model's own matrix multiplications in a step: forward's, three times in training. What backward
+        computes again does not count."""
+        forward = next((graph for graph in self._graphs if graph.phase == "forward"), None)
+        if forward is None:
+            return _flops(self._graphs[0])
+        return _GRADIENT_PASSES * _flops(forward)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation (Chowdhery et al. 2022): of the device's peak in the dtype of the parameters."""
+        dtypes = [p.param_dtype for p in self.spec.parameters.values()]
+        dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
+        return self.model_flops / (self.step_seconds * self.hardware.peak_flops(dtype))
+
+    # Memory
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Category → bytes where the most are held; "optimizer" is its state."""
+        found = [view.memory for view in self._views if view.memory is not None]
+        highest = max(found, key=lambda memory: memory.peak)
+        kept, _ = _OPTIMIZERS[self.optimizer]
+        state = kept * _trainable_nbytes(self.spec) if len(self._graphs) > 1 else 0
+        parts: dict[str, int] = {category: nbytes for category, nbytes in highest.by_category.items()}
+        return {**parts, "optimizer": state} if state else parts
+
+    @property
+    def peak_nbytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_nbytes <= self.hardware.memory
+
+    def summary(self) -> dict[str, Any]:
+        """What a plan comes to; ``json.dumps`` takes it."""
+        return {
+            "hardware": self.hardware.name,
+            "mesh_shape": list(self.mesh_shape),
+            "parameters": sum(math.prod(p.shape) for p in self.spec.parameters.values()),
+            "step_seconds": self.step_seconds,
+            **{f"{phase}_seconds": seconds for phase, seconds in self.graph_seconds.items()},
+            "optimizer_seconds": self.optimizer_seconds,
+            "compute_seconds": self.compute_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "rows_per_second": None if self.rows is None else self.rows / self.step_seconds,
+            "model_flops": self.model_flops,
+            "mfu": self.mfu,
+            "peak_nbytes": self.peak_nbytes,
+            "memory": self.memory,
+            "fits": self.fits,
+        }
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.mesh_shape))
+        numel = sum(math.prod(p.shape) for p in self.spec.parameters.values())
+        seconds = ", ".join(f"{phase} {s * 1e3:,.1f}" for phase, s in self.graph_seconds.items())
+        speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
+        held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
+        room = "fits" if self.fits else "does not fit"
+        lines = [
+            f"plan: {numel:,} parameters on a mesh of {shape} {self.hardware.name}",
+            f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
+            f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
+            f"  {speed}{self.mfu:.1%} MFU",
+            f"  peak {self.peak_nbytes / 1e9:.2f} GB, {room} in {self.hardware.memory / 1e9:.0f}: {held}",
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def plan(
+    model_fn: Callable[[], nn.Module],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    mesh_shape: Sequence[int],
+    hardware: str | Hardware,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer = "adamw",
+    **compile_options: Any,
+) -> Plan:
+    """What a training step of a model takes on a mesh of ranks: the report of ``graph_fsdp.inspect``, with predicted
+    times and bytes, without devices, weights or other processes.
+
+    Args:
+        model_fn: builds the model, on the meta device.
+        example_inputs: of one rank: positional, or a mapping of keyword arguments.
+        mesh_shape: ``(ranks that shard,)``, or ``(replicas, ranks that shard)``.
+        hardware: of every rank: a name of ``graph_fsdp.passes.HARDWARE``, or a description.
+        loss: of the model's outputs; None if the model computes it.
+        optimizer: whose state and time count: "adamw", "sgd", "momentum" (SGD with it), None for none.
+        compile_options: of :func:`graph_fsdp.compile`.
+
+    Raises:
+        ValueError: an argument has a value that cannot be; on hardware, says which is known.
+        All that :func:`graph_fsdp.planning.trace` raises.
+    """
+    described = find_hardware(hardware)
+    if optimizer not in _OPTIMIZERS:
+        known = ", ".join(map(repr, _OPTIMIZERS))
+        raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
+    passes = compile_options.pop("passes", None)
+    if passes is None:
+        passes = default_pipeline(hardware=described)
+    elif not isinstance(passes, PassPipeline):
+        raise TypeError(f"passes must be a PassPipeline, got {type(passes).__name__}")
+    elif passes.hardware is None:
+        passes = PassPipeline(passes.passes, hardware=described, measured=passes.measured)
+    elif find_hardware(passes.hardware) != described:
+        raise ValueError(
+            f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
+            "give both the same"
+        )
+    traced = trace(model_fn, example_inputs, mesh_shape=mesh_shape, loss=loss, passes=passes, **compile_options)
+    tokens, rows = _sizes(example_inputs)
+    return Plan(traced, described, mesh_shape, optimizer, tokens, rows)
+
+
+def _sizes(inputs: Any) -> tuple[int | None, int | None]:
+    """Tokens and rows of a batch: the first tensor of integers in two dimensions has the tokens, the first tensor of
+    all the rows."""
+    leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+    return tokens, next((t.shape[0] for t in tensors if t.dim()), None)
+
+
+def _flops(graph: Graph) -> int:
+    return sum(work.flops for work in graph_work(graph, fused=True).values())
+
+
+def _trainable_nbytes(spec: ModelSpec) -> int:
+    """Of the shards of all parameters that train."""
+    return sum(p.shard_numel * p.dtype.itemsize for p in spec.parameters.values() if p.trainable)

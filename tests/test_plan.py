@@ -1,0 +1,185 @@
+"""``graph_fsdp.plan`` and ``graph-fsdp plan``: the figures are those of the graphs, and bad input is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import GPT, MLP, VOCABULARY
+from torch import nn
+
+import graph_fsdp
+from graph_fsdp.command_line import main
+from graph_fsdp.passes import HARDWARE, default_pipeline
+from graph_fsdp.passes.simulate import simulate
+
+X = torch.empty(4, 16, device="meta")
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean()
+
+
+def planned(**options: Any) -> graph_fsdp.Plan:
+    arguments = {"mesh_shape": (8,), "hardware": "h100", **options}
+    return graph_fsdp.plan(WithLoss, (X,), **arguments)
+
+
+# Figures
+
+
+def test_times_are_those_of_the_graphs() -> None:
+    made = planned()
+    graphs = [view.graph for view in (made.forward, made.backward)]
+    timelines = [simulate(graph, graph.cost) for graph in graphs if graph is not None and graph.cost is not None]
+    assert made.graph_seconds == {"forward": timelines[0].seconds, "backward": timelines[1].seconds}
+    assert made.exposed_seconds == sum(timeline.exposed for timeline in timelines)
+    h100 = HARDWARE["h100"]
+    shards = sum(p.shard_numel * 4 for p in made.spec.parameters.values())
+    assert made.optimizer_seconds == pytest.approx(7 * shards / (h100.memory_bandwidth * h100.memory_efficiency))
+    assert made.step_seconds == pytest.approx(sum(t.seconds for t in timelines) + made.optimizer_seconds)
+    assert made.forward.stages["bucket"].code and made.find("model.head.weight").events  # a report like any other
+
+
+def test_flops_are_those_of_the_model() -> None:
+    """Two per multiplication and row in forward, three times in training, and no more with checkpointing."""
+    products = 2 * (16 * 32 + 32 * 16) + 16 * 5
+    assert planned().model_flops == planned(activation_checkpointing="unit").model_flops == 3 * 2 * 4 * products
+    made = planned()
+    assert made.mfu == pytest.approx(made.model_flops / made.step_seconds / HARDWARE["h100"].peak_flops(torch.float32))
+
+
+def test_memory_has_the_optimizers_state() -> None:
+    shards = sum(p.shard_numel * 4 for p in planned().spec.parameters.values())
+    memories = {name: planned(optimizer=name).memory for name in ("adamw", "momentum", "sgd", None)}
+    assert [m.get("optimizer", 0) for m in memories.values()] == [2 * shards, shards, 0, 0]
+    made = planned(optimizer=None)
+    assert made.peak_nbytes == max(view.memory.peak for view in (made.forward, made.backward) if view.memory)
+    assert made.fits
+
+
+def test_tokens_are_counted_per_rank() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    made = graph_fsdp.plan(lambda: GPT(), (tokens,), mesh_shape=(8,), hardware="h100")
+    assert made.tokens_per_second == pytest.approx(16 / made.step_seconds)
+    assert made.summary()["rows_per_second"] == pytest.approx(2 / made.step_seconds)
+    assert VOCABULARY and planned().tokens_per_second is None
+
+
+def test_a_mesh_of_two_dimensions_replicates_over_the_first() -> None:
+    made = planned(mesh_shape=(4, 2))
+    assert made.backward.graph is not None
+    assert [kind for kind, _ in made.backward.graph.collectives].count("replicate_start") == 3
+    assert made.spec.world_size == 2 and made.spec.replicas == 4
+    assert planned(mesh_shape=(1, 8)).forward.stages["free"].body == planned().forward.stages["free"].body
+
+
+def test_hardware_changes_the_prediction() -> None:
+    assert planned(hardware="a100").step_seconds > planned().step_seconds
+    assert planned(passes=default_pipeline(prefetch=0)).exposed_seconds >= planned().exposed_seconds
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hardware": "h9000"}, ValueError, r"hardware: 'h9000' is not known; known are h100"),
+        ({"mesh_shape": (2, 2, 2)}, ValueError, r"mesh_shape must be \(ranks that shard,\)"),
+        ({"mesh_shape": (0,)}, ValueError, r"mesh_shape must be"),
+        ({"mesh_shape": "8"}, ValueError, r"mesh_shape must be"),
+        ({"optimizer": "lion"}, ValueError, r"optimizer: 'lion' is not known; known are"),
+        ({"passes": [1]}, TypeError, r"passes must be a PassPipeline, got list"),
+        ({"passes": default_pipeline(hardware="a100")}, ValueError, r"passes: the pipeline is for a100, and .* h100"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        planned(**options)
+
+
+# On the command line
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 8))
+
+def model_and_inputs():
+    return nn.Linear(16, 8), torch.zeros(4, 16)
+
+def nothing():
+    return None
+"""
+CONFIG = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(MODEL)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "model_type": "no_such_model"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", ["own.py:model", "own.py:model_and_inputs", "config.json"])
+def test_the_command_prints_json(model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(folder / model), "--mesh", "2x4", "--seq", "16", "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh_shape"] == [2, 4] and found["hardware"] == "h100" and found["fits"]
+    assert found["tokens_per_second"] is None if model.endswith("inputs") else found["tokens_per_second"] > 0
+    parameters = {"own.py:model": 32 * 16 + 16 * 8 + 8, "own.py:model_and_inputs": 16 * 8 + 8}
+    assert found["parameters"] == parameters.get(model, 2 * (3072 + 3 * 64 * 32 + 2 * 32) + 2 * 64 * 32 + 32)
+
+
+def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = folder / "report.html", folder / "trace.json"
+    assert main(["plan", f"{folder}/own.py:model", "--report", str(page), "--trace", str(trace)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan: 648 parameters on a mesh of 8 h100") and "tokens/s per rank" in out
+    assert "timeline" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["own.py:model", "--hardware", "h9000"], "hardware: 'h9000' is not known; known are h100"),
+        (["no.py:model"], "model: there is no file"),
+        (["no.such.module:model"], "model: there is no module 'no.such.module'"),
+        (["own.py:no_function"], "has no function 'no_function'"),
+        (["own.py:nothing"], "must return a module, or a module and its inputs"),
+        (["no.json"], "model: there is no file"),
+        (["own.py"], "is no JSON"),
+        (["other.json"], "has model_type 'no_such_model', which transformers"),
+        (["own.py:model", "--report", "no/such/folder.html"], "path: cannot be written"),
+    ],
+)
+def test_bad_commands(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["plan", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_a_mesh_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "own.py:model", "--mesh", "8by8"])
+    assert "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS" in capsys.readouterr().err
