@@ -280,7 +280,8 @@ class Engine:
             return engine._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            program = engine._program(Graph(backward, "backward"), context, captured)
+            with collector_paused():
+                program = engine._program(Graph(backward, "backward"), context, captured)
             alive.clear()
             return program
 

@@ -370,7 +370,8 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
     With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
-    each of its graphs more than once, and rarely read.
+    each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
+    compilation, which would walk all that was allocated for it.
     """
     ignored = {
         getattr(logging.Logger, name)
@@ -383,6 +384,8 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    if hasattr(dynamo_config, "run_gc_after_compile"):
+        options["run_gc_after_compile"] = False
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     with dynamo_config.patch(options), _use_lazy_graph_module(True):
