@@ -107,7 +107,7 @@ def _parts(model: torch.nn.Module) -> dict[str, float]:
     names, values = torch._dynamo.utils.compile_times(repr="csv", aggregate=True)
     timers = dict(zip(names, map(float, values), strict=True))
     compiling = timers.get("_compile.compile_inner", 0.0) + timers.get("backward._backward_impl", 0.0)
-    inductor = timers.get("compile_fx_inner", 0.0)
+    inductor = timers.get("compile_fx_inner", 0.0) + timers.get("graph_fsdp.build_kernels", 0.0)
     passes = 0.0
     if "_graph_fsdp" in model.__dict__:
         stages = [

@@ -264,6 +264,7 @@ class Engine:
                 forward, backward = compat.min_cut_rematerialization_partition(
                     joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
                 )
+            forward, backward = map(compat.writes_code_when_asked, (forward, backward))
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
@@ -280,7 +281,8 @@ class Engine:
             return engine._program(Graph(forward, "forward"), context, captured)
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            program = engine._program(Graph(backward, "backward"), context, captured)
+            with collector_paused():
+                program = engine._program(Graph(backward, "backward"), context, captured)
             alive.clear()
             return program
 
@@ -293,14 +295,16 @@ class Engine:
                 engine.regions.prepare([graph])
             return engine._program(graph, context, captured)
 
-        return compat.aot_autograd(
+        compiler = compat.aot_autograd(
             fw_compiler=compile_forward,
             bw_compiler=compile_backward,
             inference_compiler=compile_inference,
             partition_fn=partition,
             decompositions=engine.backend.decompositions(),
             keep_inference_input_mutations=True,
-        )(module, inputs)
+        )
+        with compat.unlogged_graphs_unprinted():
+            return compiler(module, inputs)
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:

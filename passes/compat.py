@@ -31,6 +31,9 @@ whole test-suite was run.
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
+| ``fx._lazy_graph_module._make_graph_module`` | likewise, of what the partitioner returns | 2.9, 2.13 |
+| ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
+| ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -58,6 +61,7 @@ import functools
 import logging
 import math
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,8 +95,10 @@ from torch._dynamo.exc import (
     Unsupported,
 )
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch._logging._internal import trace_log
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed import device_mesh
@@ -103,7 +109,7 @@ from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -371,7 +377,8 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
     With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
-    each of its graphs more than once, and rarely read.
+    each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
+    compilation, which would walk all that was allocated for it.
     """
     ignored = {
         getattr(logging.Logger, name)
@@ -384,9 +391,30 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    if hasattr(dynamo_config, "run_gc_after_compile"):
+        options["run_gc_after_compile"] = False
     if fullgraph:
         options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     with dynamo_config.patch(options), _use_lazy_graph_module(True):
+        yield
+
+
+def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph in a module that does; under ``tracing_options``."""
+    lazy: torch.fx.GraphModule = _make_graph_module(module, module.graph)
+    lazy.meta = module.meta
+    return lazy
+
+
+@contextlib.contextmanager
+def unlogged_graphs_unprinted() -> Iterator[None]:
+    """For a time AOTAutograd prints forward and backward graphs only if a log wants them. torch 2.13 always does, for a
+    cache that only its own compilers use."""
+    wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
+    if wanted or not hasattr(graph_compile, "_log_fw_bw_graphs"):
+        yield
+        return
+    with unittest.mock.patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_, **__: (None, None)):
         yield
 
 

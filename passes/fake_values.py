@@ -8,6 +8,7 @@ verifier, which does not trust them (``Kinds``).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def evaluate(node: fx.Node) -> Any:
     """The value of a call on the fake values of its inputs."""
     args, kwargs = fake_arguments(node)
+    if node.target is operator.getitem and isinstance(args[0], (tuple, list)):  # no operator: a mode would cost more
+        return args[0][args[1]]
     mode = fake_mode_of(node.all_input_nodes)
     if mode is None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -164,7 +167,10 @@ def _describe_call(node: fx.Node) -> Hashable:
     if schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
         raise NotDescribed
     keywords = tuple((name, _describe(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
-    return (target, _describe(node.args), keywords, torch.is_grad_enabled())
+    args = node.args
+    if target is dialect.gather_param or target is dialect.reduce_grad:
+        args = (*args[:4], *args[5:])  # the parameter's name, which no value depends on
+    return (target, _describe(args), keywords, torch.is_grad_enabled())
 
 
 def _describe(argument: Any) -> Hashable:

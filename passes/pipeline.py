@@ -320,13 +320,18 @@ def _is_plain(value: Any) -> bool:
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection for this time. Almost all that is allocated for graphs stays, and each full collection
-    would walk all graphs of the model: several times over, and longer the deeper the model is."""
+    would walk all graphs of the model: several times over, and longer the deeper the model is.
+
+    What was allocated is old afterwards, without a walk, which the next collection of the young would be."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if gc.get_freeze_count() == 0:  # else the user has frozen something, which is to stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -135,3 +135,11 @@ def test_reshape_gives_a_view_or_a_copy_whichever_strides_allow(calls: Calls) ->
         values = [calls.value(aten.reshape.default, x, [32]) for x in inputs]
         shares = [fake_values.compat.same_memory(v, x.meta["val"]) for v, x in zip(values, inputs, strict=True)]
         assert shares == [make is FLOATS] * 2
+
+
+def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
+    shard = calls.input(lambda: torch.empty(2, 4))
+    rest = ([4, 4], torch.float32, torch.float32)
+    for name in ("first", "second"):
+        assert kind(calls.value(dialect.gather_param, shard, *rest, name, "0")) == kind(torch.empty(4, 4))
+    assert calls.run == 1

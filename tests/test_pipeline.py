@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 import graph_fsdp
 from graph_fsdp.passes import Free, Graph, GraphPass, PassContext, PassPipeline, PipelineError, Role, default_pipeline
+from graph_fsdp.passes.pipeline import collector_paused
 
 
 class Nothing(GraphPass):
@@ -344,3 +345,24 @@ def test_garbage_collection_is_left_as_it_was(fake_group: None, enabled: bool) -
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
+
+
+# The garbage collector
+
+
+def test_what_is_allocated_while_the_collector_pauses_is_old_afterwards() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+        made: list[int] = []
+    assert gc.isenabled() and any(thing is made for thing in gc.get_objects(generation=2))
+
+
+def test_what_the_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with collector_paused():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from graph_fsdp.passes import compat
+from graph_fsdp.passes.compat_cpp import built_together
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.divide import divide
 from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_digest
@@ -29,16 +30,19 @@ class InductorBackend(Backend):
         each compiles a part of them, and finds the rest in the cache."""
         directory = compat.inductor_cache_directory()
         if directory is None:
-            return super().compile_regions(regions)
+            with built_together():
+                return super().compile_regions(regions)
         keys = _dissimilar_first(regions)
         tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
-        return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
+        with built_together():
+            return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        return compat.inductor_compile(
-            module, inputs, is_backward=kind == "backward", is_inference=kind == "inference", keep_order=True
-        )
+        with built_together():
+            return compat.inductor_compile(
+                module, inputs, is_backward=kind == "backward", is_inference=kind == "inference", keep_order=True
+            )
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()

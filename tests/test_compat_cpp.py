@@ -1,0 +1,83 @@
+"""Inductor's C++ kernels of several graphs are built together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import GPT
+from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp.passes import compat_cpp
+
+PLUS = 'extern "C" void kernel(const float* x, float* out) {{ out[0] = x[0] + {}.0f; {} }}'
+
+
+def plus(number: int, more: str = "") -> compat_cpp._Kernel:
+    source = "#include <torch/csrc/inductor/cpp_prefix.h>\n" + PLUS.format(number, more)
+    return compat_cpp._Kernel(["const float*", "float*"], source)
+
+
+def result(kernel: compat_cpp._Kernel) -> float:
+    out = torch.zeros(1)
+    assert kernel.function is not None
+    kernel.function(torch.ones(1), out)
+    return out.item()
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Inductor keeps what it builds: nothing yet."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def gradients(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    model(tokens).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def test_all_kernels_of_a_model_are_in_few_libraries_and_compute_the_same(libraries: Path) -> None:
+    tokens = torch.arange(8).expand(2, 8)
+    plain = GPT(depth=1)
+    model = copy.deepcopy(plain)
+    graph_fsdp.compile(model)
+    for found, expected in zip(gradients(model, tokens), gradients(plain, tokens), strict=True):
+        torch.testing.assert_close(whole(found), expected)
+    kernels = sum(path.read_text().count("async_compile.cpp_pybinding(") for path in libraries.rglob("*.py"))
+    built = list(libraries.rglob("*.main.so"))
+    assert kernels >= 6 and len(built) <= max(1, min(get_compile_threads(), kernels // 6))
+
+
+def test_a_kernel_that_is_wrong_among_others_is_built_by_itself(
+    libraries: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = [plus(1), plus(2, "auto self = &::kernel; (void)self;")]  # which is not its name in a namespace
+    with caplog.at_level(logging.INFO, logger="graph_fsdp"):
+        compat_cpp._build(kernels)
+    assert [result(kernel) for kernel in kernels] == [2.0, 3.0]
+    assert "2 kernels are built one by one" in caplog.text
+
+
+def test_equal_kernels_are_built_once_and_what_is_left_by_an_error_when_it_is_called(libraries: Path) -> None:
+    scope: dict[str, Any] = {}
+    with pytest.raises(KeyError), compat_cpp.built_together():
+        for name in ("first", "second"):
+            kernel = plus(1)
+            scope[name] = AsyncCompile().cpp_pybinding(kernel.argument_types, kernel.source)
+        raise KeyError
+    out = torch.zeros(1)
+    assert scope["first"] is scope["second"] and not list(libraries.rglob("*.main.so"))
+    scope["first"](torch.ones(1), out)
+    assert out.item() == 2.0
