@@ -14,8 +14,9 @@ What is live when follows the executor, which drops a value after its last use, 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
   use: autograd hands them over in a list, which the executor empties. (A batch that backward reads counts likewise,
   though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
-- collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the cast
-  shards that it sends, the packed gradients that a reduction sends.
+- collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the packed
+  gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is, which is as
+  much where the reduction's type is twice as wide.)
 - a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between
   (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated until a later gather of its
   size takes it, or the run ends (``_pooled_buffers``).
@@ -318,7 +319,6 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
             begin = started[start]
             if start.target is dialect.all_gather_start:
                 buffers.append(_Storage(start, landing_nbytes(start), begin, index, "landing"))
-                buffers.append(_Storage(start, _cast_nbytes(start), begin, index))
             elif start.target is dialect.reduce_scatter_start:
                 packed = packed_nbytes(start)
                 buffers.append(_Storage(start, packed, begin, index, "reducing"))
@@ -328,17 +328,15 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
 def _sent_until(wait: fx.Node) -> list[fx.Node]:
     """What a collective reads until this, its wait: the gradients of a reduction, a copy of the shards of a gather."""
     start = wait.args[0] if wait.target in dialect.WAITS else None
-    if isinstance(start, fx.Node) and start.target is dialect.all_gather_start and not _cast_nbytes(start):
+    if isinstance(start, fx.Node) and start.target is dialect.all_gather_start and not _casts(start):
         return [shard for shard in _flat(start.args[0]) if has_role(shard, Role.FETCH_WAIT)]
     sent = isinstance(start, fx.Node) and start.target is dialect.reduce_scatter_start
     return gradients_sent(start) if sent else []  # type: ignore[arg-type]
 
 
-def _cast_nbytes(start: fx.Node) -> int:
-    """Bytes of the rank's chunks in the dtype in which they are gathered, where that is not the shards' own."""
-    shard, full, world_size = _flat(start.args[0])[0].meta["val"], start.meta["val"], start.args[4]
-    assert isinstance(world_size, int)
-    return 0 if shard.dtype is full.dtype else _nbytes(full) // world_size
+def _casts(start: fx.Node) -> bool:
+    """Whether a gather sends another type than the shards have: it reads them when it starts, and not again."""
+    return _flat(start.args[0])[0].meta["val"].dtype is not start.meta["val"].dtype
 
 
 def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:

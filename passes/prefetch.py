@@ -23,7 +23,7 @@ from graph_fsdp.passes.graph import Graph, is_cheap
 from graph_fsdp.passes.offload import lift_fetches, place_copies
 from graph_fsdp.passes.payloads import lift_payloads, place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
-from graph_fsdp.passes.reductions import defer_reductions, wait_of
+from graph_fsdp.passes.reductions import defer_reductions, reductions_under_way, wait_of
 from graph_fsdp.passes.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
 
 __all__ = ["BudgetError", "Prefetch"]
@@ -41,8 +41,8 @@ class Prefetch(GraphPass):
       before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
 
     ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
-    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where backward
-    computes activations again: their gradients are then what takes most memory.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where gradients
+    are what takes most memory: backward computes activations again, or reductions copy them into a wider type.
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
 
@@ -81,7 +81,7 @@ class Prefetch(GraphPass):
         lift_fetches(graph)
         lift_payloads(graph)
         self._place(graph, gathers, distance, context)
-        in_flight = self.reductions_in_flight or (1 if context.recomputes_activations else 2)
+        in_flight = self.reductions_in_flight or reductions_under_way(reductions, context.recomputes_activations)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)

@@ -7,11 +7,25 @@ is waited for later still, so that both run while other units compute. At most a
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
+from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import WAITING, Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.kernels import Kind, is_view, kind_of
+
+
+def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
+    """How many reductions may be under way at once where nobody has said. What they send is a bucket's full gradients
+    each: one where those are what backward holds most of, because activations are computed again or because gradients
+    are copied into a wider type to be reduced; else two."""
+    return 1 if recomputes_activations or any(map(_widens, starts)) else 2
+
+
+def _widens(start: fx.Node) -> bool:
+    dtype: torch.dtype = dialect.argument(start, "dtype")
+    return any(grad.meta["val"].dtype.itemsize < dtype.itemsize for grad in dialect.argument(start, "grads"))
 
 
 def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:

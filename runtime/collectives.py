@@ -4,14 +4,16 @@ Each collective is a start, which launches it asynchronously, and a wait. On CUD
 on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
 stream wait, not the host. On gloo the wait blocks the host.
 
-Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage (cast in one kernel,
-where the gathered type is another) and a parameter with a message of its own lands where the graph reads it; the
-gradient of such a parameter is reduced from where it was written.
+Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage, or, where the gathered
+type is another, casts it in one kernel to where the rank's own part of the result lies and sends it from there; a
+parameter with a message of its own lands where the graph reads it; the gradient of such a parameter is reduced from
+where it was written.
 
 [Note: two ranks on gloo]
 gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
 kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
-A sum of two has the same bits in either order. (Figures: docs/decisions.md.)
+A sum of two has the same bits in either order. Where gradients are reduced in a wider type than they have, only the
+half that is sent is cast; adding the other half to it casts each element as it is read. (Figures: docs/decisions.md.)
 
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
@@ -57,37 +59,48 @@ def start_all_gather(
     release: Callable[[Tensor], None] = lambda _: None,
 ) -> Pending:
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
-    source = shard_slice(shards, layout)
-    source = source if source.dtype is dtype else source.to(dtype)
-    world = layout.world_size
-    result = buffer = allocate(world * layout.length, dtype, source.device)
-    if dtype.itemsize == 1 and dtype.is_floating_point:  # float8, which process groups may not know
-        source, buffer = source.view(torch.uint8), result.view(torch.uint8)
-    landing = allocate(layout.landing_numel, buffer.dtype, source.device) if layout.landing_numel else None
+    source, world = shard_slice(shards, layout), layout.world_size
+    result = allocate(world * layout.length, dtype, source.device)
+    landing = allocate(layout.landing_numel, dtype, source.device) if layout.landing_numel else None
     unpacked: list[tuple[Tensor, Message]] = []
     targets: list[tuple[Tensor, Tensor]] = []
     used = 0
     for message in layout.messages:
         if message.lands_in_place:
-            target = buffer[world * message.begin : world * (message.begin + message.numel)]
+            target = result[world * message.begin : world * (message.begin + message.numel)]
         else:
             assert landing is not None
             target = landing[used : used + world * message.numel]
             used += world * message.numel
-            unpacked.append((target, message))
+            unpacked.append((_sendable(target), message))
         targets.append((target, source[message.begin : message.begin + message.numel]))
+    if source.dtype is not dtype:
+        targets = _cast_in_place(targets, group)
     gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
-    works = gather(targets, group)
+    works = gather([(_sendable(target), _sendable(part)) for target, part in targets], group)
 
     def finish(keep_alive: Any = (source, targets)) -> None:
         for work in works:
-            lockstep.finish(work, buffer.device)
+            lockstep.finish(work, result.device)
         for target, message in unpacked:
-            unpack(target, buffer, message, world)
+            unpack(target, _sendable(result), message, world)
         if landing is not None:
             release(landing)
 
     return Pending(result, finish)
+
+
+def _sendable(value: Tensor) -> Tensor:
+    """Process groups may not know float8."""
+    is_float8 = value.dtype.itemsize == 1 and value.dtype.is_floating_point
+    return value.view(torch.uint8) if is_float8 else value
+
+
+def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's part of a message is cast to where it belongs in the target, and sent from there."""
+    own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
+    torch._foreach_copy_(own, [part for _, part in targets])
+    return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
 
 
 def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -100,7 +113,8 @@ def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.
     for target, source in messages:
         own, other = _own_first(target, group)
         works.append(_exchange(other, source, group))
-        own.copy_(source)
+        if own.data_ptr() != source.data_ptr():  # or it was cast there
+            own.copy_(source)
     return works
 
 
@@ -176,22 +190,28 @@ def start_reduce_scatter(
     op, before, after = mean_of(dtype, world * replicas, factor, summed)
     offsets = dialect.reduced_offsets(grads, dtype, world, messages)
     out = grads[0].new_empty(offsets[-1], dtype=dtype)
+    is_pair = _is_pair(group, out.device)
     pairs: list[tuple[Tensor, Tensor]] = []
     begin = 0
     for count in messages or [len(grads)]:
-        sent = _message(grads[begin : begin + count], dtype, world, before)
+        sent = _message(grads[begin : begin + count], dtype, world, before, uncast=is_pair)
         pairs.append((out[offsets[begin] : offsets[begin] + len(sent) // world], sent))
         begin += count
     after = after if replicas == 1 else None
-    if _is_pair(group, out.device):
+    if is_pair:
         return _exchange_reduce_scatter(out, pairs, group, 2.0 if op == dist.ReduceOp.AVG else after)
     works = compat.grouped_reduce_scatter(pairs, op, group)
     return Pending(out, finish_reduction(works, out, after, keep_alive=pairs))
 
 
-def _message(grads: Sequence[Tensor], dtype: torch.dtype, world: int, divisor: float | None) -> Tensor:
-    """What a reduction sends: the ranks' chunks one behind the other, flat."""
-    as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(grads[0], dtype, world)
+def _message(
+    grads: Sequence[Tensor], dtype: torch.dtype, world: int, divisor: float | None, uncast: bool = False
+) -> Tensor:
+    """What a reduction sends: the ranks' chunks one behind the other, flat. ``uncast``: a gradient by itself, whose
+    type the reduction's holds exactly, is not cast yet."""
+    first = grads[0]
+    uncast = uncast and divisor is None and torch.promote_types(first.dtype, dtype) is dtype
+    as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, first.dtype if uncast else dtype, world)
     sent = grads[0].view(-1) if as_it_is else pack_gradients(grads, dtype, world)
     if divisor is not None:
         sent = sent / divisor if as_it_is else sent.div_(divisor)
@@ -204,7 +224,7 @@ def _exchange_reduce_scatter(
     under_way = []
     for part, sent in pairs:
         own, other = _own_first(sent, group)
-        under_way.append((_exchange(part, other, group), part, own))
+        under_way.append((_exchange(part, other.to(part.dtype), group), part, own))
 
     def finish() -> None:
         for work, part, own in under_way:

@@ -3,6 +3,9 @@ and in numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +14,14 @@ from launch import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
 from graph_fsdp.passes import Role
-from graph_fsdp.runtime.collectives import start_reduce_scatter
+from graph_fsdp.passes.layout import GatherLayout
+from graph_fsdp.runtime.collectives import pack_gradients, start_all_gather, start_reduce_scatter
 
+Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8
 LARGE, SMALL = WIDTH * WIDTH, WIDTH
 
@@ -133,6 +139,23 @@ def test_gradients_are_the_mean_on_three_ranks() -> None:
             torch.testing.assert_close(own, mean, rtol=1e-5, atol=1e-6)
 
 
+class Operators(TorchDispatchMode):
+    """Names of the operators that run, and elements of the tensors that they allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.allocated: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.append(func._schema.name)
+        returns = func._schema.returns
+        if isinstance(result, Tensor) and all(value.alias_info is None for value in returns):
+            self.allocated.append(result.numel())
+        return result
+
+
 def exchanged() -> dict[str, tuple[Tensor, Tensor]]:
     """What an exchange between two ranks yields, and what the process group's reduce-scatter does."""
     found = {}
@@ -146,6 +169,51 @@ def exchanged() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def test_an_exchange_has_the_bits_of_the_groups_own_reduction() -> None:
-    for found in run_ranks(exchanged, 2):
-        assert all(torch.equal(own, groups) for own, groups in found.values()), found
+def exchanged_in_a_wider_type() -> dict[str, tuple[Tensor, Tensor]]:
+    """The same, of bfloat16 gradients that are reduced in float32: alone, with unequal chunks, transposed, together."""
+    found = {}
+    shapes = {"alone": [(6, 5)], "uneven": [(5, 5)], "transposed": [(6, 5)], "together": [(6, 5), (3,)]}
+    for name, sizes in shapes.items():
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        grads = [torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes]
+        grads = [grad.t().contiguous().t() for grad in grads] if name == "transposed" else grads
+        kept = [grad.clone() for grad in grads]
+        pending = start_reduce_scatter(grads, torch.float32, dist.group.WORLD)
+        pending.finish()
+        packed = pack_gradients(grads, torch.float32, 2)
+        expected = packed.new_empty(len(packed) // 2)
+        dist.reduce_scatter_tensor(expected, packed, op=dist.ReduceOp.AVG)
+        found[name] = pending.buffer, expected
+        found[f"{name}, read only"] = torch.cat([g.reshape(-1) for g in grads]), torch.cat([k.reshape(-1) for k in kept])
+    return found
+
+
+def gathered_in_another_type() -> dict[str, tuple[Tensor, Tensor]]:
+    """A bucket of a message in place and one to be unpacked, gathered in a narrower type, and the cast of the whole."""
+    layout = GatherLayout.make([0, 16, 32], [16, 3, 5], 48, 2, [0, 16, 16, 32])
+    shards = [torch.randn(48, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    own = shards[dist.get_rank()]
+    found = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
+        pending = start_all_gather([own[0:16], own[16:19], own[32:37]], layout, dtype, dist.group.WORLD)
+        pending.finish()
+        for begin, numel in zip(layout.offsets, layout.numels, strict=True):
+            full = torch.cat([shard[begin : begin + numel].to(dtype) for shard in shards])
+            found[f"{dtype} at {begin}"] = pending.buffer[2 * begin : 2 * (begin + numel)].float(), full.float()
+    return found
+
+
+@pytest.mark.parametrize("compared", [exchanged, exchanged_in_a_wider_type, gathered_in_another_type])
+def test_two_ranks_exchange_the_bits_of_the_groups_own_collectives(compared: Compared) -> None:
+    for found in run_ranks(compared, 2):
+        assert found and all(torch.equal(own, groups) for own, groups in found.values()), found
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_shards_are_cast_to_where_they_are_gathered_and_nowhere_else() -> None:
+    layout = GatherLayout.make([0, 16], [16, 3], 32, RANKS, [0, 16, 16, 16])
+    shard = torch.randn(32)
+    with Operators() as ran:
+        start_all_gather([shard[0:16], shard[16:19]], layout, torch.bfloat16, dist.group.WORLD)
+    assert ran.names.count("aten::_foreach_copy_") == 1
+    assert ran.allocated == [RANKS * 32, RANKS * 16], "the bucket and what is to be unpacked"

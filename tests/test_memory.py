@@ -157,13 +157,13 @@ def test_shards_are_cast_and_gradients_reduced_in_their_own_dtypes(fake_group: N
         table(forward) + "\n\n" + table(backward),
         """\
                  shards  gathered  inputs  saved  temporary
-gather_layers_0     256       512     128      .         64
-full_layers_0       256       512     128      .         64
+gather_layers_0     256       512     128      .          .
+full_layers_0       256       512     128      .          .
 mm                  256       512     128      .        128
 tanh                256       512     128    128        128
 free_layers_0       256       512     128    128          .
-gather_layers_1     256       512     128    128         64
-full_layers_1       256       512     128    128         64
+gather_layers_1     256       512     128    128          .
+full_layers_1       256       512     128    128          .
 mm_1                256       512     128    128        128
 tanh_1              256       512     128    256        128
 free_layers_1       256       512     128    256          .
@@ -172,15 +172,15 @@ output              256         .     128    256          .
                   shards  gathered  inputs  saved  reducing  gradients  temporary
 tanh_backward        256         .     128    384         .          .        128
 mm_2                 256         .       .    256       512          .        128
-gather_layers_1      256       512       .    256       512          .        192
-full_layers_1        256       512       .    256       512          .        192
+gather_layers_1      256       512       .    256       512          .        128
+full_layers_1        256       512       .    256       512          .        128
 mm_3                 256       512       .    256       512          .        256
 tanh_backward_1      256       512       .    256       512          .        256
 free_layers_1        256       512       .    128       512          .        128
 reduce_layers_1      256         .       .    128      1536        128        128
 mm_4                 256         .       .    128      1536        128        128
-reduce_layers_0      256         .       .      .      2560        256          .
-reduced_layers_1     256         .       .      .      2048        256          .
+reduced_layers_1     256         .       .      .      1536        128          .
+reduce_layers_0      256         .       .      .      1536        256          .
 reduced_layers_0     256         .       .      .      1024        256          .
 output               256         .       .      .         .        256          .""",
     )

@@ -312,6 +312,19 @@ def test_dynamic_captures_one_graph_for_all_batch_sizes() -> None:
         assert len(graph_fsdp.inspect(model).graphs) == graphs
 
 
+def test_gradients_that_are_reduced_in_a_wider_type_are_reduced_one_bucket_at_a_time() -> None:
+    def under_way(reduce_dtype: torch.dtype | None) -> list[str]:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        lines = collectives(report_of(MLP(depth=3), mp_policy=policy)).partition("backward:")[2].splitlines()
+        return [line.split(" = ")[0].strip() for line in lines if "reduce" in line]
+
+    assert under_way(torch.bfloat16)[:3] == ["reduce_root", "reduce_blocks_2", "reduced_root"]
+    assert_expected_inline(
+        " ".join(under_way(torch.float32)),
+        """reduce_root reduced_root reduce_blocks_2 reduced_blocks_2 reduce_blocks_1 reduced_blocks_1 reduce_blocks_0 reduced_blocks_0""",
+    )
+
+
 @pytest.mark.parametrize("arguments", [{"prefetch": -1}, {"reductions_in_flight": 0}])
 def test_settings_of_the_schedule_are_checked(arguments: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
