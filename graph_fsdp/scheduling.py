@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
-from graph_fsdp.passes.dialect import STARTING, is_custom
+from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.lockstep import InStep, Runnable, RunnableProgram, lockstep_of
 
@@ -121,7 +121,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
         by = f", scheduled by pass {next(schedules, 'bucket')}"
         for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
-            if record is not None and record.role in STARTING:
+            if record is not None and (record.role in STARTING or node.target is reduce_payloads):
                 dtype = node.meta["val"].dtype
                 by_user = ", by the user's own collective" if is_custom(node) else ""
                 lines.append(

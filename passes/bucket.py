@@ -29,7 +29,7 @@ from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.offload import HOST, fetch, fetch_shards
 from graph_fsdp.passes.offload import offload as copy_to_cpu
-from graph_fsdp.passes.payloads import place_payloads
+from graph_fsdp.passes.payloads import combine_reductions, place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.share import share_buckets
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
@@ -70,6 +70,7 @@ class Bucket(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it
+        combine_reductions(graph)
         positions = graph.positions()
         unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
         offload = context.model.offload
