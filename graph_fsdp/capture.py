@@ -274,7 +274,7 @@ class Engine:
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)
-            before_passes = engine.pieces and engine.pieces.snapshot(graphs[0])
+            before_passes = engine.pieces.snapshot(graphs[0]) if engine.pieces is not None else None
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             piece[:] = [(before_passes, kind)]
@@ -297,7 +297,7 @@ class Engine:
             graph = Graph(prepare(inference), "inference")
             _use_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
-            before_passes = engine.pieces and engine.pieces.snapshot(graph)
+            before_passes = engine.pieces.snapshot(graph) if engine.pieces is not None else None
             engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])

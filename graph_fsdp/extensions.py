@@ -133,7 +133,8 @@ class ExtendedGather(nn.Module):
                 raise UnsupportedError(f"{_PRE} of parameter {p.name!r} must return plain tensors to gather")
             whole = [v.new_empty((v.shape[0] * self.world_size, *v.shape[1:])) for v in payloads]
             full = self.post(local, whole, metadata)
-        if type(full) not in (Tensor, compat.FakeTensor) and not compat.is_traceable_wrapper_subclass(full):
+        traceable: bool = compat.is_traceable_wrapper_subclass(full)
+        if type(full) not in (Tensor, compat.FakeTensor) and not traceable:
             raise UnsupportedError(
                 f"{_POST} of parameter {p.name!r} makes a {type(full).__name__} without __tensor_flatten__ and "
                 "__tensor_unflatten__, which cannot be traced; define both"

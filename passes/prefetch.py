@@ -81,7 +81,8 @@ class Prefetch(GraphPass):
         lift_fetches(graph)
         lift_payloads(graph)
         self._place(graph, gathers, distance, context)
-        in_flight = self.reductions_in_flight or (1 if context.recomputes_activations else 2)
+        in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
+        in_flight = in_flight or (1 if context.recomputes_activations else 2)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)

@@ -265,8 +265,8 @@ def _generate_call(
         lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
         return
     if node.target is dialect.reduce_payloads:
-        group = compat.resolve_group(dialect.group_of(node))
-        constants[f"reduce_{index}"] = functools.partial(collectives.reduce_payloads, op=node.args[1], group=group)
+        static = {"op": dialect.argument(node, "op"), "group": compat.resolve_group(dialect.group_of(node))}
+        constants[f"reduce_{index}"] = functools.partial(collectives.reduce_payloads, **static)
         lines.append(f"    {names[node]} = frame.reduce_payloads(reduce_{index}, {_render(node.args[0], names)})")
         return
     if node.target is dialect.accumulate_grad:
