@@ -38,8 +38,10 @@ from graph_fsdp.passes.repeat import Repeats
 from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
+from graph_fsdp.pieces import Pieces
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
@@ -101,6 +103,7 @@ class Engine:
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules.begin_unshard)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
+        self.pieces = None if fullgraph or whole else Pieces(_weak(self))
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
@@ -126,6 +129,8 @@ class Engine:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph))
             stack.enter_context(entered(self.number))
+            if self.pieces is not None:
+                stack.enter_context(self.pieces.forward_call())
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())
             self._inputs = inputs
@@ -246,6 +251,7 @@ class Engine:
     ) -> Callable[..., Any]:
         engine = _weak(self)  # see ``_function_compiled``
         partitioned: list[Graph] = []  # until their regions are compiled
+        piece: list[tuple[Snapshot | None, str]] = []  # until its program is
         alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
@@ -269,8 +275,10 @@ class Engine:
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)
+            before_passes = engine.pieces.snapshot(graphs[0]) if engine.pieces is not None else None
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
+            piece[:] = [(before_passes, kind)]
             return forward, backward
 
         def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -278,7 +286,8 @@ class Engine:
             if not engine.whole:
                 engine.regions.prepare(partitioned)
             partitioned.clear()
-            return engine._program(Graph(forward, "forward"), context, captured)
+            graph = Graph(forward, "forward")
+            return engine._piece(engine._program(graph, context, captured), graph, context, *piece.pop())
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             with collector_paused():
@@ -290,10 +299,11 @@ class Engine:
             graph = Graph(prepare(inference), "inference")
             _use_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
+            before_passes = engine.pieces.snapshot(graph) if engine.pieces is not None else None
             engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])
-            return engine._program(graph, context, captured)
+            return engine._piece(engine._program(graph, context, captured), graph, context, before_passes, kind)
 
         compiler = compat.aot_autograd(
             fw_compiler=compile_forward,
@@ -351,6 +361,19 @@ class Engine:
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
         return self.schedules.in_step(runnable, graph, self.pipeline)
+
+    def _piece(
+        self,
+        program: Callable[[list[Any]], Any],
+        graph: Graph,
+        context: PassContext,
+        snapshot: Snapshot | None,
+        kind: str,
+    ) -> Callable[[list[Any]], Any]:
+        """With ``fullgraph=False``: a forward or inference program as one that shares what it gathers."""
+        if self.pieces is None or snapshot is None:
+            return program
+        return self.pieces.sharing(program, graph, snapshot, context, kind)
 
 
 def _weak(engine: Engine) -> Engine:

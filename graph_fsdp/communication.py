@@ -53,6 +53,15 @@ def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> 
     _set(engine, method, "reduce_scatter", reduce)
 
 
+def set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
+    """Not available: raises UnsupportedError. A rendezvous over symmetric memory is bound to one buffer, and gathers
+    here share the slots that a graph's plan gives them."""
+    raise UnsupportedError(
+        "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots that "
+        "they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own allocator"
+    )
+
+
 def _of_the_model(module: Any, name: str, comm: Comm | None) -> Any:
     engine, unit = module.__dict__["_graph_fsdp"], module.__dict__["_graph_fsdp_unit"]
     if unit and getattr(engine.comms, name) is not comm:
@@ -89,4 +98,5 @@ METHODS: dict[str, Callable[..., None]] = {
     "set_custom_all_gather": set_custom_all_gather,
     "set_custom_reduce_scatter": set_custom_reduce_scatter,
     "set_allocate_memory_from_process_group_for_comm": set_allocate_memory_from_process_group_for_comm,
+    "set_symm_mem_for_comm": set_symm_mem_for_comm,
 }

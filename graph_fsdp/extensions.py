@@ -1,8 +1,13 @@
 """FSDP2's tensor extensions: parameters of a subclass that says what is gathered of them, and what becomes of that.
 
 ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are called while the graphs are traced, and what they compute is in
-the graphs (see ``passes/payloads.py``). So they must do the same at every call, on every rank, and communicate nothing.
-The shards themselves are plain tensors: optimizers and checkpoints see those.
+the graphs (see ``passes/payloads.py``). So they must do the same at every call, on every rank. All that they may
+communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
+checkpoints see those.
+
+What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo traces
+the model with a plain parameter; the subclass is there when AOTAutograd traces the operators, in its own
+``__torch_dispatch__``. Python code of the model that looks at the parameter's type sees a plain one.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import compat
-from graph_fsdp.passes.dialect import gather_param, reduce_grad
+from graph_fsdp.passes.dialect import gather_param, reduce_grad, reduce_payloads
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, named_buckets, unit_runs
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -99,7 +104,8 @@ class ExtendedGather(nn.Module):
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
             size = torch.Size(self.spec.shape)
             arguments += [size, tuple(torch.empty(size, device="meta").stride()), owner, self.policy]
-        inputs, metadata = local.fsdp_pre_all_gather(*arguments)
+        with _OwnCollectives(self.spec.name, self.groups[0]):
+            inputs, metadata = local.fsdp_pre_all_gather(*arguments)
         payloads: list[Tensor] = []
         for value in inputs:
             value = value.contiguous().reshape(-1) if value.dim() == 0 else value.contiguous()
@@ -107,17 +113,19 @@ class ExtendedGather(nn.Module):
         return payloads, metadata
 
     def post(self, local: Any, gathered: list[Tensor], metadata: Any) -> Tensor:
-        full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)
-        return full[: self.spec.shape[0]]
+        with _OwnCollectives(self.spec.name, None):
+            full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)
+        return full if full.shape[0] == self.spec.shape[0] else full[: self.spec.shape[0]]
 
     def trace(self, device: torch.device) -> tuple[ParameterSpec, ...]:
         """Run both on fake tensors: what is gathered, as parameters.
 
         Raises:
-            UnsupportedError: they communicate, or what they make is no plain tensor. Other errors of theirs pass.
+            UnsupportedError: they communicate otherwise than by an all-reduce over the ranks that shard, before the
+                gather; or what they gather is no plain tensor. Other errors of theirs pass.
         """
         p = self.spec
-        with compat.FakeTensorMode(), _NoCollectives(p.name):
+        with compat.FakeTensorMode():
             shard = torch.empty(p.shard_shape, dtype=p.dtype, device=device)
             local = self.local(shard)
             payloads, metadata = self.pre(local, shard)
@@ -125,10 +133,11 @@ class ExtendedGather(nn.Module):
                 raise UnsupportedError(f"{_PRE} of parameter {p.name!r} must return plain tensors to gather")
             whole = [v.new_empty((v.shape[0] * self.world_size, *v.shape[1:])) for v in payloads]
             full = self.post(local, whole, metadata)
-        if type(full) not in (Tensor, compat.FakeTensor):
+        traceable: bool = compat.is_traceable_wrapper_subclass(full)
+        if type(full) not in (Tensor, compat.FakeTensor) and not traceable:
             raise UnsupportedError(
-                f"{_POST} of parameter {p.name!r} makes a {type(full).__name__}; a module that computes with a tensor "
-                "subclass cannot be traced from a plain parameter yet: return a tensor of param_dtype"
+                f"{_POST} of parameter {p.name!r} makes a {type(full).__name__} without __tensor_flatten__ and "
+                "__tensor_unflatten__, which cannot be traced; define both"
             )
         found, due = (tuple(full.shape), full.dtype), (p.shape, p.param_dtype)
         if found != due:
@@ -161,18 +170,27 @@ class _Gather(torch.autograd.Function):
         return reduce_grad(grad, *arguments), None
 
 
-class _NoCollectives(compat.TorchDispatchMode):
-    def __init__(self, name: str) -> None:
+class _OwnCollectives(compat.TorchDispatchMode):
+    """Turns functional all-reduces over ``group`` into the dialect's, and refuses all else that communicates."""
+
+    def __init__(self, name: str, group: str | None) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.group = name, group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            raise UnsupportedError(
-                f"the extension of parameter {self.name!r} communicates ({func}): ranks could start that in another "
-                "order than their gathers; compute it before the step and leave the extension to read it"
-            )
-        return func(*args, **(kwargs or {}))
+        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return func(*args, **(kwargs or {}))
+        functional = torch.ops._c10d_functional
+        if func is functional.wait_tensor.default:  # what it waits for is there
+            return args[0]
+        if func is functional.all_reduce.default and self.group and args[2] == self.group:
+            value, op, group = args
+            return reduce_payloads([value], op, group).reshape(value.shape)
+        raise UnsupportedError(
+            f"the extension of parameter {self.name!r} communicates ({func}): ranks could start that in another "
+            f"order than their gathers; {_PRE} may all-reduce over the ranks that shard, by functional collectives, "
+            "and nothing else"
+        )
 
 
 def extend(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.methods import change, check_bool, place, units_of
+from graph_fsdp.passes.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from graph_fsdp.capture import Engine
@@ -64,8 +65,58 @@ class GradientMethods:
             change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted, for scripts that call it: every backward ends with its reductions waited for."""
+        """Has no effect, and False says so. FSDP2 leaves the last reductions of a backward under way where another
+        backward follows; here a backward returns their results, and so waits for them."""
         check_bool("is_last_backward", is_last_backward)
+        if not is_last_backward:
+            warnings.warn(
+                "set_is_last_backward(False) has no effect: every backward waits for its reductions, whose results it "
+                "returns; set_requires_gradient_sync(False) leaves them out",
+                stacklevel=2,
+            )
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole
+        model, so call it on the model. Instead of what ``default_pipeline(reductions_in_flight=…)`` said."""
+        engine, unit = place(self)
+        check_bool("recurse", recurse)
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
+        _check_reduced(engine, "set_reduce_scatter_max_input_buffers")
+        if unit or not recurse:
+            raise UnsupportedError(
+                "set_reduce_scatter_max_input_buffers() is about the reductions of the whole model, which one schedule "
+                "bounds; call it on the model, with recurse=True"
+            )
+        if not any(isinstance(p, Prefetch) for p in engine.pipeline):
+            raise UnsupportedError(
+                "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
+                "with another; set it there"
+            )
+        change(engine, reductions_in_flight=max_input_buffers)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here such
+        ranks run different graphs, and get a ``RankDisagreement``; within a graph, parameters of outputs that have no
+        gradient have zeros, and are reduced, on every rank."""
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("recurse", recurse)
+        if reduce_scatter_unused_params:
+            raise UnsupportedError(
+                "set_reduce_scatter_unused_params(True) is for ranks that use different parameters in a step, which "
+                "run different graphs here and gather differently, too; compute with all of them on every rank (a mask "
+                "or a factor of zero), which reduces zeros"
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Only False. All collectives of the ranks that shard run in one group, in the order that they agreed on."""
+        check_bool("enable", enable)
+        check_bool("recurse", recurse)
+        if enable:
+            raise UnsupportedError(
+                "set_separate_reduce_scatter_group(True) would have gathers and reductions overtake each other in two "
+                "process groups; here they run in one, in the order that was verified and agreed on"
+            )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
-from graph_fsdp.passes.dialect import STARTING, is_custom
+from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.lockstep import InStep, Runnable, RunnableProgram, lockstep_of
 
@@ -50,10 +50,11 @@ class Schedules:
         context: PassContext,
         kind: str,
         facts: Callable[[], list[str]],
+        kept: list[str] | None = None,
     ) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
         Then agree with the other ranks on the collectives, where they are new. ``facts``: what ranks must have in
-        common before anything is planned."""
+        common before anything is planned. ``kept``: what an earlier plan has decided that these graphs keep."""
         shared = is_shared(self.ranks)
         decides = not shared or dist.get_rank() == self.ranks[0]
         refused = self.lockstep.check_refused if self.lockstep is not None else None
@@ -70,7 +71,7 @@ class Schedules:
                 found = json.loads(receive(key, self.ranks, refused=refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
-        context.plan = Plan() if plan is None else plan.copy()
+        context.plan = Plan(kept=kept) if plan is None else plan.copy()
         try:
             pipeline.run(graphs, context)
         except Exception:
@@ -120,7 +121,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline) -> list[str]:
         by = f", scheduled by pass {next(schedules, 'bucket')}"
         for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
-            if record is not None and record.role in STARTING:
+            if record is not None and (record.role in STARTING or node.target is reduce_payloads):
                 dtype = node.meta["val"].dtype
                 by_user = ", by the user's own collective" if is_custom(node) else ""
                 lines.append(

@@ -33,6 +33,8 @@ class Annotate(GraphPass):
                 self._record(shard, Role.PAYLOAD if is_payload else Role.SHARD, str(name), context)
                 if is_payload:
                     self._record_inputs(shard, str(name).rpartition("#")[0], context)
+            elif node.target is dialect.reduce_payloads:
+                dialect.set_record(node, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", (), nbytes(node.meta["val"])))
             elif node.target is dialect.reduce_grad:
                 name = str(node.args[4])
                 reduced.append(name)

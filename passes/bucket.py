@@ -29,8 +29,9 @@ from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.offload import HOST, fetch, fetch_shards
 from graph_fsdp.passes.offload import offload as copy_to_cpu
-from graph_fsdp.passes.payloads import place_payloads
+from graph_fsdp.passes.payloads import combine_reductions, place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.share import share_buckets
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 
 aten = torch.ops.aten
@@ -69,6 +70,7 @@ class Bucket(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it
+        combine_reductions(graph)
         positions = graph.positions()
         unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
         offload = context.model.offload
@@ -95,6 +97,7 @@ class Bucket(GraphPass):
         for bucket in context.model.buckets:
             if bucket.name in gathers:
                 _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
+        share_buckets(graph, context)
         place_payloads(graph)
         if offload is not None:
             for name, nodes in fetches.items():
@@ -119,7 +122,9 @@ class Bucket(GraphPass):
         if unsharded:
             replicas = context.model.replicas
             return f"each shard is the parameter, {reduced} buckets reduced over {replicas} replicas{kept}"
-        return f"{len(gathers)} buckets gathered, {reduced} reduced{kept}"
+        taken = f", {len(context.taken)} taken from an earlier piece" if context.taken else ""
+        given = f", {len(context.given)} given to a later one" if context.given else ""
+        return f"{len(gathers) - len(context.taken)} buckets gathered, {reduced} reduced{kept}{taken}{given}"
 
 
 def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:

@@ -187,6 +187,8 @@ class CostModel:
         for node in seconds:
             if node.target in dialect.STARTS:
                 seconds[node] = self.collective_seconds(node)
+            elif node.target is dialect.reduce_payloads:  # nothing runs beside it: it is waited for at once
+                seconds[node] = self.all_reduce_seconds(node.meta["fsdp"].nbytes, dialect.group_of(node))
             elif node.target in dialect.COPY_STARTS:
                 seconds[node] = self.transfer_seconds(node.meta["fsdp"].nbytes)
         return seconds

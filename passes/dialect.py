@@ -53,6 +53,9 @@ gradient, which takes it along. Autograd is then given no gradient; the value, o
 Where shards are kept on the CPU (``offload.py``), ``gather_param`` is told the ``device`` to gather on, and
 ``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
+``reduce_payloads``: an all-reduce that tensor extensions ask for, of small tensors of one type: flat, one behind the
+other, and waited for at once. ``op`` is that of functional collectives (``payloads.py``).
+
 A node's role is a fact of its ``meta["fsdp"]`` record (``records.py``), never of its name. The operators'
 implementations on process groups are in the runtime.
 """
@@ -99,6 +102,7 @@ _SCHEMAS = (
     "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
     " Device? device=None) -> Tensor",
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
+    "reduce_payloads(Tensor[] values, str op, str group) -> Tensor",
     "offload_activation(Tensor value) -> Tensor",
     "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
     "reload_activation(Tensor host, Device device) -> Tensor",
@@ -124,6 +128,7 @@ all_reduce_shard_start = _ops.all_reduce_shard_start.default
 reduce_wait = _ops.reduce_wait.default
 accumulate_grad = _ops.accumulate_grad.default
 reduce_hook = _ops.reduce_hook.default
+reduce_payloads = _ops.reduce_payloads.default
 offload_activation = _ops.offload_activation.default
 activation_offloaded = _ops.activation_offloaded.default
 reload_activation = _ops.reload_activation.default
@@ -141,7 +146,7 @@ COPY_STARTS = frozenset({fetch_start, offload_start})
 COPY_WAITS = frozenset({fetch_wait, offload_wait})
 ACTIVATION_COPIES = frozenset({offload_activation, activation_offloaded, reload_activation, activation_reloaded})
 # What the executor runs itself, between compute regions.
-_OTHERS = frozenset({keep_shard, free, accumulate_grad, reduce_hook})
+_OTHERS = frozenset({keep_shard, free, accumulate_grad, reduce_hook, reduce_payloads})
 EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | ACTIVATION_COPIES | _OTHERS
 
 
@@ -286,6 +291,11 @@ def _(
 @torch.library.register_fake("graph_fsdp::reduce_hook", lib=_LIBRARY)
 def _(buffer: Tensor, unit: str) -> Tensor:
     return buffer
+
+
+@torch.library.register_fake("graph_fsdp::reduce_payloads", lib=_LIBRARY)
+def _(values: Sequence[Tensor], op: str, group: str) -> Tensor:
+    return values[0].new_empty([sum(v.numel() for v in values)])
 
 
 @torch.library.register_fake("graph_fsdp::offload_activation", lib=_LIBRARY)

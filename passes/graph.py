@@ -285,7 +285,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 def _ordered_kind(node: fx.Node) -> str | None:
     """The kind of nodes that keep their order among themselves, None for all others."""
-    if node.target in dialect.STARTS:
+    if node.target in dialect.STARTS or node.target is dialect.reduce_payloads:
         return "collective"
     if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
         return "model_collective"

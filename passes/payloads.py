@@ -5,17 +5,23 @@ which is gathered by a ``gather_param`` of its own; ``fsdp_post_all_gather`` mak
 Both are traced like the model, so compilers fuse what they compute with what is around it. The payloads of a unit are
 in buckets of their own, by dtype; the parameter's shard stays in a bucket that is reduced and never gathered.
 
+An extension may all-reduce over the ranks that shard (torchao's float8 does, for the largest value of a weight). A
+graph's reductions become one, right behind the inputs; backward has what forward found, and reduces nothing.
+
 What is computed before a gather reads shards only. A schedule lifts it out of its way, and puts it right in front of
 the gather again (``lift_payloads``, ``place_payloads``).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, set_record
+from graph_fsdp.passes.graph import Graph, nbytes
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -47,12 +53,48 @@ def place_payloads(graph: Graph) -> None:
     if not payloads:
         return
     positions = graph.positions()
-    placed: set[fx.Node] = set()
+    first = ancestors(_reductions(graph))
+    placed: set[fx.Node] = set(first)
     for start in graph.with_role(Role.GATHER_START):
         sent = [s for s in dialect.argument(start, "shards") if has_role(s, Role.PAYLOAD)]
         for node in sorted(ancestors(sent) - placed, key=positions.__getitem__):
             start.prepend(node)
             placed.add(node)
+    _put_first(graph, sorted(first, key=positions.__getitem__))
+
+
+def _put_first(graph: Graph, nodes: list[fx.Node]) -> None:
+    for node in reversed(nodes):
+        graph.placeholders[-1].append(node)
+
+
+def _reductions(graph: Graph) -> list[fx.Node]:
+    """Not what backward receives of them, which has their records."""
+    return [node for node in graph.with_role(Role.PAYLOAD_REDUCE) if node.target is dialect.reduce_payloads]
+
+
+def combine_reductions(graph: Graph) -> None:
+    """One all-reduce for all that extensions reduce alike, in front of every other collective."""
+    alike: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in _reductions(graph):
+        alike.setdefault((*node.args[1:], node.meta["val"].dtype), []).append(node)
+    for nodes in alike.values():
+        values: list[fx.Node] = [value for node in nodes for value in node.args[0]]  # type: ignore[union-attr,misc]
+        order = graph.positions()
+        _put_first(graph, sorted(ancestors(values), key=order.__getitem__))
+        order = graph.positions()
+        with graph.fx_graph.inserting_after(max([*values, graph.placeholders[-1]], key=order.__getitem__)):
+            together = graph.call(dialect.reduce_payloads, (values, *nodes[0].args[1:]), name="reduced_payloads")
+        names = tuple(name for node in nodes for name in node.meta["fsdp"].params)
+        size = nbytes(together.meta["val"])
+        set_record(together, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", names, size))
+        begin, replaced, last = 0, {}, together
+        for node in nodes:
+            numel = node.meta["val"].numel()
+            with graph.fx_graph.inserting_after(last):
+                last = graph.call(torch.ops.aten.slice.Tensor, (together, 0, begin, begin + numel), like=node)
+            replaced[node], begin = last, begin + numel
+        graph.replace(replaced)
 
 
 def drop_unread_payloads(graph: Graph) -> None:

@@ -21,6 +21,7 @@ from graph_fsdp.passes.cost import Measurements
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.settings import Settings
+from graph_fsdp.passes.share import Sharing
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.stage import Snapshot, Stage
 from graph_fsdp.passes.stage_log import log_stage
@@ -66,6 +67,7 @@ class PassContext:
     ``extensions``: parameter → what makes it of its shard, where that is a tensor extension.
     ``reduced``: parameters whose gradients the joint graph reduces.
     ``unsharded``: per phase, the parameters that are inputs of the graph, whole, behind its other inputs.
+    ``sharing``: buckets that pieces of one forward call hand to each other; ``taken``, ``given``: those of this graph.
     ``recomputes_activations``: whether backward does, by the user's checkpoints or by an option.
     ``offloaded``: place among the saved tensors → forward's node of the copy on the CPU that backward receives.
     ``activation_memory_budget``: what the partitioner may save for backward, from 0, inputs only, to 1, all it wants.
@@ -90,6 +92,9 @@ class PassContext:
     kept_shards: dict[str, fx.Node] = field(default_factory=dict)
     slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
     unsharded: dict[Phase, list[str]] = field(default_factory=dict)
+    sharing: Sharing = field(default_factory=Sharing)
+    taken: list[str] = field(default_factory=list)
+    given: dict[str, fx.Node] = field(default_factory=dict)
     facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
     collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})

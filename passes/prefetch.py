@@ -81,7 +81,8 @@ class Prefetch(GraphPass):
         lift_fetches(graph)
         lift_payloads(graph)
         self._place(graph, gathers, distance, context)
-        in_flight = self.reductions_in_flight or reductions_under_way(reductions, context.recomputes_activations)
+        in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
+        in_flight = in_flight or reductions_under_way(reductions, context.recomputes_activations)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)

@@ -39,7 +39,9 @@ class TagRecompute(GraphPass):
         payloads = ancestors(graph.with_role(Role.PAYLOAD))
         restored: set[fx.Node] = set()  # computed from gathered payloads: all that fuses is recomputed, casts too
         for node in graph.fx_graph.nodes:
-            if (
+            if has_role(node, Role.PAYLOAD_REDUCE):  # a few numbers, for which ranks would communicate again
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif (
                 has_role(node, Role.GATHER)
                 or node in payloads
                 or (

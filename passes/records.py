@@ -31,6 +31,7 @@ class Role(enum.Enum):
     OFFLOAD = "offload"  # copies a saved activation to the CPU
     RELOAD = "reload"  # and back, in backward
     PAYLOAD = "payload"  # what is gathered of a parameter that travels as something else
+    PAYLOAD_REDUCE = "payload_reduce"  # an all-reduce of an extension's, for payloads
     FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
     FETCH_WAIT = "fetch_wait"
     OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU

@@ -48,13 +48,14 @@ class Reshard(GraphPass):
         if context.plan.kept is None:
             context.plan.kept = [wait.meta["fsdp"].bucket for wait in self._choose(graph, waits, context)]
         kept = [wait for wait in waits if wait.meta["fsdp"].bucket in context.plan.kept]
+        if context.sharing:  # what was taken from an earlier piece is kept as if this one had gathered it
+            found = {node.meta["fsdp"].bucket: node for node in (*graph.with_role(Role.KEPT), *waits)}
+            kept = [found[bucket] for bucket in context.sharing.kept]
         outputs = list(graph.output.args[0])  # type: ignore[arg-type]
         # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
         outputs[context.forward_outputs : context.forward_outputs] = kept
         for wait in kept:
-            start = wait.args[0]
-            assert isinstance(start, fx.Node)
-            for node in (start, wait):
+            for node in (*wait.all_input_nodes, wait):
                 set_record(node, dataclasses.replace(node.meta["fsdp"], escapes=True))
         graph.output.args = (tuple(outputs),)
         context.kept = {wait.meta["fsdp"].bucket: wait for wait in kept}

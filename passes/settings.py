@@ -27,6 +27,7 @@ class Settings:
     are reduced over the ranks that shard, and not over the replicas. ``divide_factors``: unit → what sums of gradients
     are divided by, instead of the number of ranks. ``summed``: units whose reductions are sums, divided apart.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
+    ``reductions_in_flight``: how many may be under way at once; None for what the pipeline has.
     ``custom_all_gather``, ``custom_reduce_scatter``: collectives that the user brings, in one message per bucket.
     """
 
@@ -40,6 +41,7 @@ class Settings:
     divide_factors: tuple[tuple[str, float], ...] = ()
     summed: frozenset[str] = frozenset()
     hooked: frozenset[str] = frozenset()
+    reductions_in_flight: int | None = None
     custom_all_gather: bool = False
     custom_reduce_scatter: bool = False
 

@@ -106,6 +106,8 @@ class Verifier:
         kept = [kind(node.meta["val"]) for node in added] if self.graph.phase == "forward" else []
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
+        if self.graph.phase != "backward":
+            expected = [*expected, *(kind(node.meta["val"]) for node in self.context.given.values())]
         found = _output_values(self.graph)
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):

@@ -297,3 +297,14 @@ def mean_of(
     while factor % before == 0 and factor / before > before:
         before *= 2
     return dist.ReduceOp.SUM, float(before), factor / before
+
+
+def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
+    """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    work = dist.all_reduce(flat, op=_OPERATIONS[op], group=group, async_op=True)
+    lockstep.finish(work, flat.device)
+    return flat
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

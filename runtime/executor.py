@@ -102,6 +102,10 @@ class Frame:
         self.pending[id(pending.buffer)] = pending
         return pending.buffer
 
+    def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
+        self.counter.count("payload_reduce")
+        return reduce(values)
+
     def offload(self, value: Tensor) -> Tensor:
         return self._copying(host_copies.start_offload(value))
 
@@ -259,6 +263,11 @@ def _generate_call(
     if node.target is dialect.keep_shard:
         constants[f"keep_{index}"] = _keep_plan(node)
         lines.append(f"    {names[node]} = keep_{index}({_render(node.args[0], names)})  # {node.meta['fsdp'].bucket}")
+        return
+    if node.target is dialect.reduce_payloads:
+        static = {"op": dialect.argument(node, "op"), "group": compat.resolve_group(dialect.group_of(node))}
+        constants[f"reduce_{index}"] = functools.partial(collectives.reduce_payloads, **static)
+        lines.append(f"    {names[node]} = frame.reduce_payloads(reduce_{index}, {_render(node.args[0], names)})")
         return
     if node.target is dialect.accumulate_grad:
         constants[f"keep_{index}"] = keep_plan(node, owned)

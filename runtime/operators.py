@@ -14,6 +14,7 @@ from graph_fsdp.passes.layout import GatherLayout
 from graph_fsdp.runtime.collectives import (
     Pending,
     keep_shard,
+    reduce_payloads,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -139,6 +140,11 @@ def _accumulate_grad(
 @implement("reduce_hook")
 def _reduce_hook(buffer: Tensor, unit: str) -> Tensor:
     return buffer
+
+
+@implement("reduce_payloads")
+def _reduce_payloads(values: list[Tensor], op: str, group: str) -> Tensor:
+    return reduce_payloads(values, op, compat.resolve_group(group))
 
 
 @implement("gather_param")

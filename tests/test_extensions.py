@@ -158,20 +158,18 @@ def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, pr
     blocks_0_up_weight_2 = torch.ops.aten.slice.Tensor(full_root_payload_1, 0, 0, 32)
     blocks_0_up_weight_3 = torch.ops.aten.view.default(blocks_0_up_weight_2, [32, 1])
     mul = torch.ops.aten.mul.Tensor(_to_copy_1, blocks_0_up_weight_3)
-    slice_1 = torch.ops.aten.slice.Tensor(mul, 0, 0, 32)
     blocks_0_down_weight_0 = torch.ops.aten.slice.Tensor(full_root_payload, 0, 512, 1024)
     blocks_0_down_weight_1 = torch.ops.aten.view.default(blocks_0_down_weight_0, [16, 32])
     _to_copy_3 = torch.ops.aten._to_copy.default(blocks_0_down_weight_1, dtype = torch.float32)
     blocks_0_down_weight_2 = torch.ops.aten.slice.Tensor(full_root_payload_1, 0, 128, 144)
     blocks_0_down_weight_3 = torch.ops.aten.view.default(blocks_0_down_weight_2, [16, 1])
     mul_1 = torch.ops.aten.mul.Tensor(_to_copy_3, blocks_0_down_weight_3)
-    slice_2 = torch.ops.aten.slice.Tensor(mul_1, 0, 0, 16)
-    t = torch.ops.aten.t.default(slice_1)
+    t = torch.ops.aten.t.default(mul)
     full_root_1 = torch.ops.graph_fsdp.all_gather_wait.default(gather_root_1)
     blocks_0_up_bias = torch.ops.aten.slice.Tensor(full_root_1, 0, 0, 32)
     addmm = torch.ops.aten.addmm.default(blocks_0_up_bias, primals_3, t)
     gelu = torch.ops.aten.gelu.default(addmm)
-    t_1 = torch.ops.aten.t.default(slice_2)
+    t_1 = torch.ops.aten.t.default(mul_1)
     blocks_0_down_bias = torch.ops.aten.slice.Tensor(full_root_1, 0, 128, 144)
     addmm_1 = torch.ops.aten.addmm.default(blocks_0_down_bias, gelu, t_1)
     add = torch.ops.aten.add.Tensor(primals_3, addmm_1)
@@ -191,14 +189,14 @@ def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, pr
   bucket          kind    params  bytes  start  wait  first use  free
   root#payload    gather       2  1,024     21    22         24  kept
   root#payload#1  gather       2  1,024     23    27         29  kept
-  root#1          gather       4  2,048     28    41         42  kept
+  root#1          gather       4  2,048     28    39         40  kept
 
   bucket          kind    params  bytes  start  wait  first use  free
-  root#payload    kept         2  1,024      -     -         22    44
-  root#payload#1  kept         2  1,024      -     -         25    45
-  root#1          kept         4  2,048      -     -         10    46
-  root#1          reduce       4     92     47    50         51     -
-  root            reduce       2    512     49    56         57     -""",
+  root#payload    kept         2  1,024      -     -         22    43
+  root#payload#1  kept         2  1,024      -     -         25    44
+  root#1          kept         4  2,048      -     -         10    45
+  root#1          reduce       4     92     46    49         50     -
+  root            reduce       2    512     48    55         56     -""",
     )
     saved = [v for v in report.forward.graph.output.args[0][1:] if v is not None]
     full = {(32, 16), (16, 32)}
@@ -327,8 +325,8 @@ def test_one_process_quantises_and_gathers_nothing() -> None:
 
 class Communicating(Float8):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        scale = torch.ops._c10d_functional.all_reduce(self._data.abs().amax(), "max", "0")
-        return ((self._data * scale).to(torch.float8_e4m3fn),), (scale,)
+        scales = torch.ops._c10d_functional.all_gather_into_tensor(self._data.abs().amax(0), 8, "0")
+        return ((self._data * scales[0]).to(torch.float8_e4m3fn),), (scales[0],)
 
 
 class Half(Float8):
@@ -340,9 +338,33 @@ class Half(Float8):
         return super().__getattribute__(name)
 
 
-class OfSubclass(Float8):
+class CommunicatingLater(Float8):
     def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
-        return Wrapped(super().restore(outputs, metadata, dtype))
+        full = super().restore(outputs, metadata, dtype)
+        return full / torch.ops._c10d_functional.all_reduce(full.abs().amax(), "max", "0")
+
+
+class InAnotherGroup(Float8):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        scale = torch.ops._c10d_functional.all_reduce(self._data.abs().amax(), "max", "another")
+        return ((self._data * scale).to(torch.float8_e4m3fn),), (scale,)
+
+
+class Opaque(Tensor):
+    """Nobody can tell what it is made of."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Opaque:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, device=data.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class OfOpaque(Float8):
+    def restore(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype) -> Tensor:
+        return Opaque(super().restore(outputs, metadata, dtype))
 
 
 class OfWrongDtype(Float8):
@@ -353,7 +375,9 @@ class OfWrongDtype(Float8):
 REFUSED: list[tuple[type[Wrapped], dict[str, Any], type[Exception], str]] = [
     (Communicating, {}, UnsupportedError, "the extension of parameter 'blocks.0.up.weight' communicates"),
     (Half, {}, ValueError, "has one of fsdp_pre_all_gather and fsdp_post_all_gather"),
-    (OfSubclass, {}, UnsupportedError, "makes a Wrapped"),
+    (CommunicatingLater, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
+    (InAnotherGroup, {}, UnsupportedError, "may all-reduce over the ranks that shard"),
+    (OfOpaque, {}, UnsupportedError, "makes a Opaque without __tensor_flatten__"),
     (OfWrongDtype, {}, ValueError, "makes torch.float8_e4m3fn"),
     (Float8, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "not available with offload_policy"),
     (Float8, {"sync_module_states": True}, UnsupportedError, "not available with sync_module_states"),

@@ -1,0 +1,259 @@
+"""Pieces of a model that breaks (``fullgraph=False``) share what they gather: a two-block MLP on 8 ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import MLP, WIDTH
+from torch import Tensor, nn
+
+import graph_fsdp
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.report import GraphReport
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+class Broken(MLP):
+    """The first block stands on both sides of a graph break, and ``middle`` says what Python does there."""
+
+    again = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.middle(x)
+        return self.head(self.blocks[1](self.blocks[0](x) if self.again else x))
+
+    @torch.compiler.disable
+    def middle(self, x: Tensor) -> None:
+        pass
+
+
+class Looping(MLP):
+    """The first block three times, in a piece each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[0](x))
+
+
+class Growing(MLP):
+    """The later piece reads more of the first block than the earlier one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0].up(x)[:, :WIDTH]
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
+class Shrinking(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](self.blocks[0].up(x)[:, :WIDTH]))
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    return graph_fsdp.compile(model, backend="eager", fullgraph=False, **options)
+
+
+def batch() -> Tensor:
+    return torch.ones(4, WIDTH)
+
+
+def gathers_of_call(model: nn.Module, train: bool = False) -> int:
+    counter = graph_fsdp.report.engine_of(model).counter
+    counter.reset()
+    if train:
+        model(batch()).sum().backward()
+    else:
+        with torch.no_grad():
+            model(batch())
+    return counter.collectives["all_gather"]
+
+
+def stages_of(report: GraphReport, phase: Any, stage: str = "free") -> list[str]:
+    found = [graph.view(phase).stages for graph in report.graphs if graph.stages[phase]]
+    return [re.sub(r"'\d+'", "'group'", stages[stage].body) for stages in found]
+
+
+@pytest.mark.parametrize(
+    ("model", "gathers"),
+    [(Broken, [4, 3, 3]), (Looping, [4, 2, 2]), (Growing, [4, 4, 4]), (Shrinking, [4, 3, 3])],
+)
+def test_from_the_second_call_on_a_unit_is_gathered_once(model: type[nn.Module], gathers: list[int]) -> None:
+    made = compiled(model())
+    assert [gathers_of_call(made) for _ in range(3)] == gathers
+
+
+@pytest.mark.parametrize(("option", "gathers"), [(True, [8, 7, 7]), (None, [6, 5, 5]), (False, [4, 3, 3])])
+def test_backward_gathers_for_each_piece_what_is_not_kept(option: bool | None, gathers: list[int]) -> None:
+    model = compiled(Broken(), reshard_after_forward=option)
+    assert [gathers_of_call(model, train=True) for _ in range(3)] == gathers
+
+
+def test_the_earlier_piece_returns_the_buffer_and_the_later_one_frees_it() -> None:
+    model = compiled(Broken())
+    for _ in range(3):
+        gathers_of_call(model)
+    report = graph_fsdp.inspect(model)
+    first, second, gives, takes = stages_of(report, "inference")
+    assert "free_blocks_0" in first and "gather_blocks_0" in second
+    assert_expected_inline(
+        gives,
+        """\
+def forward(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1):
+    gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([arg0_1, arg1_1, arg3_1, arg4_1], [0, 64, 80, 144], 160, torch.float32, 8, 'group')
+    full_blocks_0 = torch.ops.graph_fsdp.all_gather_wait.default(gather_blocks_0)
+    blocks_0_up_weight = torch.ops.aten.slice.Tensor(full_blocks_0, 0, 0, 512)
+    blocks_0_up_weight_1 = torch.ops.aten.view.default(blocks_0_up_weight, [32, 16])
+    t = torch.ops.aten.t.default(blocks_0_up_weight_1)
+    blocks_0_up_bias = torch.ops.aten.slice.Tensor(full_blocks_0, 0, 512, 544)
+    addmm = torch.ops.aten.addmm.default(blocks_0_up_bias, arg2_1, t)
+    gelu = torch.ops.aten.gelu.default(addmm)
+    blocks_0_down_weight = torch.ops.aten.slice.Tensor(full_blocks_0, 0, 640, 1152)
+    blocks_0_down_weight_1 = torch.ops.aten.view.default(blocks_0_down_weight, [16, 32])
+    t_1 = torch.ops.aten.t.default(blocks_0_down_weight_1)
+    blocks_0_down_bias = torch.ops.aten.slice.Tensor(full_blocks_0, 0, 1152, 1168)
+    addmm_1 = torch.ops.aten.addmm.default(blocks_0_down_bias, gelu, t_1)
+    add = torch.ops.aten.add.Tensor(arg2_1, addmm_1)
+    return (add, full_blocks_0)
+""",
+    )
+    lines = [line for line in takes.splitlines() if re.search(r"blocks_0|gather|free|return|def", line)]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+def forward(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1, arg7_1, arg8_1, arg9_1, arg10_1, shared_blocks_0):
+    gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([arg5_1, arg6_1, arg7_1, arg8_1], [0, 64, 80, 144], 160, torch.float32, 8, 'group')
+    blocks_0_up_weight = torch.ops.aten.slice.Tensor(shared_blocks_0, 0, 0, 512)
+    blocks_0_up_weight_1 = torch.ops.aten.view.default(blocks_0_up_weight, [32, 16])
+    t = torch.ops.aten.t.default(blocks_0_up_weight_1)
+    blocks_0_up_bias = torch.ops.aten.slice.Tensor(shared_blocks_0, 0, 512, 544)
+    addmm = torch.ops.aten.addmm.default(blocks_0_up_bias, arg2_1, t)
+    gelu = torch.ops.aten.gelu.default(addmm)
+    blocks_0_down_weight = torch.ops.aten.slice.Tensor(shared_blocks_0, 0, 640, 1152)
+    blocks_0_down_weight_1 = torch.ops.aten.view.default(blocks_0_down_weight, [16, 32])
+    t_1 = torch.ops.aten.t.default(blocks_0_down_weight_1)
+    blocks_0_down_bias = torch.ops.aten.slice.Tensor(shared_blocks_0, 0, 1152, 1168)
+    addmm_1 = torch.ops.aten.addmm.default(blocks_0_down_bias, gelu, t_1)
+    free_blocks_0 = torch.ops.graph_fsdp.free.default(shared_blocks_0)
+    full_blocks_1 = torch.ops.graph_fsdp.all_gather_wait.default(gather_blocks_1)
+    gather_root = torch.ops.graph_fsdp.all_gather_start.default([arg9_1, arg10_1], [0, 16], 32, torch.float32, 8, 'group')
+    blocks_1_up_weight_1 = torch.ops.aten.view.default(blocks_1_up_weight, [32, 16])
+    t_2 = torch.ops.aten.t.default(blocks_1_up_weight_1)
+    addmm_2 = torch.ops.aten.addmm.default(blocks_1_up_bias, add, t_2)
+    gelu_1 = torch.ops.aten.gelu.default(addmm_2)
+    blocks_1_down_weight_1 = torch.ops.aten.view.default(blocks_1_down_weight, [16, 32])
+    t_3 = torch.ops.aten.t.default(blocks_1_down_weight_1)
+    addmm_3 = torch.ops.aten.addmm.default(blocks_1_down_bias, gelu_1, t_3)
+    free_blocks_1 = torch.ops.graph_fsdp.free.default(full_blocks_1)
+    full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)
+    head_weight_1 = torch.ops.aten.view.default(head_weight, [8, 16])
+    t_4 = torch.ops.aten.t.default(head_weight_2)
+    addmm_4 = torch.ops.aten.addmm.default(head_bias_1, add_1, t_4)
+    free_root = torch.ops.graph_fsdp.free.default(full_root)
+    return (addmm_4,)""",
+    )
+    assert_expected_inline(
+        report.inference.table(),
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  blocks.0  kept         4  5,120      -     -         13    25
+  blocks.1  gather       4  5,120     12    26         28    40
+  root      gather       2  1,024     27    41         42    49""",
+    )
+    assert "2 buckets gathered, 0 reduced, 1 taken from an earlier piece" in report.inference.stages["bucket"].summary
+
+
+def test_what_is_kept_for_backward_is_the_buffer_that_was_taken() -> None:
+    model = compiled(Broken(), reshard_after_forward=False)
+    for _ in range(2):
+        gathers_of_call(model, train=True)
+    *_, gives, takes = stages_of(graph_fsdp.inspect(model), "forward")
+    assert gives.splitlines()[-1].count("full_blocks_0") == 2, "once for backward, once for the later piece"
+    assert "return (addmm_4, shared_blocks_0, full_blocks_1, full_root," in takes
+
+
+def test_a_piece_between_passes_on_what_it_took() -> None:
+    model = compiled(Looping())
+    for _ in range(3):
+        gathers_of_call(model)
+    first, between, last = stages_of(graph_fsdp.inspect(model), "inference")[-3:]
+    assert "shared_blocks_0" not in first and "free_blocks_0" not in first
+    assert between.splitlines()[-1].endswith("shared_blocks_0)") and "free_blocks_0" not in between
+    assert "free_blocks_0 = torch.ops.graph_fsdp.free.default(shared_blocks_0)" in last
+
+
+def test_one_buffer_is_held_between_the_pieces_and_none_after_the_call() -> None:
+    model = compiled(Broken(), reshard_after_forward=True)
+    counter = graph_fsdp.report.engine_of(model).counter
+    held: list[int] = []
+    model.middle = torch.compiler.disable(lambda x: held.append(counter.current))  # type: ignore[assignment]
+    for _ in range(3):
+        gathers_of_call(model, train=True)
+        held.append(counter.current)
+    assert held == [0, 0, 5_120, 0, 5_120, 0], "the first block's bucket"
+
+
+class Stop(Exception):
+    pass
+
+
+def test_python_that_raises_between_the_pieces_leaves_nothing_behind() -> None:
+    class Raising(Broken):
+        fails = False
+
+        @torch.compiler.disable
+        def middle(self, x: Tensor) -> None:
+            if self.fails:
+                raise Stop
+
+    model = compiled(Raising())
+    engine = graph_fsdp.report.engine_of(model)
+    assert [gathers_of_call(model) for _ in range(2)] == [4, 3]
+    model.fails = True
+    with pytest.raises(Stop), torch.no_grad():
+        model(batch())
+    assert engine.counter.current == 0
+    assert not engine.pieces._held
+    model.fails = False
+    assert gathers_of_call(model) == 3
+
+
+def test_another_sequence_holds_in_vain_once_and_shares_again() -> None:
+    model = compiled(Broken())
+    made = []
+    for _ in range(3):
+        assert [gathers_of_call(model) for _ in range(2)] == [4, 3]
+        model.again = False
+        assert [gathers_of_call(model) for _ in range(2)] == [3, 3]
+        assert graph_fsdp.report.engine_of(model).counter.current == 0
+        model.again = True
+        made.append(len(graph_fsdp.inspect(model).graphs))
+    assert made[2] == made[1], "each variant is made once"
+
+
+def test_with_a_budget_each_piece_gathers_for_itself() -> None:
+    model = compiled(Broken(), passes=default_pipeline(budget=20_000))
+    assert [gathers_of_call(model) for _ in range(3)] == [4, 4, 4]
+
+
+def test_what_unshard_made_whole_is_not_shared() -> None:
+    model = compiled(Broken())
+    assert [gathers_of_call(model) for _ in range(2)] == [4, 3]
+    model.blocks[1].unshard()
+    assert [gathers_of_call(model) for _ in range(2)] == [3, 2]
+    assert "whole_blocks_1_up_weight" in stages_of(graph_fsdp.inspect(model), "inference")[-1]
+
+
+def test_fullgraph_has_no_pieces() -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    assert graph_fsdp.report.engine_of(model).pieces is None

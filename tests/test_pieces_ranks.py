@@ -1,0 +1,141 @@
+"""A broken model whose pieces share gathers: equal to one whose pieces do not, bit for bit, and to FSDP2 but for the
+order of a sum: a gradient that two pieces contribute to is reduced once for each, and FSDP2 adds before it reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from models import MLP, WIDTH
+from reference import gradients_of, parameters_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import graph_fsdp
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.report import engine_of
+
+FACTS = Facts(__name__)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2, timeout=240)
+
+
+class Stop(Exception):
+    pass
+
+
+class Broken(MLP):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.middle()
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+    @torch.compiler.disable
+    def middle(self) -> None:
+        if self.fails:
+            raise Stop
+
+
+def batch(step: int, rows: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(rows, WIDTH, generator=generator)
+
+
+def models(**options: Any) -> list[nn.Module]:
+    """Three of equal values: one that shares; one that does not, for its budget; and FSDP2's."""
+    shares, gathers, theirs = Broken(), Broken(), Broken()
+    for other in (gathers, theirs):
+        other.load_state_dict(shares.state_dict())
+    for module in (*theirs.blocks, theirs):
+        fully_shard(module, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
+    options = {"backend": "eager", "fullgraph": False, **options}
+    graph_fsdp.compile(shares, **options)
+    graph_fsdp.compile(gathers, **options, passes=default_pipeline(budget=1 << 30))
+    return [shares, gathers, theirs]
+
+
+EXACT = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def train(models: list[nn.Module], steps: range, tolerances: tuple[dict[str, float], ...]) -> list[int]:
+    """Losses, gradients and parameters of the first model are those of the others; its gathers per step."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    counter, gathers = engine_of(models[0]).counter, []
+    for step in steps:
+        counter.reset()
+        losses = [model(batch(step)).square().mean() for model in models]
+        for loss in losses:
+            loss.backward()
+        gathers.append(counter.collectives["all_gather"])
+        for model, loss, tolerance in zip(models[1:], losses[1:], tolerances, strict=True):
+            torch.testing.assert_close(losses[0], loss, **tolerance)
+            for of in (gradients_of, parameters_of):
+                found, expected = of(models[0]), of(model)
+                for name, value in expected.items():
+                    torch.testing.assert_close(found[name], value, **tolerance, msg=f"{step} {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return gathers
+
+
+@FACTS
+def every_step_is_that_of_pieces_that_gather_for_themselves() -> None:
+    assert train(models(reshard_after_forward=True), range(3), (EXACT, CLOSE)) == [8, 7, 7]
+    assert train(models(reshard_after_forward=False), range(3), (EXACT, CLOSE)) == [4, 3, 3]
+
+
+@FACTS
+def in_bfloat16_too() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert train(models(mp_policy=policy)[:2], range(3), (EXACT,)) == [6, 5, 5]
+
+
+@FACTS
+def training_goes_on_after_python_between_the_pieces_has_raised() -> None:
+    found = models()
+    train(found, range(2), (EXACT, CLOSE))
+    found[0].fails = True  # type: ignore[assignment]
+    with pytest.raises(Stop):
+        found[0](batch(2))
+    found[0].fails = False  # type: ignore[assignment]
+    assert engine_of(found[0]).counter.current == 0
+    assert train(found, range(2, 4), (EXACT, CLOSE)) == [5, 5]
+
+
+@FACTS
+def ranks_whose_batches_differ_share_alike() -> None:
+    """Each rank compiles for its own sizes, at its own time, and both run the same collectives."""
+    ours, _, theirs = models()
+    counter, rank = engine_of(ours).counter, dist.get_rank()
+    gathers = []
+    for step, sizes in enumerate([(4, 4), (4, 4), (4, 6), (4, 4), (7, 4), (5, 6)]):
+        counter.reset()
+        x = batch(step, sizes[rank])
+        outputs = [model(x).square().mean() for model in (ours, theirs)]
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-7)
+        for output in outputs:
+            output.backward()
+        gathers.append(counter.collectives["all_gather"])
+    assert gathers == [6, 5, 5, 5, 5, 5]
+
+
+@FACTS
+def with_inductor_to_its_tolerance() -> None:
+    ours, _, theirs = models(backend="inductor")
+    assert train([ours, theirs], range(3), (CLOSE,)) == [6, 5, 5]
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)

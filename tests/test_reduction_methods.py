@@ -1,0 +1,131 @@
+"""Newer methods of FSDP2 on reductions: the bound on those under way, and those that are refused with a reason."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from models import MLP
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import graph_fsdp
+from graph_fsdp import UnsupportedError
+from graph_fsdp.passes import GraphPass, default_pipeline
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def compiled(**options: Any) -> Any:
+    return graph_fsdp.compile(MLP(depth=3), backend="eager", reshard_after_forward=False, **options)
+
+
+def backward_of(model: nn.Module) -> Any:
+    model(torch.randn(4, 16)).sum().backward()
+    return graph_fsdp.inspect(model).backward
+
+
+def most_under_way(model: nn.Module) -> int:
+    """Reductions started and not waited for, at most."""
+    now = most = 0
+    for line in backward_of(model).stages["free"].body.splitlines():
+        now += ("reduce_scatter_start" in line) - ("reduce_wait" in line)
+        most = max(most, now)
+    return most
+
+
+def test_the_bound_on_reductions_is_that_of_the_graphs_captured_from_then_on() -> None:
+    model = compiled()
+    assert most_under_way(model) == 2, "the pipeline's"
+    for bound in (1, 3):
+        model.set_reduce_scatter_max_input_buffers(bound)
+        assert most_under_way(model) == bound
+    rows = [row for row in backward_of(model).table().splitlines() if "kept" not in row]
+    assert_expected_inline(
+        "\n".join(rows),
+        """\
+  bucket    kind    params  bytes  start  wait  first use  free
+  root      reduce       2     68     34   106        107     -
+  blocks.2  reduce       4    536     60   111        112     -
+  blocks.1  reduce       4    536     86   118        119     -
+  blocks.0  reduce       4    536    110   125        126     -""",
+    )
+
+
+def test_it_goes_before_what_the_pipeline_says() -> None:
+    model = compiled(passes=default_pipeline(reductions_in_flight=3))
+    assert most_under_way(model) == 3
+    model.set_reduce_scatter_max_input_buffers(1)
+    assert most_under_way(model) == 1
+
+
+class Late(GraphPass):
+    name, requires, provides = "late", {"bucketed"}, {"scheduled"}
+
+    def run(self, graph: Any, context: Any) -> None:
+        context.plan.keep(graph)
+
+
+@pytest.mark.parametrize("bound", [0, -1, True, 1.5, "2"])
+def test_a_bound_is_a_positive_number(bound: Any) -> None:
+    with pytest.raises(ValueError, match="max_input_buffers must be a whole number, 1 or more"):
+        compiled().set_reduce_scatter_max_input_buffers(bound)
+
+
+def test_the_bound_is_of_the_model_and_of_the_pass_that_schedules() -> None:
+    model = compiled()
+    for call in (
+        lambda: model.blocks[0].set_reduce_scatter_max_input_buffers(1),
+        lambda: model.set_reduce_scatter_max_input_buffers(1, recurse=False),
+    ):
+        with pytest.raises(UnsupportedError, match="call it on the model"):
+            call()
+    model = compiled(passes=default_pipeline().replace("prefetch", Late()))
+    with pytest.raises(UnsupportedError, match="this model's pipeline schedules with another"):
+        model.set_reduce_scatter_max_input_buffers(1)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("set_reduce_scatter_unused_params", "on every rank .a mask or a factor of zero."),
+        ("set_separate_reduce_scatter_group", "overtake each other in two process groups"),
+    ],
+)
+def test_what_is_refused_says_why_and_turning_it_off_is_no_error(method: str, words: str) -> None:
+    model = compiled()
+    with pytest.raises(UnsupportedError, match=words):
+        getattr(model, method)(True)
+    getattr(model, method)(False)
+    with pytest.raises(ValueError, match="must be True or False"):
+        getattr(model, method)(1)
+
+
+def test_symmetric_memory_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="gathers here land in slots"):
+        compiled().set_symm_mem_for_comm()
+
+
+def test_a_backward_that_is_not_the_last_waits_for_its_reductions_too() -> None:
+    model = compiled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.set_is_last_backward(True)
+    before = backward_of(model).stages["free"].body
+    with pytest.warns(UserWarning, match="every backward waits for its reductions"):
+        model.set_is_last_backward(False)
+    assert backward_of(model).stages["free"].body == before
+    assert before.count("reduce_scatter_start") == before.count("reduce_wait")
+
+
+def test_every_method_of_fsdp2_is_ours() -> None:
+    model, unavailable = compiled(), []
+    for name, value in vars(FSDPModule).items():
+        if callable(value) and not name.startswith("_"):
+            own = getattr(type(model), name)
+            if "Not available yet" in (own.__doc__ or ""):
+                unavailable.append(name)
+    assert unavailable == []
