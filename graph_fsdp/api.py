@@ -173,7 +173,7 @@ def compile(
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     if cuda_graphs:
-        check_cuda_graphs(device, backend, regions, dynamic, offload_policy, checkpointing)
+        check_cuda_graphs(cuda_graphs, device, backend, regions, dynamic, offload_policy, checkpointing)
     fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph) or cuda_graphs
     if fixed_shapes and dynamic is None:
         dynamic = False

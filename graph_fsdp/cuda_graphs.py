@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_cuda_graphs(
+    value: Any,
     device: torch.device,
     backend: str,
     regions: str,
@@ -32,6 +33,8 @@ def check_cuda_graphs(
     checkpointing: ActivationCheckpointing | None,
 ) -> None:
     """Raise for what ``cuda_graphs=True`` cannot go with."""
+    if not isinstance(value, bool):
+        raise TypeError(f"cuda_graphs must be True or False, got {value!r}")
     if not BACKENDS[backend].captures_regions:
         able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.captures_regions)
         raise UnsupportedError(

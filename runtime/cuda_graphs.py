@@ -112,6 +112,10 @@ class Captured:
         kept = self._buffers[bucket]
         return _Layout.of(kept).on(self.lend(address_of(kept)))
 
+    def drop(self) -> None:
+        """Its graphs go with it, and not when the garbage collector comes."""
+        self.function = _unset
+
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
 
@@ -280,6 +284,7 @@ class ProgramGraphs:
             self._changed += 1
             if self._changed < CHANGED_RUNS or self.captures == MOST_CAPTURES:
                 return "with inputs that lie elsewhere"
+            self.captured.drop()
             self.captured, self._changed = None, 0
         return ""
 
