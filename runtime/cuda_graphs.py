@@ -83,12 +83,20 @@ class Captured:
         self.addresses: dict[int, int] = {}  # by place, of what is not
         self.owned: dict[int, int] = {}  # address of a storage → bytes
         self.lent: set[int] = set()
+        self.copied_nbytes = 0
         self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
         self._buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
         self._lent_so_far = itertools.count()
 
     def own(self, value: Tensor) -> None:
         self.owned[address_of(value)] = value.untyped_storage().nbytes()
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """Where copies of ``value`` and of its successors lie."""
+        copy = _like(value)
+        self.own(copy)
+        self.copied_nbytes += copy.untyped_storage().nbytes()
+        return copy
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, Tensor) and address_of(value) in self.owned
@@ -120,10 +128,6 @@ class Captured:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
 
     @property
-    def input_nbytes(self) -> int:
-        return sum(value.untyped_storage().nbytes() for value in self.inputs.values())
-
-    @property
     def buffer_nbytes(self) -> int:
         return sum(value.nbytes for value in self._buffers.values())
 
@@ -151,8 +155,7 @@ class CapturedCall:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         for index in self.choice.copied:
             if index not in self._copies:
-                self._copies[index] = _like(inputs[index])
-                self.captured.own(self._copies[index])
+                self._copies[index] = self.captured.copy_of(inputs[index])
             inputs[index] = _copy(inputs[index], self._copies[index])
         if self._replay is None:
             return self._capture(inputs)
@@ -309,8 +312,7 @@ class ProgramGraphs:
             if place in self.choice.written or address_of(value) in fixed:
                 captured.addresses[place] = value.data_ptr()
             else:
-                captured.inputs[place] = _like(value)
-                captured.own(captured.inputs[place])
+                captured.inputs[place] = captured.copy_of(value)
         calls = {
             f"region_{index}": CapturedCall(
                 f"region_{index} of the {self.phase} graph",
@@ -341,16 +343,16 @@ class ProgramGraphs:
         if self.captured is None:
             return {}
         captured = self.captured
-        gathered, inputs = captured.buffer_nbytes, captured.input_nbytes
+        gathered, copied = captured.buffer_nbytes, captured.copied_nbytes
         slots = sum(memory.nbytes for memory in captured.slots.memory)
-        results = sum(captured.owned.values()) - gathered - inputs - slots
-        return {"copies of inputs": inputs, "buckets gathered for backward": gathered, "results": results}
+        results = sum(captured.owned.values()) - gathered - copied - slots
+        return {"copies of inputs": copied, "buckets gathered for backward": gathered, "results": results}
 
     def __str__(self) -> str:
         reasons = self.choice.reasons
         chosen = len(self.choice.captured)
         lines = [f"CUDA graphs: {chosen} of {chosen + len(reasons)} regions that have kernels"]
-        lines += [f"  region_{index} is none: {reason}" for index, reason in reasons.items()]
+        lines += [f"  region_{index} is not one: {reason}" for index, reason in reasons.items()]
         if self.runs:
             lines.append("  runs: " + ", ".join(f"{count} {what}" for what, count in self.runs.items()))
         if self.captured is not None:

@@ -99,9 +99,46 @@ def test_a_model_of_which_nothing_can_be_captured(fake_group: None, graphs: None
 def test_the_program_says_which_regions_are_graphs(fake_group: None, graphs: None) -> None:
     report = train(compiled(Dropout(), reshard_after_forward=True))
     assert report.forward.program is not None
-    assert_expected_inline(report.forward.program, """""")
-    assert_expected_inline(str(report.forward.cuda_graphs), """""")
-    assert_expected_inline(str(report.backward.cuda_graphs), """""")
+    assert_expected_inline(
+        report.forward.program,
+        """\
+def run(frame, args):  # forward
+    primals_1, primals_2, primals_3, primals_4, primals_5, = args
+    args.clear()
+    gather_inside = frame.gather_start(plan_0, [primals_1, primals_2])  # inside
+    del primals_1, primals_2
+    full_inside = frame.wait(gather_inside)
+    del gather_inside
+    gather_outside = frame.gather_start(plan_2, [primals_4, primals_5])  # outside
+    del primals_5
+    inputs = [full_inside, primals_3]
+    getitem_1, getitem, = region_3(inputs)  # no CUDA graph: draws random numbers (native_dropout)
+    frame.free(full_inside)
+    del full_inside
+    full_outside = frame.wait(gather_outside)
+    del gather_outside
+    inputs = [full_outside, getitem]
+    addmm_1, = region_6(inputs)  # a CUDA graph
+    frame.free(full_outside)
+    del full_outside
+    return [addmm_1, primals_3, primals_4, getitem, getitem_1]
+""",
+    )
+    assert_expected_inline(
+        str(report.forward.cuda_graphs),
+        """\
+CUDA graphs: 1 of 2 regions that have kernels
+  region_3 is not one: draws random numbers (native_dropout)
+  runs: 2 warming up, 1 captured, 1 replayed
+  kept between runs, in bytes: copies of inputs 256, results 256; slots of all graphs 4,608""",
+    )
+    assert_expected_inline(
+        str(report.backward.cuda_graphs),
+        """\
+CUDA graphs: 2 of 2 regions that have kernels
+  runs: 2 warming up, 1 captured, 1 replayed
+  kept between runs, in bytes: copies of inputs 832, results 1,344; slots of all graphs 4,608""",
+    )
     assert str(report.forward.cuda_graphs).splitlines()[0] in str(report)
 
 
@@ -213,11 +250,13 @@ def test_buckets_without_slots_are_not_read_by_graphs(fake_group: None, graphs: 
 def test_a_profile_runs_without_graphs(fake_group: None, graphs: None) -> None:
     model = compiled(Layers())
     train(model)
-    replays = Reexecution.replays
-    graph_fsdp.profile(model, torch.ones(4, 16))
-    assert Reexecution.replays == replays
+    before = Reexecution.replays
     train(model, 1)
-    assert Reexecution.replays > replays
+    of_a_step = Reexecution.replays - before
+    graph_fsdp.profile(model, torch.ones(4, 16), warmup=1, steps=5)
+    assert Reexecution.replays == before + 2 * of_a_step
+    train(model, 1)
+    assert Reexecution.replays == before + 3 * of_a_step
 
 
 # Errors and ends

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from facts import Facts, Failures, check
 from models import CLASSES, MLP, WIDTH
 from reexecution import Reexecution, cpu_graphs
@@ -60,7 +61,8 @@ def both(train: Callable[[nn.Module, list[Tensor]], Any], **options: Any) -> nn.
         torch.manual_seed(1)
         torch._dynamo.reset()
         with cpu_graphs():
-            model = graph_fsdp.compile(Scaled(), backend="eager", auto_wrap_policy={nn.Linear}, **options, **more)
+            chosen = {"backend": "eager", "auto_wrap_policy": {nn.Linear}, **options, **more}
+            model = graph_fsdp.compile(Scaled(), **chosen)
             torch.manual_seed(2 + dist.get_rank())
             values = train(model, [torch.randn(4, WIDTH) for _ in range(24)])
         seen.append((values, parameters_of(model)))
@@ -117,6 +119,20 @@ def a_step_is_replayed_from_the_fourth_on() -> None:
     report = graph_fsdp.inspect(both(train))
     expected = {"warming up": 2, "captured": 1, "replayed": 3}
     assert runs(report.forward) == runs(report.backward) == expected
+
+
+@FACTS
+def regions_that_inductor_compiled() -> None:
+    def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+        losses = []
+        for batch in batches[:6]:
+            loss = F.dropout(model(batch)).square().mean()
+            step(model, loss)
+            losses.append(loss.detach())
+        return losses
+
+    report = graph_fsdp.inspect(both(train, backend="inductor"))
+    assert runs(report.forward)["replayed"] == runs(report.backward)["replayed"] == 3
 
 
 @FACTS
