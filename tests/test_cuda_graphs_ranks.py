@@ -266,7 +266,7 @@ def a_run_within_a_run_has_memory_of_its_own() -> None:
             with torch.no_grad():
                 seen.append(model(batches[0]))
 
-        model.set_all_reduce_hook(call_the_model)
+        model.up.set_all_reduce_hook(call_the_model)
         for batch in batches[:6]:
             step(model, model(batch).square().mean())
         return seen
