@@ -402,7 +402,8 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A new storage in memory that somebody else owns, and must keep for as long as it is used."""
     construct: Any = torch._C._construct_storage_from_data_pointer
-    return construct(address, device, nbytes)  # type: ignore[no-any-return]
+    storage: torch.UntypedStorage = construct(address, device, nbytes)
+    return storage
 
 
 def clear_cublas_workspaces() -> None:

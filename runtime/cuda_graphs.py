@@ -65,11 +65,11 @@ class _Layout:
 
     @classmethod
     def of(cls, value: Tensor) -> _Layout:
-        return cls(value.dtype, value.storage_offset(), value.shape, value.stride())
+        return cls(value.dtype, int(value.storage_offset()), value.shape, value.stride())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 class Captured:
