@@ -161,6 +161,9 @@ def _find_implementations() -> dict[str, Implementation]:
     if "regions" in inspect.signature(graph_fsdp.compile).parameters:
         whole = Implementation("graph_fsdp, Inductor on whole graphs", ours(backend="inductor", regions="whole"))
         found["ours_whole"] = whole
+    if torch.cuda.is_available():
+        graphs = Implementation("graph_fsdp, Inductor by regions, as CUDA graphs", ours(cuda_graphs=True))
+        found["ours_cuda_graphs"] = graphs
     return found
 
 

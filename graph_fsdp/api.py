@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import tensor_parallel, validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.cuda_graphs import check_cuda_graphs, model_graphs
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
@@ -59,6 +60,7 @@ def compile(
     regions: Literal["cut", "whole"] = "cut",
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    cuda_graphs: bool = False,
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
@@ -125,6 +127,11 @@ def compile(
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
+        cuda_graphs: on CUDA, run each compute region as a CUDA graph: captured in the third run of a program, replayed
+            in later ones. Regions that draw random numbers, communicate, call other graphs or make the host wait are
+            left out; ``inspect`` says which. Memory of gathered parameters, of activations and of copies of the inputs
+            is then kept between runs. Results are copied out. A forward whose predecessor's activations are still alive
+            runs as it does without. ``dynamic=None`` means False. Never run on CUDA so far.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -164,7 +171,11 @@ def compile(
     units = find_units(model, auto_wrap_policy, ignored)
     mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
-    if tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph) and dynamic is None:
+    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+    if cuda_graphs:
+        check_cuda_graphs(cuda_graphs, device, backend, regions, dynamic, offload_policy, checkpointing)
+    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph) or cuda_graphs
+    if fixed_shapes and dynamic is None:
         dynamic = False
     dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
@@ -178,7 +189,6 @@ def compile(
         checkpoint=source,
     )
     pipeline = passes if passes is not None else default_pipeline()
-    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     if checkpointing is not None:
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
         validate.offloaded_from(device, checkpointing)
@@ -214,6 +224,7 @@ def compile(
         fullgraph=fullgraph,
         dynamic=dynamic,
         whole=regions == "whole",
+        cuda_graphs=model_graphs(model, storage) if cuda_graphs else None,
     )
     engine.extensions = extensions
     storage.install(fullgraph)

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from graph_fsdp.cuda_graphs import program_graphs
 from graph_fsdp.dynamo import graph_break, own_code
 from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     PassError,
     RankDisagreement,
+    UnsupportedError,
     VerificationError,
 )
 from graph_fsdp.extensions import ExtendedGather, describe
@@ -45,6 +47,7 @@ from graph_fsdp.pieces import Pieces
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
@@ -83,12 +86,14 @@ class Engine:
         fullgraph: bool,
         dynamic: bool | None,
         whole: bool = False,
+        cuda_graphs: Callable[[GatheredBytes], ModelGraphs] | None = None,
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
         self._forward = forward
         self.counter = GatheredBytes()
         self.regions, self.whole = RegionCache(backend), whole
+        self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
         self.graphs: list[CapturedGraph] = []
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
@@ -139,7 +144,7 @@ class Engine:
                 return differentiable_once(self.storage.without_placeholders(outputs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement, PassError, ValueError)):
+                if isinstance(cause, (VerificationError, RankDisagreement, PassError, UnsupportedError, ValueError)):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
@@ -329,6 +334,7 @@ class Engine:
         """What ranks must have in common before anything is planned."""
         lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
         lines.append(f"regions {'whole' if self.whole else 'cut'}")
+        lines += ["CUDA graphs"] if self.cuda_graphs is not None else []
         lines.append(f"reshard_after_forward {self.reshard_after_forward}")
         lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
         if self.spec.offload is not None:
@@ -353,10 +359,12 @@ class Engine:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
             slots = context.slots.get(graph.phase, ())
-            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms)
+            graphs = program_graphs(self, graph, context, captured.index)
+            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
             if graph.phase == "backward":
                 program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
-        captured.add_program(graph, context, program, memory_profile(graph, context))
+        profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
+        captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program

@@ -25,6 +25,7 @@ from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
+from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.trace_events import ScheduledGraph, predicted_trace
 
 
@@ -58,6 +59,7 @@ class GraphView:
         self.program: str | None = None
         self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
         self.memory: MemoryProfile | None = None
+        self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.graph: Graph | None = None  # after all passes
         self.nodes = 0
 
@@ -131,7 +133,7 @@ class CapturedGraph:
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:
-            view.memory = memory
+            view.memory, view.cuda_graphs = memory, program.graphs
 
     def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
@@ -276,6 +278,8 @@ class GraphReport:
                     lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
                 if view.memory is not None:
                     lines += [f"  {line}" for line in str(view.memory).splitlines()]
+                if view.cuda_graphs is not None:
+                    lines += [f"  {line}" for line in str(view.cuda_graphs).splitlines()]
                 lines += [f"  {view.predicted()}"]
                 total = sum(stage.seconds for stage in view.stages.values()) * 1e3
                 names = ", ".join(view.stages)

@@ -45,7 +45,8 @@ whole test-suite was run.
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
-| ``_C._construct_storage_from_data_pointer`` | tensors without memory, for planning | 2.9 to 2.15 |
+| ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
+| ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
@@ -427,6 +428,19 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     construct: Any = torch._C._construct_storage_from_data_pointer
     storage = construct(0, device, like.numel() * like.element_size())
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A new storage in memory that somebody else owns, and must keep for as long as it is used."""
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = construct(address, device, nbytes)
+    return storage
+
+
+def clear_cublas_workspaces() -> None:
+    """As torch's own CUDA graph trees do before and after each capture."""
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

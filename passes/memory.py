@@ -17,9 +17,9 @@ What is live when follows the executor, which drops a value after its last use, 
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the packed
   gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is, which is as
   much where the reduction's type is twice as wide.)
-- a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between
-  (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated until a later gather of its
-  size takes it, or the run ends (``_pooled_buffers``).
+- a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between, and where
+  CUDA graphs read it, throughout (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated
+  until a later gather of its size takes it, or the run ends (``_pooled_buffers``).
 
 Where shards are kept on the CPU, the bytes are the device's, and what is on the CPU is not counted; unless the device
 is the CPU itself.
@@ -116,13 +116,14 @@ class MemoryProfile:
         return "\n".join(lines)
 
 
-def memory_profile(graph: Graph, context: PassContext) -> MemoryProfile:
+def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False) -> MemoryProfile:
     """Predict the live bytes at each node of a scheduled graph. Symbolic sizes count with the values that the graph
     was traced with, sizes that depend on data as 0. Linear in the graph.
 
     Args:
         graph: forward, backward or inference, after the pass that makes it "freed".
         context: the context that the passes ran with.
+        keep_slots: slots stay allocated between runs, as CUDA graphs need them.
 
     Raises:
         ValueError: the graph is of another phase, or buffers are not freed yet.
@@ -134,7 +135,12 @@ def memory_profile(graph: Graph, context: PassContext) -> MemoryProfile:
         )
     nodes = graph.nodes
     slots = slot_table(graph, context).slots
-    storages = [*_values(graph, context), *_collective_buffers(nodes), *_pooled_buffers(nodes), *_idle_slots(slots)]
+    storages = [
+        *_values(graph, context),
+        *_collective_buffers(nodes),
+        *_pooled_buffers(nodes),
+        *_idle_slots(slots, len(nodes) if keep_slots else None),
+    ]
     on_host = context.model.offload is not None and context.model.offload.device.type != "cpu"
     timeline = _timeline(storages, len(nodes), 0 if on_host else shard_nbytes(context.model))
     total = [sum(values) for values in zip(*timeline.values(), strict=True)]
@@ -372,17 +378,19 @@ def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[_Storage]:
     return pooled
 
 
-def _idle_slots(slots: Sequence[Slot]) -> list[_Storage]:
+def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[_Storage]:
     """What is allocated of slots and holds nothing: between two buffers the whole slot, and what a buffer is smaller
-    than its slot."""
+    than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
     idle = []
     for slot in slots:
-        free = slot.begin
+        free = slot.begin if kept is None else 0
         for buffer in slot.buffers:
             start, used = buffer.start, buffer.used_nbytes
             idle.append(_Storage(start, slot.nbytes, free, buffer.begin - 1, "pooled"))
             idle.append(_Storage(start, slot.nbytes - used, buffer.begin, buffer.end, "pooled"))
             free = buffer.end + 1
+        if kept is not None:
+            idle.append(_Storage(slot.buffers[-1].start, slot.nbytes, free, kept - 1, "pooled"))
     return [storage for storage in idle if storage.nbytes and storage.begin <= storage.end]
 
 

@@ -26,6 +26,7 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
 from graph_fsdp.runtime import collectives, custom_collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
+from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
@@ -77,7 +78,7 @@ class Frame:
             if taken:
                 taken.append(self.slots.take_landing(numel, dtype, device, plan.landing_slot))
             elif plan.escapes:
-                taken.append(collectives.allocate(numel, dtype, device))
+                taken.append(self.slots.take_escaping(plan.bucket, numel, dtype, device))
             else:
                 taken.append(self.slots.take(numel, dtype, device, plan.slot))
             return taken[-1]
@@ -154,7 +155,7 @@ MakeFrame = Callable[[GatheredBytes, SlotPlan, KeptGradients], Frame]
 class Program:
     """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``slots``: bytes of each slot
     that the records of the graph's gathers name. ``kept``: gradients that other graphs of the model did not reduce.
-    ``comms``: what the user has brought."""
+    ``comms``: what the user has brought. ``graphs``: captures its regions as CUDA graphs."""
 
     def __init__(
         self,
@@ -164,6 +165,7 @@ class Program:
         slots: Sequence[int] = (),
         kept: KeptGradients | None = None,
         comms: Comms | None = None,
+        graphs: ProgramGraphs | None = None,
     ) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
@@ -171,18 +173,24 @@ class Program:
         self.graph, self.counter, self.kept = graph, counter, kept if kept is not None else KeptGradients()
         self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
-        self.source, self.constants = _generate(graph, cache, comms)
+        self.graphs = graphs
+        self.source, self.constants = _generate(graph, cache, comms, graphs)
         self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
-        self._run = namespace["run"]
+        self._run = self.ordinary = namespace["run"]
 
     def __call__(self, args: list[Any]) -> Any:
         if self.check is not None:
             self.check()
-        frame = self._frame(self.counter, self.slots, self.kept)
+        if self.graphs is not None and self._run is self.ordinary:
+            return self.graphs.run(self, args)
+        return self.execute(self._run, self.slots, args)
+
+    def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
+        frame = self._frame(self.counter, slots, self.kept)
         try:
-            return self._run(frame, args)
+            return run(frame, args)
         finally:
             frame.close()
 
@@ -206,10 +214,15 @@ def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
     return tuple(uses[slot] for slot in range(slots))
 
 
-def _generate(graph: Graph, cache: RegionCache, comms: Comms | None) -> tuple[str, dict[str, Any]]:
+def _generate(
+    graph: Graph, cache: RegionCache, comms: Comms | None, graphs: ProgramGraphs | None
+) -> tuple[str, dict[str, Any]]:
     names = _variable_names(graph)
     steps = cut(graph)
-    last, owned = _last_uses(steps, graph), owned_gradients(graph)
+    last = _last_uses(steps, graph)
+    owned: frozenset[fx.Node] = (
+        owned_gradients(graph) if graphs is None else frozenset()
+    )  # CUDA graphs write there again
     constants: dict[str, Any] = {}
     lines = [f"def run(frame, args):  # {graph.phase}"]
     if graph.placeholders:
@@ -226,7 +239,8 @@ def _generate(graph: Graph, cache: RegionCache, comms: Comms | None) -> tuple[st
             lines.append(f"    inputs = [{', '.join(names[n] for n in step.inputs)}]")
             _drop(lines, dropped)
             results = "".join(f"{names[n]}, " for n in step.outputs)
-            lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs)")
+            note = f"  # {graphs.note(index)}" if graphs is not None else ""
+            lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs){note}")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
         _generate_call(step, graph, index, names, constants, lines, owned, comms)

@@ -3,6 +3,8 @@
 A graph's plan says in which slot each buffer lies and how large the slots are. A run allocates a slot for the first
 buffer in it and gives it back after the last, so that between steps a rank holds its shards and nothing else.
 
+CUDA graphs need their inputs where they were: with them, slots are pieces of a ``SlotMemory``, which stays.
+
 Buffers without a slot (a pipeline without the pass that assigns them) come from a pool: those that were freed are used
 again for later gathers of the same size, until the end of the run.
 
@@ -13,6 +15,7 @@ waits for it at the start of a collective; and what is given back to the allocat
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -55,10 +58,44 @@ class GatheredBytes:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The slots of a graph: bytes of each, and how many buffers lie in it in the course of a run."""
+    """The slots of a graph: bytes of each, and how many buffers lie in it in the course of a run. ``memory``: of each,
+    where it is kept between runs. ``lend``: gives a bucket that outlives the run so many bytes, instead of new ones."""
 
     nbytes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
+    memory: tuple[Tensor, ...] = ()
+    lend: Callable[[str, int], Tensor] | None = None
+
+
+class SlotMemory:
+    """Memory for the slots of the graphs of a model, no two of which run at once. ``pieces`` stay where they are."""
+
+    def __init__(self, device: torch.device, counter: GatheredBytes) -> None:
+        self.device, self.counter = device, counter
+        self.pieces: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def take(self, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """A piece for each slot of a graph: the smallest of those that are large enough, else a new one."""
+        free = sorted(self.pieces, key=lambda piece: piece.nbytes)
+        taken: dict[int, Tensor] = {}
+        for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
+            found = next((piece for piece in free if piece.nbytes >= sizes[slot]), None)
+            if found is None:
+                found = self._allocate(sizes[slot])
+            else:
+                free = [piece for piece in free if piece is not found]
+            taken[slot] = found
+        return tuple(taken[slot] for slot in range(len(sizes)))
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            self.pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        self.counter.add_slot(nbytes)
+        return self.pieces[-1]
 
 
 class Slots:
@@ -78,8 +115,11 @@ class Slots:
             unused = self._unused.get((numel, dtype))
             return unused.pop() if unused else torch.empty(numel, dtype=dtype, device=device)
         if slot not in self._storage:
-            self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
-            self.counter.add_slot(self.plan.nbytes[slot])
+            if self.plan.memory:
+                self._storage[slot] = self.plan.memory[slot]
+            else:
+                self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
+                self.counter.add_slot(self.plan.nbytes[slot])
         buffer = self._storage[slot][: numel * dtype.itemsize].view(dtype)
         self._slot_of[id(buffer)] = slot
         return buffer
@@ -92,7 +132,14 @@ class Slots:
         self._uses[slot] -= 1
         if not self._uses[slot]:
             del self._storage[slot]
-            self.counter.add_slot(-self.plan.nbytes[slot])
+            if not self.plan.memory:
+                self.counter.add_slot(-self.plan.nbytes[slot])
+
+    def take_escaping(self, bucket: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer that outlives the run."""
+        if self.plan.lend is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self.plan.lend(bucket, numel * dtype.itemsize).view(dtype)
 
     def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         self.counter.add_landing(numel * dtype.itemsize)
@@ -120,7 +167,7 @@ class Slots:
         """End of the run, orderly or not: nothing of it stays counted or held."""
         for nbytes in self._gathered.values():
             self.counter.add(-nbytes)
-        for slot in self._storage:
+        for slot in self._storage if not self.plan.memory else ():
             self.counter.add_slot(-self.plan.nbytes[slot])
         self.counter.landing_current = 0
         self._storage.clear()

@@ -16,6 +16,7 @@ class Backend(ABC):
 
     name: str
     compiles_whole = False  # whether there is a compile_whole
+    captures_regions = False  # whether compiled regions can become CUDA graphs
 
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:

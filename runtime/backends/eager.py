@@ -8,6 +8,7 @@ from graph_fsdp.runtime.regions import Compiled, Region, run_as_graph
 
 class EagerBackend(Backend):
     name = "eager"
+    captures_regions = True
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
         return run_as_graph(region.module)

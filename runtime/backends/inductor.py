@@ -18,6 +18,7 @@ from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_diges
 class InductorBackend(Backend):
     name = "inductor"
     compiles_whole = True
+    captures_regions = True
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
         inputs = [node.meta["val"] for node in region.inputs]
