@@ -112,7 +112,8 @@ def train(
     mesh: Any = None,
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
 ) -> Outcome:
-    """Train a model on all devices of this process. ``wrap`` takes it, on the CPU, and a mesh; what it returns is called.
+    """Train a model on all devices of this process. ``wrap`` takes it, on the CPU, and a mesh, and returns what is
+    called.
 
     What comes back is on the CPU: losses (the mean over devices where each has its own), and parameters and buffers
     under the names that they had.
