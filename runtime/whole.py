@@ -27,6 +27,11 @@ _KINDS = {
 }
 
 
+def collectives_of(graph: Graph) -> Counter[str]:
+    """How many of each kind a run of the graph starts."""
+    return Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
+
+
 class WholeProgram:
     """A graph compiled whole. Call it with the list of the graph's inputs, which it empties. ``source``: the lowered
     graph as Python. It counts collectives, by the graph, and no bytes: what is held when is the compiler's choice."""
@@ -37,7 +42,7 @@ class WholeProgram:
         lowered = lower(graph)
         self.inputs = lowered.inputs
         self.source = readable(lowered.module.graph)
-        self.collectives = Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
+        self.collectives = collectives_of(graph)
         self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)
 
     def __call__(self, args: list[Any]) -> Any:
