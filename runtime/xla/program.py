@@ -58,7 +58,7 @@ class XlaProgram(WholeProgram):
             node.meta["val"].dtype if entry is not None else None
             for node, entry in zip(graph.placeholders, self.entries, strict=True)
         ]
-        self._compiled: tuple[Any, list[int]] | None = None
+        self._compiled: tuple[Any, list[int | Tensor]] | None = None
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
@@ -71,7 +71,7 @@ class XlaProgram(WholeProgram):
                 self._compiled = self._compile(inputs)
             key, places = self._compiled
             inputs = self._placed(inputs)
-            results = compat_xla.run_compiled(key, [inputs[place] for place in places])
+            results = compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
@@ -101,7 +101,7 @@ class XlaProgram(WholeProgram):
         compat_xla.sync(wait=True)
         return made
 
-    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int]]:
+    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]]:
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
         fresh = self.fresh_inputs(inputs)
@@ -126,24 +126,26 @@ class XlaProgram(WholeProgram):
             "run on the host in every step; write that part of the model with other operators"
         )
 
-    def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int]:
-        """Which of the program's inputs each parameter of the XLA program is; see [Note: compiled once]."""
+    def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
+        """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
+        parameters of numbers, so that graphs that differ in them are one program). See [Note: compiled once]."""
         place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
-        names = [node.name for node in self.graph.placeholders]
-        places, unmatched = [], []
-        for found, value in zip(*compat_xla.graph_inputs(outputs), strict=True):
-            if found in place_of:
-                places.append(place_of[found])
-            else:
-                unmatched.append((found, value))
-        if unmatched:
-            missing = [name for i, name in enumerate(names) if i not in places and self.entries[i] is not None]
-            what = ", ".join(f"a tensor of shape {tuple(v.shape)}" if isinstance(v, Tensor) else repr(v) for _, v in unmatched)
-            raise BakedInputError(
-                f"the {self.graph.phase} graph is computed from {what} that is none of its arguments, and XLA would keep "
-                f"that value for all later steps; arguments that were not found: {', '.join(missing) or 'none'}"
-            )
-        return places
+        found, constants = [], []
+        for tensor_id, value in zip(*compat_xla.graph_inputs(outputs), strict=True):
+            if tensor_id not in place_of:
+                constants.append(value)
+            found.append(place_of.get(tensor_id, value))
+        placeholders = [node for node in self.lowered.module.graph.nodes if node.op == "placeholder"]
+        for i, node in enumerate(placeholders):
+            if not node.users or i in found:
+                continue
+            if any(value.shape == fresh[i].shape and value.dtype == fresh[i].dtype for value in constants):
+                raise BakedInputError(
+                    f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not among "
+                    "what XLA reads when the graph runs, and a constant of that shape is: later steps would use its "
+                    "first value"
+                )
+        return found
 
 
 def _agrees(spec: str, expected: Placement, dims: int) -> bool:
