@@ -9,7 +9,7 @@ import torch
 from facts import Failures, check
 from xla_launch import DEVICES, XlaFacts, run_xla
 
-from graph_fsdp.runtime.xla_hlo import beside, count_collectives, optimized_hlo
+from graph_fsdp.runtime.xla.hlo import beside, count_collectives, optimized_hlo
 
 FACTS = XlaFacts(__name__)
 

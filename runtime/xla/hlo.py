@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 
-from graph_fsdp.passes import compat_xla_hlo as compat_xla
+from graph_fsdp.passes import compat_xla_hlo
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -53,7 +53,7 @@ def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> Optimi
     Raises:
         RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla_hlo.optimized_text``.
     """
-    return OptimizedHlo(compat_xla.optimized_text(function, compat_xla.fresh_inputs(inputs)))
+    return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
 
 
 def beside(collectives: dict[str, int], scheduled: dict[str, int]) -> str:
