@@ -48,7 +48,8 @@ def replayed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
     module.xla_args = fresh_inputs(inputs)  # type: ignore[assignment]
     run = bridge.extract_internal(module)
     found = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__), strict=True))
-    matcher = found["graph_input_matcher"]
+    (compiled,) = found["sym_constants_to_graph_vars"].values()
+    matcher = next(part for part in compiled if isinstance(part, bridge.GraphInputMatcher))
     constants = [
         tuple(value.shape)
         for index, value in zip(matcher.arg_idxs, matcher.graph_input_xla_values, strict=True)
