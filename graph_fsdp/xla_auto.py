@@ -51,7 +51,7 @@ class GlobalEngine(Engine):
         super().__init__(*args, whole=True, **options)
         self.xla_mesh, self.global_mesh = xla_mesh, global_mesh(xla_mesh)
         self.unsharded = _NeverWhole(self.storage, self.counter, self.schedules.begin_unshard)
-        self._scheduled: dict[int, Graph] = {}  # by the module that AOTAutograd has of it
+        self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
@@ -79,15 +79,13 @@ class GlobalEngine(Engine):
         for graph in graphs:
             # AOTAutograd reads the graph that it is to run: what is kept for backward is other values there.
             module = graph.module
-            scheduled = Graph(fx.GraphModule(module, graph.fx_graph), graph.phase)
-            self._scheduled[id(module)] = scheduled
+            self._scheduled[captured.index, graph.phase] = Graph(fx.GraphModule(module, graph.fx_graph), graph.phase)
             module.graph = lowered[graph.phase].graph
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
-        scheduled = self._scheduled.pop(id(graph.module))
+        scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
         program = GlobalProgram(scheduled, graph.module, self.counter)
         captured.add_program(scheduled, context, program, None)  # type: ignore[arg-type]
-        phase: Phase = graph.phase
-        self.programs[captured.index, phase] = program
+        self.programs[captured.index, graph.phase] = program
         return program
