@@ -42,7 +42,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def compile(
     model: Model,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Any = None,
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
@@ -119,7 +119,8 @@ def compile(
             :class:`graph_fsdp.checkpoint.Safetensors`. Each rank reads its own rows. Of a model on the meta device,
             only what the files do not have is initialised (buffers that are in no state dict).
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
-        backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        backend: ``"inductor"``; ``"eager"``: the same graphs, operator by operator; or ``"xla"``: each graph as one
+            program of all devices of an XLA mesh, a torch_xla ``Mesh`` with an axis named ``fsdp`` (docs/xla.md).
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
@@ -145,6 +146,26 @@ def compile(
         regions=regions,
     )
     policies = find_policies(model, mp_policy)
+    if backend == "xla":
+        from graph_fsdp.xla_compile import compile_on_xla
+
+        return compile_on_xla(
+            model,
+            mesh,
+            policies,
+            auto_wrap_policy=auto_wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            shard_placement_fn=shard_placement_fn,
+            activation_checkpointing=activation_checkpointing,
+            sync_module_states=sync_module_states,
+            param_init_fn=param_init_fn,
+            checkpoint=checkpoint,
+            passes=passes,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+        )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
     sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}

@@ -59,7 +59,8 @@ class XlaStorage:
         self, model: nn.Module, spec: ModelSpec, originals: dict[str, nn.Parameter],
         names: dict[nn.Parameter, list[str]], mesh: XlaMesh, device: torch.device,
     ) -> None:  # fmt: skip
-        self.spec, self.mesh, self.device = spec, mesh, device
+        self.spec, self.device = spec, device
+        self.mesh, self.xla_mesh = None, mesh  # no mesh of ranks: there is one process
         self.has_memory = True
         self.parameters: dict[str, XlaParameter] = {}
         for name, p in spec.parameters.items():
@@ -70,7 +71,7 @@ class XlaStorage:
         self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
 
     def placement(self, p: ParameterSpec) -> Placement:
-        return self.mesh.whole if p.replicated or p.empty else self.mesh.sharded
+        return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
     def fill(self, p: XlaParameter, full: Tensor) -> None:
         """Shard a whole parameter, which may be on the CPU, into the parameter."""
@@ -90,8 +91,8 @@ class XlaStorage:
         """``install`` gives ``tensor``, one of the model's that is not sharded, this value on the device."""
         self._whole.append((tensor, value))
 
-    def install(self) -> None:
-        """Fill what is not filled yet with the originals' values, and make the stand-ins."""
+    def install(self, model: nn.Module) -> None:
+        """Fill what is not filled yet with the originals' values, make the stand-ins, and move what is not sharded."""
         for p in self.parameters.values():
             if not p.filled:
                 self.fill(p, p.shard)
@@ -99,8 +100,13 @@ class XlaStorage:
                 p.stand_in = compat_xla.without_memory(  # type: ignore[assignment]
                     p.spec.shape, p.spec.param_dtype, self.device, p.shard.requires_grad, nn.Parameter
                 )
+        replaced = {id(tensor) for tensor, _ in self._whole}
+        parameters = {id(p.shard) for p in self.parameters.values()}
+        for tensor in (*model.buffers(), *model.parameters()):
+            if tensor.device.type != "xla" and id(tensor) not in replaced | parameters:
+                self._whole.append((tensor, tensor.detach()))
         for tensor, value in self._whole:
-            compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
+            compat.swap(tensor, value.to(self.device).requires_grad_(tensor.requires_grad))
         self._whole.clear()
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         compat_xla.sync()
@@ -147,7 +153,7 @@ class XlaStorage:
             )
         self.by_placeholder.pop(id(p.placeholder), None)
         placement = self.placement(p.spec)
-        if read_placement(compat_xla.sharding_specs([found])[0], self.mesh.ranks) != placement:
+        if read_placement(compat_xla.sharding_specs([found])[0], self.xla_mesh.ranks) != placement:
             compat_xla.mark_sharding(found, placement.devices, placement.tiles)
         p.shard = found
         for module, leaf in p.owners:

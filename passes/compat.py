@@ -30,6 +30,7 @@ whole test-suite was run.
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
 | ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
+| ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -136,6 +137,7 @@ __all__ = [
     "dynamo_config",
     "fake_process_group",
     "fake_tensor",
+    "forward_outputs",
     "flop_registry",
     "free_symbols",
     "grouped_all_gather",
@@ -337,6 +339,18 @@ def current_fake_mode() -> FakeTensorMode:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
     return context.fake_mode
+
+
+def forward_outputs() -> tuple[list[int], list[bool]]:
+    """Of the graph that AOTAutograd has just traced, whose outputs do not alias its inputs: which inputs are written,
+    of which it returns the new values first; and of each of the user's outputs, which follow, whether backward is
+    given a gradient of it."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fw_metadata is not None, "called outside of AOTAutograd"
+    found: Any = context.fw_metadata
+    return list(found.mutated_inp_runtime_indices), [
+        bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
+    ]
 
 
 def fake_tensor(

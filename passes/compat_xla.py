@@ -12,7 +12,8 @@
   ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
 | ``_XLAC._get_local_shards`` | what one device holds | 2.9 |
-| ``debug.metrics.executed_fallback_ops`` | operators that ran on the host | 2.9 |
+| ``runtime.process_count``, ``runtime.world_size`` | processes; replicas | 2.9 |
+| ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
 | ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
 """
 
@@ -63,6 +64,16 @@ def is_spmd() -> bool:
 def device_count() -> int:
     """Devices of the whole program, on all hosts."""
     return int(_runtime().global_runtime_device_count())
+
+
+def process_count() -> int:
+    """Processes of the whole program, each with the devices of its host (SPMD)."""
+    return int(_runtime().process_count())
+
+
+def replica_count() -> int:
+    """Replicas of the whole program, one device each (without SPMD)."""
+    return int(_runtime().world_size())
 
 
 def device() -> torch.device:
@@ -205,6 +216,13 @@ def fallbacks() -> set[str]:
     """Operators that have run on the host so far, for want of an implementation on XLA."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     return set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
+
+
+def fallback_counts() -> dict[str, int]:
+    """Operator → how often it has run on the host so far."""
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
+    return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
 
 
 # --- tensors without memory

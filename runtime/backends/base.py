@@ -16,6 +16,7 @@ class Backend(ABC):
 
     name: str
     compiles_whole = False  # whether there is a compile_whole
+    keeps_mutations = True  # whether an inference graph writes to its inputs itself
 
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:

@@ -110,9 +110,10 @@ def train(
     steps: int = STEPS,
     optimizer: str = "adamw_eps",
     mesh: Any = None,
-    after_step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    after_last_step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
 ) -> Outcome:
-    """Train a model on all devices of this process. ``wrap`` takes it, on the CPU, and a mesh; what it returns is called.
+    """Train a model on all devices of this process. ``wrap`` takes it, on the CPU, and a mesh, and returns what is
+    called.
 
     What comes back is on the CPU: losses (the mean over devices where each has its own), and parameters and buffers
     under the names that they had.
@@ -129,8 +130,8 @@ def train(
         loss = loss_of(model, to_devices(case.batch(DEVICES * ROWS, index), mesh)).mean()
         loss.backward()
         step_optimizer.step()
-        if after_step is not None:
-            after_step(model, step_optimizer)
+        if after_last_step is not None and index == steps - 1:
+            after_last_step(model, step_optimizer)
         step_optimizer.zero_grad()
         torch_xla.sync()
         outcome.losses.append(loss.detach().cpu())
@@ -147,15 +148,25 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 
 def check_training(
-    name: str, outcome: Outcome, *, global_batch: bool, steps: int = STEPS, bound: float = BOUND
+    name: str, outcome: Outcome, *, global_batch: bool, steps: int = STEPS, bound: float = BOUND, buffers: bool = True
 ) -> None:
-    """Losses and parameters of a training against the reference's; the reference must have learnt something."""
+    """Losses, parameters and buffers of a training against the reference's; all parameters must have moved.
+
+    A buffer is the same on all devices: the mean of what it would be on each.
+    """
     expected = reference(name, global_batch=global_batch, steps=steps)
     losses = torch.stack([torch.stack(rank.losses) for rank in expected]).mean(0)
     assert len(losses) == steps
     check_close(dict(enumerate(outcome.losses)), dict(enumerate(losses)), bound, "losses")
     check_close(outcome.parameters, expected[0].parameters, bound, "parameters")
+    if buffers:
+        means = {n: _mean([rank.buffers[n] for rank in expected]) for n in expected[0].buffers}
+        check_close(outcome.buffers, means, bound, "buffers")
     initial = dict(CASES[MODELS[name]].model().named_parameters())
     moved = {n: (p - initial[n]).abs().max().item() for n, p in outcome.parameters.items()}
     still = [n for n, distance in moved.items() if distance < steps * 1e-4]
     assert not still, f"parameters that hardly moved: {still}"
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0) if tensors[0].is_floating_point() else tensors[0]

@@ -1,0 +1,85 @@
+"""Bad input with ``backend="xla"``: one clear error each, before anything is changed.
+
+What a mesh must be is in ``xla_mesh.py``, operators that XLA does not have in ``runtime/xla/host_fallbacks.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import torch
+import torch.distributed as dist
+
+from graph_fsdp import validate
+from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.passes import compat_xla
+
+_TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"
+
+
+def environment(*, replicas: bool = False) -> None:
+    """Whether this process can run anything of the backend at all; ``replicas``: one device per process or thread,
+    instead of SPMD, where one process has all devices of its host.
+
+    Raises:
+        UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is not as asked.
+        MeshError: torch.distributed and XLA count different processes.
+    """
+    check_versions(torch.__version__, _installed("torch_xla"))
+    check_spmd(compat_xla.is_spmd(), replicas=replicas)
+    if replicas:
+        launched = dist.get_world_size() if dist.is_initialized() else None
+        check_world_sizes(launched, compat_xla.replica_count(), replicas=True)
+    else:
+        launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
+        check_world_sizes(launched, compat_xla.process_count(), replicas=False)
+
+
+def check_versions(torch_version: str, xla_version: str | None) -> None:
+    """torch_xla has the symbols of torch's own release compiled in, so 2.9 works with 2.9 only."""
+    if xla_version is not None and _release(xla_version) == _release(torch_version):
+        return
+    found = "is not installed" if xla_version is None else f"is {xla_version}"
+    raise UnsupportedError(
+        f"backend='xla' needs torch_xla of torch's own release; torch is {torch_version} and torch_xla {found}. "
+        f"Install a pair of one release, such as: pip install {_TESTED_PAIR}"
+    )
+
+
+def check_spmd(is_spmd: bool, *, replicas: bool) -> None:
+    if replicas and is_spmd:
+        raise UnsupportedError(
+            "sharding='replicas' runs one device in each process (or thread), and SPMD is on, where one process has "
+            "all; leave out torch_xla.runtime.use_spmd(), or pass another sharding"
+        )
+    if not replicas and not is_spmd:
+        raise UnsupportedError(
+            "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
+            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device"
+        )
+
+
+def check_world_sizes(launched: int | None, found: int, *, replicas: bool) -> None:
+    """``launched``: processes of torch.distributed, or that a launcher started; None where there is neither."""
+    if launched is None or launched == found:
+        return
+    what, advice = "processes", "one process per host, which has all of its devices"
+    if replicas:
+        what, advice = "replicas", "torch_xla.launch(function), or one process per device of all hosts"
+    raise MeshError(
+        f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found} {what}, so they would "
+        f"not train one model together; start {advice} (on XLA's CPU client: one process, without torchrun, and "
+        "CPU_NUM_DEVICES devices)"
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """ "2.9" of "2.9.1+cpu"."""
+    return ".".join(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,46 @@
+"""Bad input with ``backend="xla"`` that needs no torch_xla to be found. The rest is in ``tests/xla``."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_fsdp import MeshError, UnsupportedError, xla_validate
+
+PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "xla_version", "words"),
+    [
+        ("2.13.0", None, r"torch is 2\.13\.0 and torch_xla is not installed"),
+        ("2.9.1+cpu", None, r"torch is 2\.9\.1\+cpu and torch_xla is not installed"),
+        ("2.13.0", "2.9.0", r"torch is 2\.13\.0 and torch_xla is 2\.9\.0"),
+        ("2.9.1", "2.8.1", r"torch is 2\.9\.1 and torch_xla is 2\.8\.1"),
+    ],
+)
+def test_torch_xla_must_be_of_torchs_release(torch_version: str, xla_version: str | None, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"backend='xla'.*{words}.*{PAIR}"):
+        xla_validate.check_versions(torch_version, xla_version)
+
+
+@pytest.mark.parametrize(("torch_version", "xla_version"), [("2.9.1", "2.9.0"), ("2.9.1+cpu", "2.9.0+git1")])
+def test_versions_of_one_release_pass(torch_version: str, xla_version: str) -> None:
+    xla_validate.check_versions(torch_version, xla_version)
+
+
+def test_spmd_must_be_as_asked() -> None:
+    with pytest.raises(UnsupportedError, match=r"SPMD must be on; call torch_xla\.runtime\.use_spmd\(\)"):
+        xla_validate.check_spmd(False, replicas=False)
+    with pytest.raises(UnsupportedError, match=r"'replicas'.*SPMD is on.*leave out torch_xla\.runtime\.use_spmd\(\)"):
+        xla_validate.check_spmd(True, replicas=True)
+    xla_validate.check_spmd(True, replicas=False)
+    xla_validate.check_spmd(False, replicas=True)
+
+
+def test_world_sizes_must_agree() -> None:
+    with pytest.raises(MeshError, match=r"counts 2 processes and XLA 1 processes.*one process per host"):
+        xla_validate.check_world_sizes(2, 1, replicas=False)
+    with pytest.raises(MeshError, match=r"counts 2 processes and XLA 1 replicas.*torch_xla\.launch"):
+        xla_validate.check_world_sizes(2, 1, replicas=True)
+    xla_validate.check_world_sizes(2, 2, replicas=False)
+    xla_validate.check_world_sizes(None, 4, replicas=True)  # nothing but XLA counts
