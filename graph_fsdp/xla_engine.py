@@ -106,8 +106,8 @@ class XlaEngine(Engine):
             entries, exits = self._backward(graph, context, capture)
         else:
             entries, exits = self._forward_or_inference(graph, context, capture)
-        lowered = lower(graph, self.mesh.groups, entries, exits)
-        program = XlaProgram(graph, lowered, entries, self.regions, self.counter)
+        lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
+        program = XlaProgram(graph, lowered, entries, self.mesh.batch, self.regions, self.counter)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -115,7 +115,8 @@ class XlaEngine(Engine):
     def _forward_or_inference(
         self, graph: Graph, context: PassContext, capture: _Capture
     ) -> tuple[list[Entry | None], list[Exit | None]]:
-        entries = [_entry(p, node) for p, node in zip(capture.placements, graph.placeholders, strict=True)]
+        inputs = zip(graph.placeholders, capture.placements, capture.shapes, strict=True)
+        entries = [_entry(place, node, is_shard=shape is not None) for node, place, shape in inputs]
         varying = varying_nodes(graph, [e is not None and not e.placement.is_replicated for e in entries])
         written, differentiable = compat.forward_outputs()
         outputs: Any = graph.output.args[0]
@@ -194,9 +195,11 @@ class XlaEngine(Engine):
         return Exit(place, scale=1 / self.mesh.size)
 
 
-def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0) -> Entry | None:
+def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard: bool = False) -> Entry | None:
     value = node.meta.get("val")
-    return None if place is None or not isinstance(value, Tensor) else Entry(place, tuple(value.shape), scale)
+    if place is None or not isinstance(value, Tensor):
+        return None
+    return Entry(place, tuple(value.shape), scale, is_shard)
 
 
 def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:

@@ -44,6 +44,7 @@ class XlaProgram(WholeProgram):
         graph: Graph,
         lowered: Lowered,
         entries: Sequence[Entry | None],
+        each: Placement,
         cache: RegionCache,
         counter: GatheredBytes,
     ) -> None:
@@ -53,11 +54,10 @@ class XlaProgram(WholeProgram):
         self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
+        self.each = each
+        if lowered.seeded:
+            self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
-        self._dtypes = [
-            node.meta["val"].dtype if entry is not None else None
-            for node, entry in zip(graph.placeholders, self.entries, strict=True)
-        ]
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
 
     def __call__(self, args: list[Any]) -> Any:
@@ -65,6 +65,8 @@ class XlaProgram(WholeProgram):
             self.counter.count(kind, count)
         inputs = list(args)
         args.clear()
+        if self.lowered.seeded:
+            inputs.append(self._seeds())
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
             if self._compiled is None:
@@ -74,6 +76,13 @@ class XlaProgram(WholeProgram):
             results = compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
+
+    def _seeds(self) -> Tensor:
+        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: they are hashed."""
+        first = torch.randint(2**31 - 1, ())
+        numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
+        compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
+        return numbers
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
         """In memory, and sharded as the program takes them."""
