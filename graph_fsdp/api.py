@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import tensor_parallel, validate
+from graph_fsdp import tensor_parallel, validate, xla_validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
@@ -59,6 +59,7 @@ def compile(
     regions: Literal["cut", "whole"] = "cut",
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    on_host_fallback: Literal["error", "warn"] = "error",
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
@@ -126,6 +127,8 @@ def compile(
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
+        on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
+            host in every step: ``"error"``, or ``"warn"`` to run it so.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -145,6 +148,7 @@ def compile(
         backend=backend,
         regions=regions,
     )
+    xla_validate.options(backend, on_host_fallback)
     policies = find_policies(model, mp_policy)
     if backend == "xla":
         from graph_fsdp.xla_compile import compile_on_xla
@@ -165,6 +169,7 @@ def compile(
             passes=passes,
             fullgraph=fullgraph,
             dynamic=dynamic,
+            on_host_fallback=on_host_fallback,
         )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from graph_fsdp import api, validate
+from graph_fsdp import api, validate, xla_validate
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.extensions import is_extended
 from graph_fsdp.initial_values import initial_values
@@ -20,6 +20,7 @@ from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat_xla,
 from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.runtime.backends import XlaBackend
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 from graph_fsdp.xla_engine import XlaEngine
@@ -46,9 +47,11 @@ def compile_on_xla(
     passes: PassPipeline | None,
     fullgraph: bool,
     dynamic: bool | None,
+    on_host_fallback: OnHostFallback,
 ) -> Model:
     """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
     process drives all of them, so there is nobody to agree with."""
+    xla_validate.environment()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
@@ -83,7 +86,7 @@ def compile_on_xla(
         spec,
         storage,
         pipeline,
-        XlaBackend(),
+        XlaBackend(on_host_fallback),
         cost,
         reshard_after_forward=reshard_after_forward,
         fullgraph=fullgraph,

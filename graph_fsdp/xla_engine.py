@@ -20,6 +20,7 @@ from graph_fsdp.entry import Entry as Function
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, compat, compat_xla, memory_profile
 from graph_fsdp.report import CapturedGraph
+from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
@@ -40,6 +41,7 @@ class XlaEngine(Engine):
     """An engine whose graphs run on all XLA devices of one program."""
 
     storage: XlaStorage  # type: ignore[assignment]
+    backend: XlaBackend
 
     def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
         super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
@@ -107,7 +109,9 @@ class XlaEngine(Engine):
         else:
             entries, exits = self._forward_or_inference(graph, context, capture)
         lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
-        program = XlaProgram(graph, lowered, entries, self.mesh.batch, self.regions, self.counter)
+        program = XlaProgram(
+            graph, lowered, entries, self.mesh.batch, self.regions, self.counter, self.backend.on_host_fallback
+        )
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program

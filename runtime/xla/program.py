@@ -23,16 +23,13 @@ from graph_fsdp.passes.stage import readable
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
 from graph_fsdp.runtime.xla.lower import Entry, Lowered
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 
 
 class BakedInputError(RuntimeError):
     """XLA would not read an argument of a graph again in later runs."""
-
-
-class HostFallbackError(RuntimeError):
-    """An operator has no implementation on XLA and would run on the host in every step."""
 
 
 class XlaProgram(WholeProgram):
@@ -47,6 +44,7 @@ class XlaProgram(WholeProgram):
         each: Placement,
         cache: RegionCache,
         counter: GatheredBytes,
+        on_host_fallback: OnHostFallback = "error",
     ) -> None:
         self._boxed_call = True  # see Program
         self.cache = cache
@@ -54,7 +52,7 @@ class XlaProgram(WholeProgram):
         self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
-        self.each = each
+        self.each, self.on_host_fallback = each, on_host_fallback
         if lowered.seeded:
             self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
@@ -113,13 +111,11 @@ class XlaProgram(WholeProgram):
     def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]]:
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
+        report(find_host_fallbacks(self.lowered.module.graph), self.on_host_fallback, can_run=False)
         fresh = self.fresh_inputs(inputs)
-        before = compat_xla.fallbacks()
         try:
             with torch.no_grad(), compat_xla.lazily():
                 outputs = list(self.lowered.module(*fresh))
-            if found := compat_xla.fallbacks() - before:
-                self._on_fallback(found)
             places = self._matched(fresh, outputs)
             key = compat_xla.compile_pending(outputs)
         finally:
@@ -128,12 +124,6 @@ class XlaProgram(WholeProgram):
         self.cache.compiled += 1
         self.compile_seconds += time.perf_counter() - begin
         return key, places
-
-    def _on_fallback(self, found: set[str]) -> None:
-        raise HostFallbackError(
-            f"the {self.graph.phase} graph uses {', '.join(sorted(found))}, which XLA has no implementation of and would "
-            "run on the host in every step; write that part of the model with other operators"
-        )
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
