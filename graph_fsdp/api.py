@@ -57,6 +57,8 @@ def compile(
     passes: PassPipeline | None = None,
     backend: str = "inductor",
     regions: Literal["cut", "whole"] = "cut",
+    sharding: Literal["manual", "auto"] = "manual",
+    shard_output: Callable[[Any, Any], Any] | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> Model:
@@ -124,6 +126,12 @@ def compile(
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
+        sharding: with ``backend="xla"``: ``"manual"``, each device runs the graph of its rows, with our collectives in
+            the verified order; ``"auto"``, XLA's partitioner divides the graph of the global batch, as torch_xla's
+            FSDPv2 lets it, under constraints in the places of the collectives.
+        shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
+            marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
+            rows is sharded over them.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
 
@@ -145,6 +153,7 @@ def compile(
         backend=backend,
         regions=regions,
     )
+    validate.sharding(sharding, shard_output, backend)
     policies = find_policies(model, mp_policy)
     if backend == "xla":
         from graph_fsdp.xla_compile import compile_on_xla
@@ -165,6 +174,8 @@ def compile(
             passes=passes,
             fullgraph=fullgraph,
             dynamic=dynamic,
+            auto=sharding == "auto",
+            shard_output=shard_output,
         )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)

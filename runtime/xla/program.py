@@ -139,13 +139,20 @@ class XlaProgram(WholeProgram):
         for i, node in enumerate(placeholders):
             if not node.users or i in found:
                 continue
-            if any(value.shape == fresh[i].shape and value.dtype == fresh[i].dtype for value in constants):
+            if any(_is_like(value, fresh[i]) for value in constants):
                 raise BakedInputError(
                     f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not among "
                     "what XLA reads when the graph runs, and a constant of that shape is: later steps would use its "
                     "first value"
                 )
         return found
+
+
+def _is_like(constant: Tensor, fresh: Tensor) -> bool:
+    """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
+    mean in ``nll_loss_backward``.)"""
+    alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
+    return alike and not bool(constant.cpu().any())
 
 
 def _agrees(spec: str, expected: Placement, dims: int) -> bool:
