@@ -57,6 +57,8 @@ def compile(
     passes: PassPipeline | None = None,
     backend: str = "inductor",
     regions: Literal["cut", "whole"] = "cut",
+    sharding: Literal["manual", "auto"] = "manual",
+    shard_output: Callable[[Any, Any], Any] | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
     on_host_fallback: Literal["error", "warn"] = "error",
@@ -125,6 +127,12 @@ def compile(
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
+        sharding: with ``backend="xla"``: ``"manual"``, each device runs the graph of its rows, with our collectives in
+            the verified order; ``"auto"``, XLA's partitioner divides the graph of the global batch, as torch_xla's
+            FSDPv2 lets it, under constraints in the places of the collectives.
+        shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
+            marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
+            rows is sharded over them.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
         on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
@@ -149,6 +157,7 @@ def compile(
         regions=regions,
     )
     xla_validate.options(backend, on_host_fallback)
+    validate.sharding(sharding, shard_output, backend)
     policies = find_policies(model, mp_policy)
     if backend == "xla":
         from graph_fsdp.xla_compile import compile_on_xla
@@ -170,6 +179,8 @@ def compile(
             fullgraph=fullgraph,
             dynamic=dynamic,
             on_host_fallback=on_host_fallback,
+            auto=sharding == "auto",
+            shard_output=shard_output,
         )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)

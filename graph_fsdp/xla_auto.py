@@ -11,22 +11,25 @@ BatchNorm's statistics are of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 
 from graph_fsdp.capture import Engine
-from graph_fsdp.errors import MeshError
-from graph_fsdp.passes import Graph, PassContext, compat_xla
+from graph_fsdp.entry import Entry
+from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat, compat_xla, memory_profile
+from graph_fsdp.passes.constrain import ConstrainActivations
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
-from graph_fsdp.unshard import UnshardedUnits
 from graph_fsdp.xla_mesh import XlaMesh
+from graph_fsdp.xla_storage import XlaStorage, warn_unsharded
 
 ShardOutput = Callable[[Any, Any], None]
 REPLICATE, SHARD = "replicate", "fsdp"
@@ -39,39 +42,72 @@ def global_mesh(mesh: XlaMesh) -> GlobalMesh:
     return GlobalMesh(name, SHARD, batch)
 
 
-class _NeverWhole(UnshardedUnits):
-    def unavailable(self) -> str:
-        return "with sharding='auto' its parameters are whole tensors already, which XLA keeps in parts"
+def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
+    """The pipeline with the pass that says how activations are sharded."""
+    of = global_mesh(mesh)
+    return pipeline.insert_after("insert_gathers", ConstrainActivations(of.name, of.batch_axes))
+
+
+def marking_output(forward: Callable[..., Any], shard_output: ShardOutput | None, mesh: Any) -> Callable[..., Any]:
+    """``forward`` with a call of ``shard_output`` behind it, which is traced with it."""
+    trace_mark_sharding()
+    if shard_output is None:
+        return forward
+
+    @functools.wraps(forward)
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        shard_output(output, mesh)
+        return output
+
+    return marked
+
+
+@functools.cache
+def trace_mark_sharding() -> None:
+    """Dynamo traces ``mark_sharding`` of torch_xla, in a model or in ``shard_output``, as an operator."""
+
+    def traced(t: Any, mesh: Any, partition_spec: Any) -> Any:
+        axes = []
+        for dim in partition_spec:
+            axes.append("" if dim is None else ",".join(dim) if isinstance(dim, tuple) else dim)
+        torch.ops.graph_fsdp.mark_sharding(t, axes)
+        return t
+
+    torch.compiler.substitute_in_graph(compat_xla.spmd().mark_sharding, skip_signature_check=True)(traced)
 
 
 class GlobalEngine(Engine):
-    """An engine whose graphs are lowered together, and run by XLA."""
+    """An engine whose graphs are those of the global batch."""
 
-    def __init__(self, *args: Any, xla_mesh: XlaMesh, shard_output: ShardOutput | None, **options: Any) -> None:
-        super().__init__(*args, whole=True, **options)
-        self.xla_mesh, self.global_mesh = xla_mesh, global_mesh(xla_mesh)
-        self.unsharded = _NeverWhole(self.storage, self.counter, self.schedules.begin_unshard)
+    storage: XlaStorage  # type: ignore[assignment]
+
+    def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
+        super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
+        self.mesh, self.global_mesh = storage.xla_mesh, global_mesh(storage.xla_mesh)
+        self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
+
+    def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = compat.tree_map_only(Tensor, compat_xla.plain, (args, kwargs))
+        return super().run(entry, module, *args, **kwargs)
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
     ) -> list[tuple[int, str]]:
         substituted = super()._find_parameters(module, inputs, context)
-        batch = []
-        for node in module.graph.nodes:
-            example = getattr(node.meta.get("grapharg"), "example", None)
-            if node.op == "placeholder" and node not in context.shard_inputs and isinstance(example, Tensor):
-                (spec,) = compat_xla.sharding_specs([example])
-                if example.dim() and read_placement(spec, self.xla_mesh.ranks) == self.xla_mesh.batch:
-                    batch.append(node)
-        if not batch and self.xla_mesh.size > 1:
-            axes = self.global_mesh.batch_axes
-            raise MeshError(
-                f"no input of the model is sharded over {axes!r}, so that every device would compute the whole batch; "
-                "shard inputs before the call: xs.mark_sharding(x, mesh, ('fsdp', None, …))"
-            )
-        context.batch_inputs = frozenset(batch)
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
+        if not context.batch_inputs:
+            warn_unsharded(module, self.mesh)
         return substituted
+
+    def _is_batch(self, node: fx.Node) -> bool:
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if not isinstance(example, Tensor) or example.device.type != "xla" or not example.dim():
+            return False
+        (spec,) = compat_xla.sharding_specs([example])
+        return read_placement(spec, self.mesh.ranks) == self.mesh.batch
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         super()._run_passes(graphs, context, captured, kind)
@@ -85,7 +121,12 @@ class GlobalEngine(Engine):
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
-        program = GlobalProgram(scheduled, graph.module, self.counter)
-        captured.add_program(scheduled, context, program, None)  # type: ignore[arg-type]
+        on_host_fallback = self.backend.on_host_fallback  # type: ignore[attr-defined]
+        program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, on_host_fallback)
+        captured.add_program(scheduled, context, program, memory_profile(scheduled, context))
         self.programs[captured.index, graph.phase] = program
         return program
+
+
+def _unavailable() -> str:
+    return "with sharding='auto' its parameters are whole tensors already, which XLA keeps in parts"

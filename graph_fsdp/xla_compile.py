@@ -23,6 +23,7 @@ from graph_fsdp.runtime.backends import XlaBackend
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
+from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, marking_output, with_constraints
 from graph_fsdp.xla_engine import XlaEngine
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
@@ -48,6 +49,8 @@ def compile_on_xla(
     fullgraph: bool,
     dynamic: bool | None,
     on_host_fallback: OnHostFallback,
+    auto: bool,
+    shard_output: ShardOutput | None,
 ) -> Model:
     """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
     process drives all of them, so there is nobody to agree with."""
@@ -75,14 +78,18 @@ def compile_on_xla(
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
+    forward = original_forward(model)
+    if auto:
+        pipeline = with_constraints(pipeline, parallel)
+        forward = marking_output(forward, shard_output, mesh)
     spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]
     cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
     spec = _named_groups(pipeline.arrange(spec, cost), parallel)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     storage = XlaStorage(model, spec, originals, names, parallel, device)
     put_values(storage)  # type: ignore[arg-type]
-    engine = XlaEngine(
-        original_forward(model),
+    engine = (GlobalEngine if auto else XlaEngine)(
+        forward,
         spec,
         storage,
         pipeline,

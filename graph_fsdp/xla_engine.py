@@ -110,7 +110,13 @@ class XlaEngine(Engine):
             entries, exits = self._forward_or_inference(graph, context, capture)
         lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
         program = XlaProgram(
-            graph, lowered, entries, self.mesh.batch, self.regions, self.counter, self.backend.on_host_fallback
+            graph,
+            lowered,
+            entries,
+            self.regions,
+            self.counter,
+            each=self.mesh.batch,
+            on_host_fallback=self.backend.on_host_fallback,
         )
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program

@@ -181,7 +181,7 @@ class LocalViews:
         """``inputs``, a tree, with stand-ins for what is sharded."""
         found = compat.tree_map_only(Tensor, self._of_tensor, inputs)
         if not self._stand_ins:
-            _warn_unsharded(inputs, self.mesh)
+            warn_unsharded(inputs, self.mesh)
         return found
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class LocalViews:
         return compat.tree_map_only(Tensor, lambda t: self.real.get(id(t), t), outputs)
 
 
-def _warn_unsharded(inputs: Any, mesh: XlaMesh) -> None:
+def warn_unsharded(inputs: Any, mesh: XlaMesh) -> None:
     if mesh.size > 1:
         warnings.warn(
             "no input of the model is sharded, so all devices compute the same; shard the batch with "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from graph_fsdp.passes import compat_xla
 
@@ -32,33 +32,13 @@ def annotate(value: Tensor, op_sharding: Any) -> None:
     _c()._xla_annotate_custom_sharding(value, op_sharding)
 
 
-def mark_sharding(tensor: Tensor, op_sharding: Any) -> None:
-    """Put the parts of a tensor in memory on the devices that are to hold them."""
-    _c()._xla_mark_sharding(tensor, op_sharding)
-
-
-def replayed(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a graph once; what is returned runs it on other inputs of the same shapes, dtypes and shardings.
-
-    Raises:
-        RuntimeError: an input would be a constant of the compiled graph.
-    """
-    import torch_xla._dynamo.dynamo_bridge as bridge
-
-    module.xla_args = fresh_inputs(inputs)  # type: ignore[assignment]
-    run = bridge.extract_internal(module)
-    found = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__), strict=True))
-    (compiled,) = found["sym_constants_to_graph_vars"].values()
-    matcher = next(part for part in compiled if isinstance(part, bridge.GraphInputMatcher))
-    constants = [
-        tuple(value.shape)
-        for index, value in zip(matcher.arg_idxs, matcher.graph_input_xla_values, strict=True)
-        if index is None and isinstance(value, Tensor) and value.dim()
-    ]
-    if constants:
-        raise RuntimeError(f"tensors of shapes {constants} would be constants of the compiled graph")
-    del module.xla_args
-    return run  # type: ignore[no-any-return]
+def annotated(value: Tensor, op_sharding: Any) -> Tensor:
+    """A copy of it, sharded so, or, where that is None, whole on each device."""
+    copy = value.clone()
+    if op_sharding is None:
+        op_sharding = _c().OpSharding([], [], [], compat_xla.spmd().ShardingType.REPLICATED)
+    annotate(copy, op_sharding)
+    return copy
 
 
 @dataclass(frozen=True)
@@ -69,21 +49,23 @@ class Like:
     dtype: torch.dtype
     device: torch.device
     sharding: Any
+    spec: str
 
 
 def descriptions(inputs: Sequence[Any]) -> list[Any]:
     """Of tensors; what is none stays as it is."""
-    spmd = compat_xla.is_spmd()
-    return [
-        Like(v.shape, v.dtype, v.device, _c()._get_xla_op_sharding(v) if spmd else None) if isinstance(v, Tensor) else v
-        for v in inputs
-    ]
+    return [_described(value) if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _described(value: Tensor) -> Like:
+    sharding = _c()._get_xla_op_sharding(value) if compat_xla.is_spmd() else None
+    return Like(value.shape, value.dtype, value.device, sharding, compat_xla.sharding_specs([value])[0])
 
 
 def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
     """Zeros like tensors, or like descriptions of them, with device data of their own; the rest stays as it is."""
     fresh: list[Any] = []
-    for value in descriptions(inputs):
+    for value in descriptions(inputs):  # of those among them that are descriptions already, themselves
         if isinstance(value, Like):
             zeros = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
             if value.sharding is not None:

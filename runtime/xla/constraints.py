@@ -39,15 +39,8 @@ def _axis(names: str) -> Any:
     return several if len(several) > 1 else names or None
 
 
-def place(tensor: Tensor, axes: Sequence[str], mesh: str) -> None:
-    """Put the parts of a tensor that has its values on their devices."""
-    compat_xla_hlo.mark_sharding(tensor, op_sharding(mesh, tuple(axes)))
-
-
 def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
-    constrained = value.clone()
-    compat_xla_hlo.annotate(constrained, op_sharding(mesh, tuple(axes)))
-    return constrained
+    return compat_xla_hlo.annotated(value, op_sharding(mesh, tuple(axes)))
 
 
 _LIBRARY.impl("constrain", _constrain)

@@ -1,61 +1,77 @@
-"""A graph of the global view as a program: compiled by XLA at its first run, replayed afterwards."""
+"""A graph of the global view as a program: its inputs are sharded as XLA's partitioner left them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from graph_fsdp.passes import compat_xla, compat_xla_hlo, dialect
+from graph_fsdp.passes import compat_xla, compat_xla_hlo
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.stage import readable
+from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
-from graph_fsdp.runtime.whole import COUNTED_AS, WholeProgram
-from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
+from graph_fsdp.runtime.xla.lower import Lowered
+from graph_fsdp.runtime.xla.program import XlaProgram
 
 
-class GlobalProgram(WholeProgram):
-    """Call it with the list of the lowered graph's inputs, which it empties. ``compilations`` counts the shardings of
-    inputs that it has met: XLA compiles a program for each."""
+class GlobalProgram(XlaProgram):
+    """Inputs are taken as they are sharded at the first run. Parameters and what forward saves always are; what comes
+    from the user is sharded that way first, where it is not."""
 
-    def __init__(self, scheduled: Graph, lowered: fx.GraphModule, counter: GatheredBytes) -> None:
-        self._boxed_call = True  # see Program
-        self.graph, self.counter, self.lowered = scheduled, counter, lowered
-        self.source = readable(lowered.graph)
-        self.collectives = Counter(
-            COUNTED_AS[n.target] for n in scheduled.fx_graph.nodes if n.target in dialect.STARTS
-        )
-        self._compiled: dict[tuple[str, ...], Callable[..., Any]] = {}
-        self._inputs: list[Any] = []  # like those of the latest compilation
-        # Shards and what forward has saved are sharded as they ever were; what the user gives may not be.
-        own = (Role.TANGENT,) if scheduled.phase == "backward" else ()
-        names = [n.name for n in scheduled.placeholders if has_role(n, *own) or not (own or has_role(n, Role.SHARD))]
-        placeholders = [n for n in lowered.graph.nodes if n.op == "placeholder"]
-        self._from_user = [place for place, node in enumerate(placeholders) if node.name in names]
+    can_run_on_host = True
 
-    @property
-    def compilations(self) -> int:
-        return len(self._compiled)
+    def __init__(
+        self,
+        graph: Graph,
+        module: fx.GraphModule,
+        cache: RegionCache,
+        counter: GatheredBytes,
+        on_host_fallback: OnHostFallback = "error",
+    ) -> None:
+        entries = [None] * len(graph.placeholders)
+        super().__init__(graph, _with_returns(module), entries, cache, counter, on_host_fallback=on_host_fallback)
+        own = {n.name for n in graph.placeholders if has_role(n, Role.SHARD)}
+        if graph.phase == "backward":  # of what it receives only the gradients of outputs are new to the program
+            own = {n.name for n in graph.placeholders if not has_role(n, Role.TANGENT)}
+            own |= {n.name for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith("kept_")}
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self._from_user = [place for place, node in enumerate(placeholders) if node.name not in own]
+        self.like: list[Any] = []  # of inputs, how they were sharded at the first run
 
-    def __call__(self, args: list[Any]) -> Any:
-        for kind, count in self.collectives.items():
-            self.counter.count(kind, count)
-        tensors = [args[place] for place in self._from_user if isinstance(args[place], Tensor)]
-        key = tuple(compat_xla.sharding_specs(tensors))
-        if compat_xla.pending([value for value in args if isinstance(value, Tensor)]):
-            compat_xla.sync()  # all that is pending, or the optimizer's state would be computed from its first value
-        if key not in self._compiled:
-            self._inputs = compat_xla_hlo.descriptions(args)
-            self._compiled[key] = compat_xla_hlo.replayed(self.lowered, args)
-        found = self._compiled[key](*args)
-        args.clear()
-        return found if isinstance(found, (list, tuple)) else (found,)
+    def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        self.like = compat_xla_hlo.descriptions(inputs)
+        return compat_xla_hlo.fresh_inputs(self.like)
 
-    def hlo(self) -> OptimizedHlo:
-        """What XLA made of the graph, compiled once more for its text."""
-        if not self._compiled:
-            raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
-        return optimized_hlo(self.lowered, self._inputs)
+    def _placed(self, inputs: list[Any]) -> list[Any]:
+        places = [place for place in self._from_user if isinstance(inputs[place], Tensor)]
+        for place, spec in zip(places, compat_xla.sharding_specs([inputs[place] for place in places]), strict=True):
+            like = self.like[place]
+            if spec != like.spec:
+                inputs[place] = compat_xla_hlo.annotated(inputs[place], like.sharding)
+        if compat_xla.pending([value for value in inputs if isinstance(value, Tensor)]):
+            compat_xla.sync(wait=True)
+        return inputs
+
+
+def _with_returns(module: fx.GraphModule) -> Lowered:
+    """The graph with each result once, and without what it only hands on."""
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    places = {node: place for place, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
+    results: dict[fx.Node, int] = {}
+    returns: list[tuple[str, Any]] = []
+    for value in output.args[0]:  # type: ignore[union-attr]
+        if not isinstance(value, fx.Node):
+            returns.append(("constant", value))
+        elif value in places:
+            returns.append(("input", places[value]))
+        else:
+            returns.append(("result", results.setdefault(value, len(results))))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, copies)
+    graph.output(tuple(copies[value] for value in results))
+    graph.eliminate_dead_code()
+    return Lowered(fx.GraphModule(module, graph), tuple(returns))

@@ -63,5 +63,3 @@ def beside(collectives: dict[str, int], scheduled: dict[str, int]) -> str:
     lines = [f"{'collective':{width}}  {'scheduled':>9}  {'optimized':>9}"]
     lines += [f"{kind:{width}}  {scheduled.get(kind, 0):>9}  {collectives.get(kind, 0):>9}" for kind in kinds]
     return "\n".join(lines)
-
-

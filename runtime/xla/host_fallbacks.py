@@ -8,6 +8,7 @@ that it runs on the host.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Sequence
@@ -75,10 +76,8 @@ def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), zeros)
     before = compat_xla.fallback_counts()
-    try:
+    with contextlib.suppress(Exception):  # what zeros cannot stand for: the graph itself will say
         node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # of zeros, or of arguments that no zeros can stand for: the graph itself will say
-        pass
     after = compat_xla.fallback_counts()
     return [operator for operator, count in after.items() if count != before.get(operator, 0)]
 

@@ -34,16 +34,20 @@ class BakedInputError(RuntimeError):
 
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took."""
+    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators that
+    run on the host is not compiled but runs lazily, each time anew."""
+
+    can_run_on_host = False  # what each device runs by itself cannot
 
     def __init__(
         self,
         graph: Graph,
         lowered: Lowered,
         entries: Sequence[Entry | None],
-        each: Placement,
         cache: RegionCache,
         counter: GatheredBytes,
+        *,
+        each: Placement | None = None,
         on_host_fallback: OnHostFallback = "error",
     ) -> None:
         self._boxed_call = True  # see Program
@@ -54,9 +58,11 @@ class XlaProgram(WholeProgram):
         self.collectives = collectives_of(graph)
         self.each, self.on_host_fallback = each, on_host_fallback
         if lowered.seeded:
+            assert each is not None
             self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
+        self._on_host = False  # whether operators of it are
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
@@ -67,11 +73,15 @@ class XlaProgram(WholeProgram):
             inputs.append(self._seeds())
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
-            if self._compiled is None:
+            if self._compiled is None and not self._on_host:
                 self._compiled = self._compile(inputs)
-            key, places = self._compiled
             inputs = self._placed(inputs)
-            results = compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
+            if self._compiled is None:
+                results = list(self.lowered.module(*inputs))
+            else:
+                key, places = self._compiled
+                read = [inputs[place] if isinstance(place, int) else place for place in places]
+                results = compat_xla.run_compiled(key, read)
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
@@ -108,11 +118,16 @@ class XlaProgram(WholeProgram):
         compat_xla.sync(wait=True)
         return made
 
-    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]]:
+    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]] | None:
+        """What ``run_compiled`` takes; None for a graph with operators that run on the host."""
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
-        report(find_host_fallbacks(self.lowered.module.graph), self.on_host_fallback, can_run=False)
+        on_host = find_host_fallbacks(self.lowered.module.graph)
+        report(on_host, self.on_host_fallback, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
+        if on_host:
+            self._on_host = True
+            return None
         try:
             with torch.no_grad(), compat_xla.lazily():
                 outputs = list(self.lowered.module(*fresh))
@@ -138,13 +153,20 @@ class XlaProgram(WholeProgram):
         for i, node in enumerate(placeholders):
             if not node.users or i in found:
                 continue
-            if any(value.shape == fresh[i].shape and value.dtype == fresh[i].dtype for value in constants):
+            if any(_is_like(value, fresh[i]) for value in constants):
                 raise BakedInputError(
                     f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not among "
                     "what XLA reads when the graph runs, and a constant of that shape is: later steps would use its "
                     "first value"
                 )
         return found
+
+
+def _is_like(constant: Tensor, fresh: Tensor) -> bool:
+    """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
+    mean in ``nll_loss_backward``.)"""
+    alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
+    return alike and not bool(constant.cpu().any())
 
 
 def _agrees(spec: str, expected: Placement, dims: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,6 +102,45 @@ def test_what_each_device_runs_by_itself_cannot_fall_back(on_host_fallback: str)
     error = run_xla(train_gamma, on_host_fallback)
     assert "1 of the model's operators: aten::lgamma, used by module 'blocks.1' (Gamma)" in error
     assert "pass sharding='auto', on_host_fallback='warn'" in error
+
+
+def losses_of(model: nn.Module, put: Callable[[Tensor], Tensor], steps: int = 6) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        loss = model(put(torch.rand(8, 4, generator=torch.Generator().manual_seed(step))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_gamma_on_the_host() -> tuple[list[float], list[str]]:
+    import warnings
+
+    from xla_models import fsdp_mesh
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    mesh = fsdp_mesh()
+    torch.manual_seed(0)
+    model = graph_fsdp.compile(Model(), mesh, backend="xla", sharding="auto", on_host_fallback="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = losses_of(model, lambda x: shard_batch(x, mesh))
+    return losses, [str(warning.message) for warning in caught]
+
+
+def test_what_the_partitioner_divides_runs_them_on_request_with_a_warning() -> None:
+    losses, messages = run_xla(train_gamma_on_the_host)
+    user = "used by module 'blocks.1' (Gamma)"
+    for operator in ("aten::lgamma", "aten::digamma"):
+        assert sum(f"1 of the model's operators: {operator}, {user}" in message for message in messages) == 1
+    torch.manual_seed(0)
+    expected = losses_of(Model(), lambda x: x)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
