@@ -12,6 +12,7 @@ BatchNorm's statistics are of it.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
 from graph_fsdp.xla_mesh import XlaMesh
-from graph_fsdp.xla_storage import XlaStorage, warn_unsharded
+from graph_fsdp.xla_storage import XlaStorage
 
 ShardOutput = Callable[[Any, Any], None]
 REPLICATE, SHARD = "replicate", "fsdp"
@@ -98,8 +99,12 @@ class GlobalEngine(Engine):
         substituted = super()._find_parameters(module, inputs, context)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
-        if not context.batch_inputs:
-            warn_unsharded(module, self.mesh)
+        if not context.batch_inputs and self.mesh.size > 1:
+            warnings.warn(
+                "no input of the model is sharded, so all devices compute the same; shard the batch: "
+                "graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
+                stacklevel=2,
+            )
         return substituted
 
     def _is_batch(self, node: fx.Node) -> bool:

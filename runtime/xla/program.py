@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat_xla
+from graph_fsdp.passes import compat_xla, compat_xla_hlo
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.stage import readable
-from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
+from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
 from graph_fsdp.runtime.xla.lower import Entry, Lowered
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
@@ -63,6 +64,7 @@ class XlaProgram(WholeProgram):
         self.compilations, self.compile_seconds = 0, 0.0
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
         self._on_host = False  # whether operators of it are
+        self._descriptions: list[Any] = []  # of the inputs
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
@@ -125,6 +127,7 @@ class XlaProgram(WholeProgram):
         on_host = find_host_fallbacks(self.lowered.module.graph)
         report(on_host, self.on_host_fallback, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
+        self._descriptions = compat_xla_hlo.descriptions(fresh)
         if on_host:
             self._on_host = True
             return None
@@ -139,6 +142,12 @@ class XlaProgram(WholeProgram):
         self.cache.compiled += 1
         self.compile_seconds += time.perf_counter() - begin
         return key, places
+
+    def hlo(self) -> OptimizedHlo:
+        """What XLA made of the graph, compiled once more for its text."""
+        if self._compiled is None:
+            raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
+        return optimized_hlo(self.lowered.module, self._descriptions)
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
