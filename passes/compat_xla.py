@@ -12,7 +12,7 @@
   ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
 | ``_XLAC._get_local_shards`` | what one device holds | 2.9 |
-| ``runtime.process_count``, ``runtime.world_size`` | processes; replicas | 2.9 |
+| ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
 | ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
 """
@@ -69,11 +69,6 @@ def device_count() -> int:
 def process_count() -> int:
     """Processes of the whole program, each with the devices of its host (SPMD)."""
     return int(_runtime().process_count())
-
-
-def replica_count() -> int:
-    """Replicas of the whole program, one device each (without SPMD)."""
-    return int(_runtime().world_size())
 
 
 def device() -> torch.device:
