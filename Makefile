@@ -1,11 +1,12 @@
-# make train    set up and train the example GPT
-# make test     set up and run the tests
+# make train      set up and train the example GPT
+# make test       set up and run the tests
+# make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make lint, make types, make clean
 #
 # PYTHON=python3.12   the interpreter that the environment is made with
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
-# ARGS="-k verify" JOBS=2    for test: what to run, and how many files at a time
+# ARGS="-k verify" JOBS=2    for test and test-xla: what to run, and how many files at a time
 
 PYTHON ?= python3
 TORCH  ?=
@@ -21,7 +22,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 
-.PHONY: train test lint types clean
+.PHONY: train test test-xla lint types clean
 
 train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -29,6 +30,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-xla: .venv-xla/.installed
+	.venv-xla/bin/python -m pytest -n $(JOBS) --dist loadfile tests/xla $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -43,6 +47,11 @@ types: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples,benchmarks]"
+	touch $@
+
+.venv-xla/.installed: pyproject.toml constraints-xla.txt
+	$(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install -c constraints-xla.txt -e ".[dev,xla]"
 	touch $@
 
 clean:

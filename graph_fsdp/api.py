@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import tensor_parallel, validate
+from graph_fsdp import tensor_parallel, validate, xla_validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.cuda_graphs import check_cuda_graphs, model_graphs
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
@@ -43,7 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def compile(
     model: Model,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Any = None,
     *,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
@@ -58,9 +58,12 @@ def compile(
     passes: PassPipeline | None = None,
     backend: str = "inductor",
     regions: Literal["cut", "whole"] = "cut",
+    sharding: Literal["manual", "auto"] = "manual",
+    shard_output: Callable[[Any, Any], Any] | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
     cuda_graphs: bool = False,
+    on_host_fallback: Literal["error", "warn"] = "error",
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
@@ -121,10 +124,17 @@ def compile(
             :class:`graph_fsdp.checkpoint.Safetensors`. Each rank reads its own rows. Of a model on the meta device,
             only what the files do not have is initialised (buffers that are in no state dict).
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
-        backend: ``"inductor"``, or ``"eager"``: the same graphs, operator by operator.
+        backend: ``"inductor"``; ``"eager"``: the same graphs, operator by operator; or ``"xla"``: each graph as one
+            program of all devices of an XLA mesh, a torch_xla ``Mesh`` with an axis named ``fsdp`` (docs/xla.md).
         regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
             collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
+        sharding: with ``backend="xla"``: ``"manual"``, each device runs the graph of its rows, with our collectives in
+            the verified order; ``"auto"``, XLA's partitioner divides the graph of the global batch, as torch_xla's
+            FSDPv2 lets it, under constraints in the places of the collectives.
+        shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
+            marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
+            rows is sharded over them.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
         cuda_graphs: on CUDA, run each compute region as a CUDA graph: captured in the third run of a program, replayed
@@ -132,6 +142,8 @@ def compile(
             left out; ``inspect`` says which. Memory of gathered parameters, of activations and of copies of the inputs
             is then kept between runs. Results are copied out. A forward whose predecessor's activations are still alive
             runs as it does without. ``dynamic=None`` means False. Never run on CUDA so far.
+        on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
+            host in every step: ``"error"``, or ``"warn"`` to run it so.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -151,7 +163,32 @@ def compile(
         backend=backend,
         regions=regions,
     )
+    xla_validate.options(backend, on_host_fallback)
+    validate.sharding(sharding, shard_output, backend)
     policies = find_policies(model, mp_policy)
+    if backend == "xla":
+        from graph_fsdp.xla_compile import compile_on_xla
+
+        return compile_on_xla(
+            model,
+            mesh,
+            policies,
+            auto_wrap_policy=auto_wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            shard_placement_fn=shard_placement_fn,
+            activation_checkpointing=activation_checkpointing,
+            sync_module_states=sync_module_states,
+            param_init_fn=param_init_fn,
+            checkpoint=checkpoint,
+            passes=passes,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            on_host_fallback=on_host_fallback,
+            auto=sharding == "auto",
+            shard_output=shard_output,
+        )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
     sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}

@@ -163,7 +163,7 @@ class Engine:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
         key = (self.settings, entry)
         if key not in self._compiled:
-            backend = functools.partial(Engine._compile_graph, _weak(self), self.settings, entry)
+            backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
             self._compiled[key] = self._compile(own_code(entry.function), backend=backend)
         return self._compiled[key]
 
@@ -316,7 +316,7 @@ class Engine:
             inference_compiler=compile_inference,
             partition_fn=partition,
             decompositions=engine.backend.decompositions(),
-            keep_inference_input_mutations=True,
+            keep_inference_input_mutations=engine.backend.keeps_mutations,
         )
         with compat.unlogged_graphs_unprinted():
             return compiler(module, inputs)

@@ -57,6 +57,18 @@ def model(model: Any) -> None:
             )
 
 
+def sharding(sharding: object, shard_output: object, backend: str) -> None:
+    """Who divides a graph among XLA's devices."""
+    if sharding not in ("manual", "auto"):
+        raise ValueError(f"sharding must be 'manual' or 'auto', got {sharding!r}")
+    if sharding == "auto" and backend != "xla":
+        raise ValueError(f"sharding='auto' lets XLA divide the model and takes backend='xla'; backend is {backend!r}")
+    if shard_output is not None and sharding != "auto":
+        raise ValueError("shard_output says how XLA divides outputs, and takes backend='xla' and sharding='auto'")
+    if shard_output is not None and not callable(shard_output):
+        raise TypeError(f"shard_output must be a function of the output and the mesh, got {shard_output!r}")
+
+
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
     """Those that are given, and those of the modules that are."""
     parameters, modules = set(model.parameters()), set(model.modules())

@@ -34,6 +34,7 @@ whole test-suite was run.
 | ``fx._lazy_graph_module._make_graph_module`` | likewise, of what the partitioner returns | 2.9, 2.13 |
 | ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
 | ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
+| ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -146,6 +147,7 @@ __all__ = [
     "fake_process_group",
     "fake_tensor",
     "flop_registry",
+    "forward_outputs",
     "free_symbols",
     "grouped_all_gather",
     "grouped_reduce_scatter",
@@ -347,6 +349,18 @@ def current_fake_mode() -> FakeTensorMode:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
     return context.fake_mode
+
+
+def forward_outputs() -> tuple[list[int], list[bool]]:
+    """Of the graph that AOTAutograd has just traced, whose outputs do not alias its inputs: which inputs are written,
+    of which it returns the new values first; and of each of the user's outputs, which follow, whether backward is
+    given a gradient of it."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fw_metadata is not None, "called outside of AOTAutograd"
+    found: Any = context.fw_metadata
+    return list(found.mutated_inp_runtime_indices), [
+        bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
+    ]
 
 
 def fake_tensor(

@@ -58,6 +58,7 @@ class PassContext:
     ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
     ``as_used`` (capture phase): placeholder → what makes of the gathered parameter the kind of tensor that the model
     uses, where that is no plain one.
+    ``batch_inputs`` (capture phase): placeholders whose first dimension is the batch's, where XLA divides the graph.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``tangents``: which placeholders of the joint graph are gradients of outputs.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
@@ -80,6 +81,7 @@ class PassContext:
     settings: Settings = field(default_factory=Settings)
     shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
+    batch_inputs: frozenset[fx.Node] = frozenset()
     forward_outputs: int = 0
     extensions: Mapping[str, nn.Module] = field(default_factory=dict)
     tangents: slice = field(default_factory=lambda: slice(0, 0))

@@ -65,14 +65,15 @@ class FunctionalGraph:
     inputs: tuple[int | ShardSlice, ...]
 
 
-def lower(graph: Graph, grouped: bool | None = None) -> FunctionalGraph:
-    """Lower a graph that has been through all passes. It stays as it is.
+def lower(graph: Graph, grouped: bool | None = None, slices: bool = True) -> FunctionalGraph:
+    """Lower a graph that has been through all passes. It stays as it is. ``slices``: shards lie in a storage, of which
+    gathers send slices; else the shards are packed in the graph, and its inputs are the scheduled graph's.
 
     ``grouped``: the messages of a gather are launched as one ``all_gather_into_tensor_coalesced``; None where the
     process group of the graph's device can do that without a copy, as NCCL can and gloo cannot.
     """
     with torch.no_grad():
-        return _Lowering(graph, grouped).run()
+        return _Lowering(graph, grouped, slices).run()
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class _Messages:
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, grouped: bool | None) -> None:
-        self.graph, self.grouped = graph, grouped
+    def __init__(self, graph: Graph, grouped: bool | None, sliced: bool) -> None:
+        self.graph, self.grouped, self.sliced = graph, grouped, sliced
         self.fx_graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
         self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
@@ -141,7 +142,7 @@ class _Lowering:
         """The scheduled graph's inputs, without shards that nothing but gathers reads, and the gathers' slices."""
         places = {node: place for place, node in enumerate(self.graph.placeholders)}
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
-        sliced = [start for start in starts if all(shard in places for shard in _shards(start))]
+        sliced = [start for start in starts if self.sliced and all(shard in places for shard in _shards(start))]
         inputs: list[int | ShardSlice] = []
         for node, place in places.items():
             if not node.users or any(user not in sliced for user in node.users):

@@ -19,12 +19,17 @@ from graph_fsdp.runtime.regions import Compiled
 from graph_fsdp.runtime.slots import GatheredBytes
 
 # As the executor counts them.
-_KINDS = {
+COUNTED_AS = {
     dialect.all_gather_start: "all_gather",
     dialect.reduce_scatter_start: "reduce",
     dialect.all_reduce_start: "reduce",
     dialect.all_reduce_shard_start: "reduce over replicas",
 }
+
+
+def collectives_of(graph: Graph) -> Counter[str]:
+    """How many of each kind a run of the graph starts."""
+    return Counter(COUNTED_AS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
 
 
 class WholeProgram:
@@ -37,7 +42,7 @@ class WholeProgram:
         lowered = lower(graph)
         self.inputs = lowered.inputs
         self.source = readable(lowered.module.graph)
-        self.collectives = Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
+        self.collectives = collectives_of(graph)
         self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)
 
     def __call__(self, args: list[Any]) -> Any:

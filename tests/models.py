@@ -274,6 +274,8 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     output = _call(model, batch)
     if not isinstance(output, Tensor):
         return output.loss
+    if "target" not in batch:
+        return output
     return F.cross_entropy(output.flatten(0, -2), batch["target"].flatten())
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.backends.eager import EagerBackend
 from graph_fsdp.runtime.backends.inductor import InductorBackend
+from graph_fsdp.runtime.backends.xla import XlaBackend
 
-BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "inductor": InductorBackend}
+BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "inductor": InductorBackend, "xla": XlaBackend}
 
-__all__ = ["BACKENDS", "Backend", "EagerBackend", "InductorBackend"]
+__all__ = ["BACKENDS", "Backend", "EagerBackend", "InductorBackend", "XlaBackend"]

@@ -17,6 +17,7 @@ class Backend(ABC):
     name: str
     compiles_whole = False  # whether there is a compile_whole
     captures_regions = False  # whether compiled regions can become CUDA graphs
+    keeps_mutations = True  # whether an inference graph writes to its inputs itself
 
     @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:

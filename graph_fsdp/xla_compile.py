@@ -1,0 +1,141 @@
+"""``graph_fsdp.compile(…, backend="xla")``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import api, validate, xla_validate
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.extensions import is_extended
+from graph_fsdp.initial_values import initial_values
+from graph_fsdp.mixed_precision import ModulePolicies
+from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
+from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat_xla, default_pipeline
+from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
+from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.runtime.backends import XlaBackend
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
+from graph_fsdp.safetensors_files import AnyPath, Safetensors
+from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
+from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, marking_output, with_constraints
+from graph_fsdp.xla_engine import XlaEngine
+from graph_fsdp.xla_mesh import XlaMesh
+from graph_fsdp.xla_storage import XlaStorage
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def compile_on_xla(
+    model: Model,
+    mesh: Any,
+    policies: ModulePolicies,
+    *,
+    auto_wrap_policy: AutoWrapPolicy | None,
+    reshard_after_forward: Any,
+    offload_policy: OffloadPolicy,
+    ignored_params: Iterable[nn.Parameter | nn.Module] | None,
+    shard_placement_fn: Any,
+    activation_checkpointing: Any,
+    sync_module_states: bool,
+    param_init_fn: Callable[[nn.Module], Any] | None,
+    checkpoint: Safetensors | AnyPath | Sequence[AnyPath] | None,
+    passes: PassPipeline | None,
+    fullgraph: bool,
+    dynamic: bool | None,
+    on_host_fallback: OnHostFallback,
+    auto: bool,
+    shard_output: ShardOutput | None,
+) -> Model:
+    """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
+    process drives all of them, so there is nobody to agree with."""
+    xla_validate.environment()
+    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+    _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
+    parallel, device = XlaMesh.of(mesh), compat_xla.device()
+    ignored = validate.ignored_parameters(model, ignored_params)
+    names = parameter_names(model)
+    for p, (name, *_) in names.items():
+        if is_extended(p) or isinstance(p, DTensor):
+            kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"
+            raise UnsupportedError(
+                f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model"
+            )
+        if p.device.type not in ("cpu", "xla", "meta"):
+            raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
+    units = find_units(model, auto_wrap_policy, ignored)
+    source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
+    put_values = initial_values(
+        model,
+        {unit.module for unit in units},
+        None,
+        torch.device("cpu"),
+        sync_module_states=sync_module_states,
+        param_init_fn=param_init_fn,
+        shard_dims={},
+        checkpoint=source,
+    )
+    pipeline = passes if passes is not None else default_pipeline()
+    if checkpointing is not None:
+        pipeline = with_activation_checkpointing(pipeline, checkpointing)
+    forward = original_forward(model)
+    if auto:
+        pipeline = with_constraints(pipeline, parallel)
+        forward = marking_output(forward, shard_output, mesh)
+    spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]
+    cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
+    spec = _named_groups(pipeline.arrange(spec, cost), parallel)
+    originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
+    storage = XlaStorage(model, spec, originals, names, parallel, device)
+    put_values(storage)  # type: ignore[arg-type]
+    engine = (GlobalEngine if auto else XlaEngine)(
+        forward,
+        spec,
+        storage,
+        pipeline,
+        XlaBackend(on_host_fallback),
+        cost,
+        reshard_after_forward=reshard_after_forward,
+        fullgraph=fullgraph,
+        dynamic=False,
+    )
+    storage.install(model)
+    policies.install(unit.name for unit in units)
+    input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
+    become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
+    return model
+
+
+def _named_groups(spec: ModelSpec, mesh: XlaMesh) -> ModelSpec:
+    return dataclasses.replace(spec, group=mesh.group, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
+
+
+def _refuse(
+    offload_policy: OffloadPolicy,
+    reshard_after_forward: Any,
+    shard_placement_fn: Any,
+    checkpointing: ActivationCheckpointing | None,
+    dynamic: bool | None,
+) -> None:
+    """What XLA devices do not have."""
+    if type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedError("offload_policy: backend='xla' keeps shards on the devices; leave it out")
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise UnsupportedError(
+            f"reshard_after_forward={reshard_after_forward}: with backend='xla' parameters are kept whole or sharded over "
+            "all devices; pass True, False, None or 'auto'"
+        )
+    if shard_placement_fn is not None:
+        raise UnsupportedError(
+            "shard_placement_fn: with backend='xla' parameters are sharded on dimension 0; leave it out"
+        )
+    if checkpointing is not None and checkpointing.offload:
+        raise UnsupportedError("activation_checkpointing with offload: backend='xla' makes no copies to the CPU")
+    if dynamic:
+        raise UnsupportedError("dynamic=True: XLA compiles static shapes, a graph for each; pass None or False")

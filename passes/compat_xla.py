@@ -1,0 +1,238 @@
+"""Every name of torch_xla that graph_fsdp uses, in one place. torch_xla is imported when one of them is first needed.
+
+| name | for | torch_xla |
+|---|---|---|
+| ``runtime.is_spmd``, ``runtime.global_runtime_device_count``, ``runtime.use_spmd`` | whether SPMD is on | 2.9 |
+| ``distributed.spmd.Mesh``, ``Mesh.get_op_sharding``, ``XLAShardedTensor`` | shardings | 2.9 |
+| ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
+| ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
+| ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
+| ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
+| ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
+  ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
+| ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
+| ``_XLAC._get_local_shards`` | what one device holds | 2.9 |
+| ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
+| ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
+| ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Reads of a value on the host, which every program does that prints its loss.
+_HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
+
+
+@functools.cache
+def torch_xla() -> Any:
+    return importlib.import_module("torch_xla")
+
+
+@functools.cache
+def _runtime() -> Any:
+    return importlib.import_module("torch_xla.runtime")
+
+
+@functools.cache
+def spmd() -> Any:
+    """The module of meshes and shardings."""
+    return importlib.import_module("torch_xla.distributed.spmd")
+
+
+def _c() -> Any:
+    return torch_xla()._XLAC
+
+
+def is_mesh(value: object) -> bool:
+    """Whether it is a mesh of torch_xla's own. False, and nothing imported, where it cannot be one."""
+    return type(value).__module__.startswith("torch_xla.") and isinstance(value, spmd().Mesh)
+
+
+def is_spmd() -> bool:
+    return bool(_runtime().is_spmd())
+
+
+def device_count() -> int:
+    """Devices of the whole program, on all hosts."""
+    return int(_runtime().global_runtime_device_count())
+
+
+def process_count() -> int:
+    """Processes of the whole program, each with the devices of its host (SPMD)."""
+    return int(_runtime().process_count())
+
+
+def device() -> torch.device:
+    found: torch.device = torch_xla().device()
+    return found
+
+
+# --- shardings: of dimension 0 in ``tiles`` parts, over ``devices`` in the order (part, copy of it)
+
+
+@functools.lru_cache(maxsize=4096)
+def op_sharding(devices: tuple[int, ...], tiles: int, dims: int) -> Any:
+    import numpy
+
+    if tiles == 1 or dims == 0:
+        return spmd().Mesh(numpy.array(devices), (len(devices),), ("copies",)).get_op_sharding(())
+    mesh = spmd().Mesh(numpy.array(devices), (tiles, len(devices) // tiles), ("parts", "copies"))
+    return mesh.get_op_sharding(("parts",) + (None,) * (dims - 1))
+
+
+def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
+    """Put a tensor's parts on the devices that are to hold them; the tensor stays the same object."""
+    _c()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
+
+
+def annotated(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
+    """A copy of it, sharded so."""
+    copy = tensor.clone()
+    _c()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
+    return copy
+
+
+def sharding_specs(tensors: Sequence[Tensor]) -> list[str]:
+    """How tensors are sharded, as XLA writes it; "" where nothing says."""
+    return [spec or "" for spec in _c()._get_xla_sharding_specs(list(tensors))]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor that an ``XLAShardedTensor`` stands for; any other itself."""
+    return getattr(tensor, "global_tensor", tensor) if type(tensor).__name__ == "XLAShardedTensor" else tensor
+
+
+def local_shards(tensor: Tensor) -> list[Tensor]:
+    """The part of each device of this host, on the CPU, padded to equal shapes."""
+    return [shard for shard, _ in _c()._get_local_shards([tensor])[0]]
+
+
+# --- inside of a graph
+
+
+def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
+    return _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+
+
+def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
+    copy, manual = x.clone(), _c().OpSharding([], [], [], spmd().ShardingType.MANUAL)
+    _c()._mark_manual_sharding(copy, manual)
+    return _c()._spmd_shard_to_full_shape(copy, op_sharding(devices, tiles, len(shape)), list(shape), x.dtype)
+
+
+def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
+    return _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+
+
+def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:
+    return _c()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
+
+
+def all_reduce(x: Tensor, groups: list[list[int]]) -> Tensor:
+    return _c()._xla_spmd_all_reduce("sum", x, 1.0, groups)
+
+
+def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors]
+    _c()._xla_optimization_barrier_(copies)
+    return copies
+
+
+# --- lazy tensors
+
+
+def sync(wait: bool = False) -> None:
+    """Compute everything that is pending."""
+    torch_xla().sync(wait=wait, reset_scope=False)
+    if wait:
+        _c()._xla_wait_device_ops([])
+
+
+def pending(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of them is not computed yet."""
+    return any(_c()._check_tensor_need_materialization(list(tensors)))
+
+
+@contextlib.contextmanager
+def lazily() -> Iterator[None]:
+    with importlib.import_module("torch_xla.experimental").eager_mode_context(False):
+        yield
+
+
+def tensor_id(tensor: Tensor) -> int:
+    return int(_c()._xla_get_tensor_id(tensor))
+
+
+def seed_id() -> int:
+    """What stands for the device's own random seed among a graph's inputs."""
+    return int(_c()._get_seed_info_id())
+
+
+def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+    """Ids and values of the tensors in memory that pending tensors are computed from."""
+    ids, values = _c()._get_tensors_xla_device_data_node(list(outputs))
+    return list(ids), list(values)
+
+
+def compile_pending(outputs: Sequence[Tensor]) -> Any:
+    """Compile the graph that ``outputs`` are pending on; what ``run_compiled`` is to be given."""
+    context = importlib.import_module("torch_xla.utils.buffer_donor_context")
+    with context.alias_with_buffer_donor_config():
+        key = _c()._get_graph_hash(list(outputs))
+        _c()._xla_warm_up_cache(list(outputs), [])
+    return key
+
+
+def hlo_of(outputs: Sequence[Tensor]) -> str:
+    """HLO of the graph that ``outputs`` are pending on, before XLA's own passes."""
+    return str(_c()._get_xla_tensors_hlo(list(outputs)))
+
+
+def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    return found
+
+
+def drop_pending() -> None:
+    """Forget what is pending on all live tensors; those in memory keep their values."""
+    _c()._clear_pending_irs(str(device()))
+
+
+def fallback_counts() -> dict[str, int]:
+    """Operator → how often it has run on the host so far, for want of an implementation on XLA."""
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
+    return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
+
+
+# --- tensors without memory
+
+
+class _Wrapper(Tensor):
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} ran on a tensor without memory")
+
+
+def without_memory(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, kind: type = Tensor
+) -> Tensor:
+    """For Dynamo to trace with: it is on ``device``, and a plain tensor or an ``nn.Parameter`` for all that Python can
+    tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
+    next step.)"""
+    made: Tensor = _Wrapper(shape, dtype, device)
+    made.__class__ = kind  # type: ignore[assignment]
+    return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

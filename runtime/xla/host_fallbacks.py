@@ -1,0 +1,114 @@
+"""Operators that XLA has no implementation of, which torch_xla runs on the host.
+
+Such an operator ends a program: what it reads is computed and copied to the host. In the part of a program that each
+device runs by itself (see ``operators.py``) that cannot be, and torch_xla aborts the process. So operators are tried
+before, each kind once, by themselves on zeros: nothing is computed of those that XLA has, and torch_xla counts those
+that it runs on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from graph_fsdp.passes import compat_xla
+
+OnHostFallback = Literal["error", "warn"]
+
+_OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
+
+# A module as Dynamo names it: L['self'].blocks.0, and on torch 2.9 L['self']._modules['blocks']._modules['0'].
+_PARTS = re.compile(r"[^\[\]'\".]+")
+
+
+class HostFallbackError(NotImplementedError):
+    """A model uses operators that XLA does not have."""
+
+
+@dataclass(frozen=True)
+class HostFallback:
+    """``operator``: torch's name of it. ``module``: name and class of the one that uses it; "" where nothing says."""
+
+    operator: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.operator}, used by {self.module}" if self.module else self.operator
+
+
+def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
+    """Operators of a graph of ATen that would run on the host, in the order of use. Nodes have their fake values."""
+    known: dict[Any, list[str]] = {}
+    found: dict[HostFallback, None] = {}
+    device = compat_xla.device()
+    with torch.no_grad(), compat_xla.lazily():
+        for node in graph.nodes:
+            if not isinstance(node.target, OpOverload) or node.target.namespace in _OURS:
+                continue
+            key = (node.target, fx.map_arg((node.args, node.kwargs), _kind).__repr__())
+            if key not in known:
+                known[key] = _fallbacks_of(node, device)
+            for operator in known[key]:
+                found[HostFallback(operator, module_of(node))] = None
+    return list(found)
+
+
+def _kind(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
+    """Names of what runs on the host in one call of a node's operator."""
+
+    def zeros(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), zeros)
+    before = compat_xla.fallback_counts()
+    with contextlib.suppress(Exception):  # what zeros cannot stand for: the graph itself will say
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    after = compat_xla.fallback_counts()
+    return [operator for operator, count in after.items() if count != before.get(operator, 0)]
+
+
+def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, can_run: bool) -> None:
+    """``can_run``: whether this program could run them at all.
+
+    Raises:
+        HostFallbackError: there are any, and they cannot run or are not to; else a warning.
+    """
+    if not found:
+        return
+    listed = "; ".join(map(str, found))
+    kinds = len({fallback.operator for fallback in found})
+    what = f"XLA has no implementation of {kinds} of the model's operators: {listed}. "
+    if can_run and on_host_fallback == "warn":
+        warnings.warn(f"{what}They run on the host, and each step copies their inputs there and waits", stacklevel=3)
+        return
+    allowed = "on_host_fallback='warn'" if can_run else "sharding='auto', on_host_fallback='warn'"
+    why = "" if can_run else "What each device runs by itself cannot leave for the host. "
+    raise HostFallbackError(f"{what}{why}Write these with other operators, or pass {allowed} to run them on the host")
+
+
+def module_of(node: fx.Node) -> str:
+    """Name and class of the innermost module that a node, or the node that it is the gradient of, was traced in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, kind = list(stack.values())[-1]
+    root, *parts = _PARTS.findall(path)
+    if root in ("L", "G"):  # and then the variable that the model is in
+        parts = parts[1:]
+    name = ".".join(part for part in parts if part != "_modules")
+    kind = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+    return f"module {name!r} ({kind})" if name else f"the model ({kind})"

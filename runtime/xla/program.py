@@ -1,0 +1,185 @@
+"""A lowered graph, compiled once by XLA and replayed.
+
+[Note: compiled once]
+torch_xla makes programs of what is pending on lazy tensors, and knows an argument again by the id of its memory. An
+argument that shares memory with another live tensor (after ``clone``, ``copy_`` or a replay that returned it) may not
+be found, and would be baked into the program as a constant: training would go on silently with its first value. So a
+graph is run lazily on fresh tensors that nothing else refers to, of the same shapes, types and shardings; and what it
+is found to be computed from must be these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graph_fsdp.passes import compat_xla, compat_xla_hlo
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.stage import readable
+from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.runtime.slots import GatheredBytes
+from graph_fsdp.runtime.whole import WholeProgram, collectives_of
+from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
+from graph_fsdp.runtime.xla.lower import Entry, Lowered
+from graph_fsdp.runtime.xla.placement import Placement, read_placement
+
+
+class BakedInputError(RuntimeError):
+    """XLA would not read an argument of a graph again in later runs."""
+
+
+class XlaProgram(WholeProgram):
+    """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
+    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators that
+    run on the host is not compiled but runs lazily, each time anew."""
+
+    can_run_on_host = False  # what each device runs by itself cannot
+
+    def __init__(
+        self,
+        graph: Graph,
+        lowered: Lowered,
+        entries: Sequence[Entry | None],
+        cache: RegionCache,
+        counter: GatheredBytes,
+        *,
+        each: Placement | None = None,
+        on_host_fallback: OnHostFallback = "error",
+    ) -> None:
+        self._boxed_call = True  # see Program
+        self.cache = cache
+        cache.regions += 1
+        self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
+        self.source = readable(lowered.module.graph)
+        self.collectives = collectives_of(graph)
+        self.each, self.on_host_fallback = each, on_host_fallback
+        if lowered.seeded:
+            assert each is not None
+            self.entries.append(Entry(each, ()))
+        self.compilations, self.compile_seconds = 0, 0.0
+        self._compiled: tuple[Any, list[int | Tensor]] | None = None
+        self._on_host = False  # whether operators of it are
+        self._descriptions: list[Any] = []  # of the inputs
+
+    def __call__(self, args: list[Any]) -> Any:
+        for kind, count in self.collectives.items():
+            self.counter.count(kind, count)
+        inputs = list(args)
+        args.clear()
+        if self.lowered.seeded:
+            inputs.append(self._seeds())
+        results: list[Tensor] = []
+        if any(kind == "result" for kind, _ in self.lowered.returns):
+            if self._compiled is None and not self._on_host:
+                self._compiled = self._compile(inputs)
+            inputs = self._placed(inputs)
+            if self._compiled is None:
+                results = list(self.lowered.module(*inputs))
+            else:
+                key, places = self._compiled
+                read = [inputs[place] if isinstance(place, int) else place for place in places]
+                results = compat_xla.run_compiled(key, read)
+        found = {"input": inputs, "result": results}
+        return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
+
+    def _seeds(self) -> Tensor:
+        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: they are hashed."""
+        first = torch.randint(2**31 - 1, ())
+        numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
+        compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
+        return numbers
+
+    def _placed(self, inputs: list[Any]) -> list[Any]:
+        """In memory, and sharded as the program takes them."""
+        places = [i for i, entry in enumerate(self.entries) if entry is not None]
+        tensors = [inputs[i] for i in places]
+        for i, spec in zip(places, compat_xla.sharding_specs(tensors), strict=True):
+            entry = self.entries[i]
+            assert entry is not None
+            expected = entry.placement
+            if not _agrees(spec, expected, inputs[i].dim()):
+                inputs[i] = compat_xla.annotated(inputs[i], expected.devices, expected.tiles)
+        if compat_xla.pending([inputs[i] for i in places]):
+            compat_xla.sync(wait=True)
+        return inputs
+
+    # --- compiling
+
+    def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Tensors like the program's inputs that share memory with nothing."""
+        made = list(inputs)
+        for i, entry in enumerate(self.entries):
+            if entry is not None:
+                zeros = torch.zeros(inputs[i].shape, dtype=inputs[i].dtype, device=inputs[i].device)
+                made[i] = compat_xla.annotated(zeros, entry.placement.devices, entry.placement.tiles)
+        compat_xla.sync(wait=True)
+        return made
+
+    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]] | None:
+        """What ``run_compiled`` takes; None for a graph with operators that run on the host."""
+        begin = time.perf_counter()
+        compat_xla.sync(wait=True)  # what is pending now is forgotten below
+        on_host = find_host_fallbacks(self.lowered.module.graph)
+        report(on_host, self.on_host_fallback, can_run=self.can_run_on_host)
+        fresh = self.fresh_inputs(inputs)
+        self._descriptions = compat_xla_hlo.descriptions(fresh)
+        if on_host:
+            self._on_host = True
+            return None
+        try:
+            with torch.no_grad(), compat_xla.lazily():
+                outputs = list(self.lowered.module(*fresh))
+            places = self._matched(fresh, outputs)
+            key = compat_xla.compile_pending(outputs)
+        finally:
+            compat_xla.drop_pending()
+        self.compilations += 1
+        self.cache.compiled += 1
+        self.compile_seconds += time.perf_counter() - begin
+        return key, places
+
+    def hlo(self) -> OptimizedHlo:
+        """What XLA made of the graph, compiled once more for its text."""
+        if self._compiled is None:
+            raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
+        return optimized_hlo(self.lowered.module, self._descriptions)
+
+    def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
+        """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
+        parameters of numbers, so that graphs that differ in them are one program). See [Note: compiled once]."""
+        place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
+        found, constants = [], []
+        for tensor_id, value in zip(*compat_xla.graph_inputs(outputs), strict=True):
+            if tensor_id not in place_of:
+                constants.append(value)
+            found.append(place_of.get(tensor_id, value))
+        placeholders = [node for node in self.lowered.module.graph.nodes if node.op == "placeholder"]
+        for i, node in enumerate(placeholders):
+            if not node.users or i in found:
+                continue
+            if any(_is_like(value, fresh[i]) for value in constants):
+                raise BakedInputError(
+                    f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not among "
+                    "what XLA reads when the graph runs, and a constant of that shape is: later steps would use its "
+                    "first value"
+                )
+        return found
+
+
+def _is_like(constant: Tensor, fresh: Tensor) -> bool:
+    """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
+    mean in ``nll_loss_backward``.)"""
+    alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
+    return alike and not bool(constant.cpu().any())
+
+
+def _agrees(spec: str, expected: Placement, dims: int) -> bool:
+    found = read_placement(spec, expected.devices)
+    if found is None:
+        return False
+    return found.is_replicated if expected.is_replicated or dims == 0 else found == expected

@@ -1,0 +1,55 @@
+"""Bad input with ``backend="xla"`` that needs no torch_xla to be found. The rest is in ``tests/xla``."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+from torch import nn
+
+import graph_fsdp
+from graph_fsdp import MeshError, UnsupportedError, xla_validate
+
+PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "xla_version", "words"),
+    [
+        ("2.13.0", None, r"torch is 2\.13\.0 and torch_xla is not installed"),
+        ("2.9.1+cpu", None, r"torch is 2\.9\.1\+cpu and torch_xla is not installed"),
+        ("2.13.0", "2.9.0", r"torch is 2\.13\.0 and torch_xla is 2\.9\.0"),
+        ("2.9.1", "2.8.1", r"torch is 2\.9\.1 and torch_xla is 2\.8\.1"),
+    ],
+)
+def test_torch_xla_must_be_of_torchs_release(torch_version: str, xla_version: str | None, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"backend='xla'.*{words}.*{PAIR}"):
+        xla_validate.check_versions(torch_version, xla_version)
+
+
+@pytest.mark.parametrize(("torch_version", "xla_version"), [("2.9.1", "2.9.0"), ("2.9.1+cpu", "2.9.0+git1")])
+def test_versions_of_one_release_pass(torch_version: str, xla_version: str) -> None:
+    xla_validate.check_versions(torch_version, xla_version)
+
+
+def test_world_sizes_must_agree() -> None:
+    with pytest.raises(MeshError, match=r"counts 2 processes and XLA 1.*one process per host.*without torchrun"):
+        xla_validate.check_world_sizes(2, 1)
+    xla_validate.check_world_sizes(2, 2)
+
+
+def test_what_becomes_of_host_fallbacks_is_for_xla_only() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"on_host_fallback='warn'.*backend 'eager'.*pass backend='xla'"):
+        graph_fsdp.compile(model, backend="eager", on_host_fallback="warn")
+    with pytest.raises(ValueError, match="must be 'error' or 'warn', got 'ignore'"):
+        graph_fsdp.compile(model, backend="xla", on_host_fallback="ignore")  # type: ignore[arg-type]
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="for where torch_xla is missing")
+def test_without_torch_xla_nothing_is_changed() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UnsupportedError, match=rf"backend='xla'.*torch_xla is not installed.*{PAIR}"):
+        graph_fsdp.compile(model, backend="xla")
+    assert type(model) is nn.Linear

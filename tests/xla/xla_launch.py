@@ -1,0 +1,70 @@
+"""Run a function in a fresh process with four virtual XLA devices: ``run_xla(function, *args)``.
+
+XLA's CPU client is made once in a process, with the number of devices that the environment says, and SPMD cannot be
+switched off again; a collective whose partners do not come aborts the process. So a test starts a process of its
+own, as `tests/launch.py` starts ranks (with its hard timeout, and the child's output in the failure).
+
+FACTS = XlaFacts(__name__)      # small facts that share one process, as in tests/facts.py
+
+@FACTS
+def a_shard_is_a_quarter() -> None:
+    ...
+
+@pytest.fixture(scope="module")
+def failures() -> Failures:
+    return FACTS.check_all()
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_four_devices(failures: Failures, name: str) -> None:
+    check(failures, name)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from facts import Facts, Failures, check_all
+from launch import run_ranks
+
+Result = TypeVar("Result")
+
+DEVICES = 4
+ENVIRONMENT = {
+    "PJRT_DEVICE": "CPU",
+    "CPU_NUM_DEVICES": str(DEVICES),
+    "XLA_THREAD_POOL_SIZE": str(2 * DEVICES),  # a collective holds a thread per device until all have come
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+
+def run_xla(
+    function: Callable[..., Result], *args: object, timeout: float = 120, env: Mapping[str, str] | None = None
+) -> Result:
+    """Call ``function(*args)`` in a fresh process with ``ENVIRONMENT``, which ``env`` adds to, and return its result.
+
+    ``function`` must be importable; arguments and results are pickled (return tensors on the CPU).
+
+    Raises:
+        RuntimeError: the function raised (its traceback is in the message), the process died, or it took more than
+            ``timeout`` seconds. The process and its children are dead by then.
+    """
+    path = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
+    return run_ranks(function, 1, *args, timeout=timeout, backend=None, env=environment)[0]
+
+
+class XlaFacts(Facts):
+    """Facts that share a process: none may leave SPMD, a mesh or a seed other than the next expects."""
+
+    def check_all(self, timeout: float = 240, env: Mapping[str, str] | None = None) -> Failures:
+        return [run_xla(check_all_on_xla, self.module, timeout=timeout, env=env)]
+
+
+def check_all_on_xla(module: str) -> dict[str, str]:
+    import torch_xla  # noqa: F401  # or "xla" is no device
+
+    return check_all(module)
