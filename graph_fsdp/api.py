@@ -169,6 +169,9 @@ def compile(
     if backend == "xla":
         from graph_fsdp.xla_compile import compile_on_xla
 
+        if cuda_graphs:
+            check_cuda_graphs(cuda_graphs, torch.device("xla"), backend, regions, dynamic, offload_policy, None)
+
         return compile_on_xla(
             model,
             mesh,

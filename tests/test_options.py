@@ -350,9 +350,9 @@ def test_parameters_of_two_dtypes_are_two_buckets_of_their_unit() -> None:
   bucket    kind    params  bytes  start  wait  first use  free
   root#1    kept         2  1,024      -     -         16    29
   blocks.1  gather       4  5,120     15    31         33    57
-  root#1    reduce       2     68     30    87         88     -
-  blocks.0  gather       4  5,120     32    59         60    86
-  blocks.1  reduce       4    536     58    94         95     -
-  blocks.0  reduce       4    536     92   102        103     -
-  root      reduce       1      4    101   109        110     -""",
+  root#1    reduce       2     68     30    58         59     -
+  blocks.0  gather       4  5,120     32    64         65    91
+  blocks.1  reduce       4    536     63    92         93     -
+  blocks.0  reduce       4    536     99   101        102     -
+  root      reduce       1      4    108   109        110     -""",
     )
