@@ -1,4 +1,5 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py.)
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py;
+of its C++ compiler: compat_cpp.py.)
 
 Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the

@@ -110,14 +110,17 @@ def _begin(kernels: Sequence[_Kernel], submit: Callable[..., Any] | None) -> Cal
     for name, text in zip(names, texts, strict=True):
         lines += [f"namespace {name}_ {{", _INCLUDE.sub("", text).replace(_EXPORTED, ""), "}"]
 
-    class Library(CppPythonBindingsCodeCache):
+    base: Any = CppPythonBindingsCodeCache
+
+    class Library(base):
         cache: ClassVar[dict[str, Any]] = {}
 
         @classmethod
         def _load_library_inner(cls, path: str, key: str) -> Any:
             return SimpleNamespace(functions=[_loaded(path, key, name) for name in names])
 
-    return Library.load_async("\n".join(lines), "cpu", submit_fn=submit)  # type: ignore[no-any-return]
+    load: Callable[[], Any] = Library.load_async("\n".join(lines), "cpu", submit_fn=submit)
+    return load
 
 
 def _with_bindings(kernel: _Kernel, name: str) -> str:
@@ -140,7 +143,7 @@ def _with_bindings(kernel: _Kernel, name: str) -> str:
 def _loaded(path: str, key: str, name: str) -> Callable[..., Any]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    loader = type("Loader", (CppPythonBindingsCodeCache,), {"entry_function": name})
+    loader: Any = type("Loader", (CppPythonBindingsCodeCache,), {"entry_function": name})
     function: Callable[..., Any] = getattr(loader._load_library_inner(path, key), name)
     return function
 

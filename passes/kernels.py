@@ -173,7 +173,7 @@ def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
     heads = max(value.shape[1] for value in args if isinstance(value, torch.Tensor) and value.dim() == 4)
 
     def expanded(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() != 4 or heads % value.shape[1]:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] == heads or heads % value.shape[1]:
             return value
         return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
 
