@@ -184,7 +184,10 @@ def exchanged_in_a_wider_type() -> dict[str, tuple[Tensor, Tensor]]:
         expected = packed.new_empty(len(packed) // 2)
         dist.reduce_scatter_tensor(expected, packed, op=dist.ReduceOp.AVG)
         found[name] = pending.buffer, expected
-        found[f"{name}, read only"] = torch.cat([g.reshape(-1) for g in grads]), torch.cat([k.reshape(-1) for k in kept])
+        found[f"{name}, read only"] = (
+            torch.cat([g.reshape(-1) for g in grads]),
+            torch.cat([k.reshape(-1) for k in kept]),
+        )
     return found
 
 
