@@ -129,12 +129,17 @@ def gathered_nbytes(p: ParameterSpec) -> int:
 
 def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
     """A parameter gets a message of its own where that costs less than unpacking it from a common one. The others come
-    last in the bucket and share one, so that there is but one of these. () where one message does it all."""
+    last in the bucket and share one, so that there is but one of these; unless unpacking all of them costs more than a
+    message for each, of which one would be the common one (two parameters that are nearly dear enough). () where one
+    message does it all."""
     alone: _Members = []
     shared: _Members = []
     for p in bucket.parameters:
         unpacking = cost.copy_seconds(gathered_nbytes(p))
         (alone if unpacking > cost.message_seconds(group) else shared).append(p)
+    unpacking = cost.copy_seconds(sum(map(gathered_nbytes, shared)))
+    if shared and unpacking > (len(shared) - 1) * cost.message_seconds(group):
+        alone, shared = [*alone, *shared], []
     if not alone or len(bucket.parameters) == 1:
         return bucket
     bucket = dataclasses.replace(bucket, parameters=(*alone, *shared))

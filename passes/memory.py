@@ -14,9 +14,9 @@ What is live when follows the executor, which drops a value after its last use, 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
   use: autograd hands them over in a list, which the executor empties. (A batch that backward reads counts likewise,
   though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
-- collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the packed
-  gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is, which is as
-  much where the reduction's type is twice as wide.)
+- collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the
+  packed gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is: as
+  many bytes where the reduction's type is twice as wide.)
 - a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between, and where
   CUDA graphs read it, throughout (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated
   until a later gather of its size takes it, or the run ends (``_pooled_buffers``).

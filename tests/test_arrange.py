@@ -133,6 +133,13 @@ def test_a_parameter_dearer_to_unpack_than_to_send_has_a_message_of_its_own() ->
     assert arrange_buckets(model(*layers(2, 1, 1)), "unit", CPU).buckets[0].messages == (), "one message does it"
 
 
+def test_parameters_dearer_to_unpack_together_than_to_send_apart_have_messages_of_their_own() -> None:
+    (bucket,) = arrange_buckets(model(*layers(1, 1024, 256)), "unit", CPU).buckets
+    assert CPU.copy_seconds(1024 * KIB) < CPU.message_seconds("0") < CPU.copy_seconds(1280 * KIB)
+    assert bucket.messages == ((0, 65536), (65536, 16384))
+    assert arrange_buckets(model(*layers(1, 256, 256)), "unit", CPU).buckets[0].messages == ()
+
+
 @pytest.mark.parametrize("size", ["units", 0, -1, True, 2.5, None])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got"):
