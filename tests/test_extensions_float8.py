@@ -95,9 +95,7 @@ def a_scale_of_all_ranks_trains_as_with_fsdp2() -> None:
         {},
         {"reshard_after_forward": True},
         {"reshard_after_forward": False},
-        {"passes": default_pipeline(prefetch=3)},
         {"passes": default_pipeline(bucket="none")},
-        {"auto_wrap_policy": {nn.Linear}},
     ):
         torch._dynamo.reset()
         model = graph_fsdp.compile(extended(Scaled), **{"backend": "eager", **options})
@@ -105,14 +103,6 @@ def a_scale_of_all_ranks_trains_as_with_fsdp2() -> None:
         for name, value in expected.items():
             assert torch.equal(found[name], value), (options, name)
         assert engine_of(model).counter.collectives["payload_reduce"] == 3, "one for each forward, none in backward"
-
-
-@FACTS
-def with_inductor_to_its_tolerance() -> None:
-    expected = train(graph_fsdp.compile(extended(Scaled), backend="eager"), steps=1)
-    torch._dynamo.reset()
-    found = train(graph_fsdp.compile(extended(Scaled)), steps=1)
-    torch.testing.assert_close(found["loss0"], expected["loss0"], rtol=1e-4, atol=1e-6)
 
 
 @FACTS

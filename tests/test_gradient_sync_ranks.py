@@ -59,6 +59,11 @@ def factor_and_sync(model: nn.Module, microbatch: int) -> None:
     sync_last(model, microbatch)
 
 
+def three_under_way(model: nn.Module, microbatch: int) -> None:
+    if hasattr(model, "set_reduce_scatter_max_input_buffers"):  # FSDP2 has it since torch 2.13
+        model.set_reduce_scatter_max_input_buffers(3)
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 
@@ -75,6 +80,7 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "sums": ("gpt", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
     "a factor and one reduction": ("gpt", (2,), {}, factor_and_sync),
     "a hook": ("gpt", (2,), {}, every_unit("set_all_reduce_hook", halve)),
+    "three reductions under way": ("gpt", (2,), {}, three_under_way),
 }
 SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "one reduction": ("gpt", (2, 2), {}, sync_last),
