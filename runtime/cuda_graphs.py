@@ -52,6 +52,16 @@ class ModelGraphs:
         self.capture, self.device, self.state = capture, device, state
         self.slots = SlotMemory(device, counter)
         self.running = False  # a run within a run is ordinary, with slots of its own
+        self.closed = False
+        self.programs: list[ProgramGraphs] = []
+
+    def close(self) -> None:
+        """The model is gone, and who compiled its programs may keep them: runs are ordinary from now on. What was lent
+        keeps its memory."""
+        self.closed = True
+        self.slots.pieces.clear()
+        for program in self.programs:
+            program.forget()
 
 
 @dataclass(frozen=True)
@@ -244,6 +254,10 @@ class ProgramGraphs:
         outputs = graph.output.args[0]
         assert isinstance(outputs, (list, tuple))
         self._saved_names = [str(output) for output in outputs[user_outputs:]]
+        model.programs.append(self)
+
+    def forget(self) -> None:
+        self.captured = self._slots = None
 
     def note(self, index: int) -> str:
         """On the region at this place of the program, for its source."""
@@ -252,8 +266,8 @@ class ProgramGraphs:
 
     def run(self, program: Runnable, args: list[Any]) -> Any:
         model = self.model
-        if model.running or not self.choice.captured:
-            self.runs["within another run" if model.running else "nothing to capture"] += 1
+        if model.running or model.closed or not self.choice.captured:
+            self.runs["within another run" if model.running else "with nothing to capture"] += 1
             return program.execute(program.ordinary, program.slots, args)
         model.running = True
         try:
