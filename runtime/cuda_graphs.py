@@ -132,7 +132,7 @@ class Captured:
 
     def drop(self) -> None:
         """Its graphs go with it, and not when the garbage collector comes."""
-        self.function = _unset
+        self.function, self.slots = _unset, SlotPlan()
 
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
@@ -257,6 +257,8 @@ class ProgramGraphs:
         model.programs.append(self)
 
     def forget(self) -> None:
+        if self.captured is not None and not self.captured.lent:
+            self.captured.drop()
         self.captured = self._slots = None
 
     def note(self, index: int) -> str:
