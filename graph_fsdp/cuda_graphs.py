@@ -65,20 +65,30 @@ def check_cuda_graphs(
 
 
 def model_graphs(model: nn.Module, storage: Storage) -> Callable[[GatheredBytes], ModelGraphs]:
-    """What the CUDA graphs of a model share; ``model`` is not kept alive."""
-    reference = weakref.ref(model)
+    """What the CUDA graphs of a model share. Dynamo keeps it, so it must not keep the model, nor the storage, which
+    refers to the model."""
+    model_reference, storage_reference, device = weakref.ref(model), weakref.ref(storage), storage.device
 
     def state() -> Iterator[Tensor]:
-        yield from storage.buffers.values()
-        now = reference()
-        if now is not None:
-            yield from now.buffers()
-            for p in now.parameters():  # those that are not sharded
-                if id(p) not in storage.by_placeholder and not isinstance(p, DTensor):
-                    yield p
+        now, shards = model_reference(), storage_reference()
+        if now is None or shards is None:
+            return
+        yield from shards.buffers.values()
+        yield from now.buffers()
+        for p in now.parameters():  # those that are not sharded
+            if id(p) not in shards.by_placeholder and not isinstance(p, DTensor):
+                yield p
 
-    capture = CAPTURES[storage.device.type](storage.device)
-    return lambda counter: ModelGraphs(capture, storage.device, counter, state)
+    capture = CAPTURES[device.type](device)
+
+    def make(counter: GatheredBytes) -> ModelGraphs:
+        graphs = ModelGraphs(capture, device, counter, state)
+        shards = storage_reference()
+        assert shards is not None
+        weakref.finalize(shards, graphs.close).atexit = False
+        return graphs
+
+    return make
 
 
 def program_graphs(engine: Engine, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:

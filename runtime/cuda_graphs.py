@@ -52,6 +52,16 @@ class ModelGraphs:
         self.capture, self.device, self.state = capture, device, state
         self.slots = SlotMemory(device, counter)
         self.running = False  # a run within a run is ordinary, with slots of its own
+        self.closed = False
+        self.programs: list[ProgramGraphs] = []
+
+    def close(self) -> None:
+        """The model is gone, and who compiled its programs may keep them: runs are ordinary from now on. What was lent
+        keeps its memory."""
+        self.closed = True
+        self.slots.pieces.clear()
+        for program in self.programs:
+            program.forget()
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Captured:
 
     def drop(self) -> None:
         """Its graphs go with it, and not when the garbage collector comes."""
-        self.function = _unset
+        self.function, self.slots = _unset, SlotPlan()
 
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
@@ -244,6 +254,12 @@ class ProgramGraphs:
         outputs = graph.output.args[0]
         assert isinstance(outputs, (list, tuple))
         self._saved_names = [str(output) for output in outputs[user_outputs:]]
+        model.programs.append(self)
+
+    def forget(self) -> None:
+        if self.captured is not None and not self.captured.lent:
+            self.captured.drop()
+        self.captured = self._slots = None
 
     def note(self, index: int) -> str:
         """On the region at this place of the program, for its source."""
@@ -252,8 +268,8 @@ class ProgramGraphs:
 
     def run(self, program: Runnable, args: list[Any]) -> Any:
         model = self.model
-        if model.running or not self.choice.captured:
-            self.runs["within another run" if model.running else "nothing to capture"] += 1
+        if model.running or model.closed or not self.choice.captured:
+            self.runs["within another run" if model.running else "with nothing to capture"] += 1
             return program.execute(program.ordinary, program.slots, args)
         model.running = True
         try:
