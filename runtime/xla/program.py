@@ -35,8 +35,8 @@ class BakedInputError(RuntimeError):
 
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators that
-    run on the host is not compiled but runs lazily, each time anew."""
+    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators
+    that run on the host is not compiled but runs lazily, each time anew."""
 
     can_run_on_host = False  # what each device runs by itself cannot
 
@@ -89,6 +89,7 @@ class XlaProgram(WholeProgram):
 
     def _seeds(self) -> Tensor:
         """One number for each device, from the CPU's generator. Consecutive ones are as good as any: they are hashed."""
+        assert self.each is not None
         first = torch.randint(2**31 - 1, ())
         numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
         compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
