@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from graph_fsdp import api, validate
+from graph_fsdp import api, validate, xla_validate
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.extensions import is_extended
 from graph_fsdp.initial_values import initial_values
@@ -52,14 +53,18 @@ def compile_on_xla(
 ) -> Model:
     """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
     process drives all of them, so there is nobody to agree with."""
+    xla_validate.environment()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
     for p, (name, *_) in names.items():
-        if is_extended(p):
-            raise UnsupportedError(f"parameter {name!r} is a tensor extension, which backend='xla' cannot gather")
+        if is_extended(p) or isinstance(p, DTensor):
+            kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"
+            raise UnsupportedError(f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model")
+        if p.device.type not in ("cpu", "xla", "meta"):
+            raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
     units = find_units(model, auto_wrap_policy, ignored)
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     put_values = initial_values(

@@ -9,11 +9,14 @@ which nothing reduces, leave divided by it.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from graph_fsdp.capture import Engine
 from graph_fsdp.entry import Entry as Function
@@ -47,10 +50,14 @@ class XlaEngine(Engine):
         self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._views: LocalViews | None = None
         self._captures: list[_Capture] = []
+        self._told = False  # that no input is sharded
 
     def run(self, entry: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         views = LocalViews(self.mesh, self.storage.device)
         args, kwargs = views.of((args, kwargs))
+        if not views.has_sharded and not self._told and self.mesh.size > 1:
+            self._told = True
+            _warn_unsharded(entry.function, args, kwargs)
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
@@ -106,8 +113,8 @@ class XlaEngine(Engine):
             entries, exits = self._backward(graph, context, capture)
         else:
             entries, exits = self._forward_or_inference(graph, context, capture)
-        lowered = lower(graph, self.mesh.groups, entries, exits)
-        program = XlaProgram(graph, lowered, entries, self.regions, self.counter)
+        lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
+        program = XlaProgram(graph, lowered, entries, self.mesh.batch, self.regions, self.counter)
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -115,7 +122,8 @@ class XlaEngine(Engine):
     def _forward_or_inference(
         self, graph: Graph, context: PassContext, capture: _Capture
     ) -> tuple[list[Entry | None], list[Exit | None]]:
-        entries = [_entry(p, node) for p, node in zip(capture.placements, graph.placeholders, strict=True)]
+        inputs = zip(graph.placeholders, capture.placements, capture.shapes, strict=True)
+        entries = [_entry(place, node, is_shard=shape is not None) for node, place, shape in inputs]
         varying = varying_nodes(graph, [e is not None and not e.placement.is_replicated for e in entries])
         written, differentiable = compat.forward_outputs()
         outputs: Any = graph.output.args[0]
@@ -194,9 +202,24 @@ class XlaEngine(Engine):
         return Exit(place, scale=1 / self.mesh.size)
 
 
-def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0) -> Entry | None:
+def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard: bool = False) -> Entry | None:
     value = node.meta.get("val")
-    return None if place is None or not isinstance(value, Tensor) else Entry(place, tuple(value.shape), scale)
+    if place is None or not isinstance(value, Tensor):
+        return None
+    return Entry(place, tuple(value.shape), scale, is_shard)
+
+
+def _warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """By the names that the model's forward has for them."""
+    names = list(inspect.signature(function).parameters)[1:]
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    tensors = [name for name, value in given if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))]
+    if tensors:
+        warnings.warn(
+            f"no input of the model is sharded ({', '.join(tensors)}), so all devices compute the same; shard the batch: "
+            "graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
+            stacklevel=4,
+        )
 
 
 def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:

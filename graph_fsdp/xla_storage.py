@@ -13,7 +13,6 @@ is whole in the traced graph, as gathered; where its type is not ``param_dtype``
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -177,12 +176,13 @@ class LocalViews:
         self.placements: dict[int, Placement] = {}  # likewise
         self._stand_ins: dict[int, Tensor] = {}  # by the tensor's id, alive as long as this
 
+    @property
+    def has_sharded(self) -> bool:
+        return bool(self._stand_ins)
+
     def of(self, inputs: Any) -> Any:
         """``inputs``, a tree, with stand-ins for what is sharded."""
-        found = compat.tree_map_only(Tensor, self._of_tensor, inputs)
-        if not self._stand_ins:
-            warn_unsharded(inputs, self.mesh)
-        return found
+        return compat.tree_map_only(Tensor, self._of_tensor, inputs)
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
         tensor = compat_xla.plain(tensor)
@@ -213,15 +213,6 @@ class LocalViews:
     def back(self, outputs: Any) -> Any:
         """A model that returns an input returns the tensor itself."""
         return compat.tree_map_only(Tensor, lambda t: self.real.get(id(t), t), outputs)
-
-
-def warn_unsharded(inputs: Any, mesh: XlaMesh) -> None:
-    if mesh.size > 1:
-        warnings.warn(
-            "no input of the model is sharded, so all devices compute the same; shard the batch with "
-            "graph_fsdp.xla.shard_batch(batch, mesh), or give torch_xla's MpDeviceLoader an input_sharding",
-            stacklevel=2,
-        )
 
 
 def _register(p: XlaParameter, value: nn.Parameter) -> None:

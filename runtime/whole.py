@@ -19,7 +19,7 @@ from graph_fsdp.runtime.regions import Compiled
 from graph_fsdp.runtime.slots import GatheredBytes
 
 # As the executor counts them.
-_KINDS = {
+COUNTED_AS = {
     dialect.all_gather_start: "all_gather",
     dialect.reduce_scatter_start: "reduce",
     dialect.all_reduce_start: "reduce",
@@ -29,7 +29,7 @@ _KINDS = {
 
 def collectives_of(graph: Graph) -> Counter[str]:
     """How many of each kind a run of the graph starts."""
-    return Counter(_KINDS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
+    return Counter(COUNTED_AS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
 
 
 class WholeProgram:

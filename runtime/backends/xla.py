@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch._decomp import get_decompositions
 
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.xla.random import number_random_operators
 
 aten = torch.ops.aten
 
@@ -29,6 +31,9 @@ class XlaBackend(Backend):
         running variance is the biased one there)."""
         return dict(get_decompositions(_DECOMPOSED))
 
+    def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
+        return number_random_operators(module)
+
 
 _DECOMPOSED: list[Any] = [
     aten.native_layer_norm,
@@ -44,6 +49,8 @@ _DECOMPOSED: list[Any] = [
     aten._batch_norm_with_update_functional,
     aten._batch_norm_no_update,
     aten.batch_norm_backward,
+    aten.native_dropout,
+    aten.native_dropout_backward,
     aten.gelu_backward,
     aten.embedding_dense_backward,
 ]

@@ -10,8 +10,8 @@ The dialect becomes functional collectives first (``runtime/functional.py``), an
 
 [Note: barriers]
 XLA may start a gather as soon as its shard is there, which is when the program begins, and gathers of one shard may be
-merged into one. Both would hold every parameter at the same time. A barrier over a gather's shard and the newest value
-that was computed before it in the verified order keeps the gather behind that value.
+merged into one. Both would hold every parameter at the same time. A barrier over a gather's shard and the newest
+activation that was computed before it in the verified order keeps the gather behind that.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.graph import Graph, is_random
 from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.runtime import functional
-from graph_fsdp.runtime.xla import operators
+from graph_fsdp.runtime.xla import operators, random
 from graph_fsdp.runtime.xla.placement import Placement
 
 aten = torch.ops.aten
@@ -38,11 +38,13 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Entry:
-    """How an input enters: sharded so, each value multiplied by ``scale``. ``local``: its shape on a device."""
+    """How an input enters: sharded so, each value multiplied by ``scale``. ``local``: its shape on a device.
+    ``is_shard``: of a parameter."""
 
     placement: Placement
     local: tuple[int, ...]
     scale: float = 1.0
+    is_shard: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,11 +65,13 @@ class Exit:
 
 @dataclass(frozen=True)
 class Lowered:
-    """``module`` takes all inputs of the scheduled graph and returns what has to be computed of its outputs; ``returns``
-    says of each output where it is: ("input", place), ("result", place) or ("constant", value)."""
+    """``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
+    what has to be computed of the outputs. ``returns`` says of each output where it is: ("input", place), ("result",
+    place) or ("constant", value)."""
 
     module: fx.GraphModule
     returns: tuple[tuple[str, Any], ...]
+    seeded: bool
 
 
 def lower(
@@ -75,23 +79,27 @@ def lower(
     groups: Mapping[str, list[list[int]]],
     entries: Sequence[Entry | None],
     exits: Sequence[Exit | None],
+    each: Placement,
     *,
     barriers: bool = True,
 ) -> Lowered:
     """Lower a graph that has been through all passes. It stays as it is. ``entries`` and ``exits``: of its inputs and
-    outputs; None for what is no tensor, or is returned as it came in."""
+    outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device."""
     with torch.no_grad():
         module = functional.lower(graph, grouped=False, slices=False).module
-        return _Translation(module, groups, barriers).run(entries, exits)
+        return _Translation(module, groups, each, barriers).run(entries, exits)
 
 
 class _Translation:
-    def __init__(self, module: fx.GraphModule, groups: Mapping[str, list[list[int]]], barriers: bool) -> None:
-        self.module, self.groups, self.barriers = module, groups, barriers
+    def __init__(
+        self, module: fx.GraphModule, groups: Mapping[str, list[list[int]]], each: Placement, barriers: bool
+    ) -> None:
+        self.module, self.groups, self.each, self.barriers = module, groups, each, barriers
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.entries: dict[fx.Node, Entry] = {}  # of inputs that have not entered yet
-        self.newest: fx.Node | None = None  # what was computed last
+        self.activations: set[fx.Node] = set()  # what is not computed from parameters alone; of the graph translated
+        self.newest: fx.Node | None = None  # the activation that was computed last
         self.channels = 0
         self._fake_values = FakeValues()
 
@@ -102,13 +110,21 @@ class _Translation:
             if entry is not None:
                 self._give_shape(self.values[node], node, entry)
                 self.entries[node] = entry
+                if not entry.is_shard:
+                    self.activations.add(node)
+        seeds = [node for node in self.module.graph.nodes if node.target is random.seed]
+        for node in seeds:
+            self.values[node] = self.graph.placeholder("seed")
+            entry = Entry(self.each, ())
+            self._give_shape(self.values[node], node, entry)
+            self.entries[node] = entry
         for node in self.module.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self._translate(node)
         lowered = self._leave(placeholders, exits)
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        return Lowered(fx.GraphModule(self.module, self.graph), lowered)
+        return Lowered(fx.GraphModule(self.module, self.graph), lowered, bool(seeds))
 
     def _give_shape(self, placeholder: fx.Node, local: fx.Node, entry: Entry) -> None:
         with fake_mode_of([local]):
@@ -135,6 +151,10 @@ class _Translation:
 
     def _translate(self, node: fx.Node) -> None:
         target: Any = node.target
+        if not self.activations.isdisjoint(node.all_input_nodes):
+            self.activations.add(node)
+        if target is random.seed:
+            return
         if target is _functional.wait_tensor.default:
             self.values[node] = self._argument(node, 0)
         elif target is _functional.all_gather_into_tensor.default:
@@ -150,7 +170,8 @@ class _Translation:
         else:
             copy = self.graph.node_copy(node, self.value)
             self.values[node] = copy
-            if isinstance(copy.meta.get("val"), Tensor) and copy.meta["val"].is_floating_point() and not is_view(node):
+            value = copy.meta.get("val")
+            if node in self.activations and isinstance(value, Tensor) and value.is_floating_point() and not is_view(node):
                 self.newest = copy
 
     def _argument(self, node: fx.Node, index: int) -> fx.Node:
@@ -221,7 +242,3 @@ def varying_nodes(graph: Graph, inputs: Sequence[bool]) -> set[fx.Node]:
         if is_random(node) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -17,22 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat_xla
+from graph_fsdp.passes import compat_xla, compat_xla_hlo
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.stage import readable
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
+from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, run_without_host_fallbacks
 from graph_fsdp.runtime.xla.lower import Entry, Lowered
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 
 
 class BakedInputError(RuntimeError):
     """XLA would not read an argument of a graph again in later runs."""
-
-
-class HostFallbackError(RuntimeError):
-    """An operator has no implementation on XLA and would run on the host in every step."""
 
 
 class XlaProgram(WholeProgram):
@@ -44,6 +42,7 @@ class XlaProgram(WholeProgram):
         graph: Graph,
         lowered: Lowered,
         entries: Sequence[Entry | None],
+        each: Placement,
         cache: RegionCache,
         counter: GatheredBytes,
     ) -> None:
@@ -53,18 +52,21 @@ class XlaProgram(WholeProgram):
         self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
+        self.each = each
+        if lowered.seeded:
+            self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
-        self._dtypes = [
-            node.meta["val"].dtype if entry is not None else None
-            for node, entry in zip(graph.placeholders, self.entries, strict=True)
-        ]
+        self.on_host_fallback: OnHostFallback = "error"
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
+        self._descriptions: list[Any] = []  # of the inputs
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
             self.counter.count(kind, count)
         inputs = list(args)
         args.clear()
+        if self.lowered.seeded:
+            inputs.append(self._seeds())
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
             if self._compiled is None:
@@ -74,6 +76,13 @@ class XlaProgram(WholeProgram):
             results = compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
+
+    def _seeds(self) -> Tensor:
+        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: they are hashed."""
+        first = torch.randint(2**31 - 1, ())
+        numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
+        compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
+        return numbers
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
         """In memory, and sharded as the program takes them."""
@@ -105,12 +114,11 @@ class XlaProgram(WholeProgram):
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
         fresh = self.fresh_inputs(inputs)
-        before = compat_xla.fallbacks()
+        self._descriptions = compat_xla_hlo.descriptions(fresh)
         try:
             with torch.no_grad(), compat_xla.lazily():
-                outputs = list(self.lowered.module(*fresh))
-            if found := compat_xla.fallbacks() - before:
-                self._on_fallback(found)
+                module, on_fallback = self.lowered.module, self.on_host_fallback
+                outputs = list(run_without_host_fallbacks(module, *fresh, on_host_fallback=on_fallback))
             places = self._matched(fresh, outputs)
             key = compat_xla.compile_pending(outputs)
         finally:
@@ -120,11 +128,11 @@ class XlaProgram(WholeProgram):
         self.compile_seconds += time.perf_counter() - begin
         return key, places
 
-    def _on_fallback(self, found: set[str]) -> None:
-        raise HostFallbackError(
-            f"the {self.graph.phase} graph uses {', '.join(sorted(found))}, which XLA has no implementation of and would "
-            "run on the host in every step; write that part of the model with other operators"
-        )
+    def hlo(self) -> OptimizedHlo:
+        """What XLA made of the graph, compiled once more for its text."""
+        if self._compiled is None:
+            raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
+        return optimized_hlo(self.lowered.module, self._descriptions)
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes

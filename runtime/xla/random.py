@@ -1,0 +1,171 @@
+"""Random numbers that differ by device, and that backward computes again.
+
+In a program of all devices, torch_xla's own random numbers are the same on every device, and those of a graph that is
+replayed are new in every run: a mask that backward computes again would be another one. So the joint graph gets one
+``seed`` and each operator that draws becomes a function of the seed and of its own number, before it is partitioned.
+Forward is given a seed per device, from the CPU's generator (``torch.manual_seed``); backward gets it saved.
+
+Numbers are a hash of the element's index: two rounds of MurmurHash3's finaliser, each with a key of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp.passes.compat import CheckpointPolicy
+from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.graph import is_random
+
+aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("graph_fsdp_xla", "FRAGMENT")
+_LIBRARY.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_LIBRARY.define("uniform(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor")
+_LIBRARY.define("normal(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor")
+seed = torch.ops.graph_fsdp_xla.seed.default
+uniform = torch.ops.graph_fsdp_xla.uniform.default
+normal = torch.ops.graph_fsdp_xla.normal.default
+
+
+def _seed(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
+
+
+def _like(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return seed.new_empty(shape, dtype=dtype)
+
+
+torch.library.register_fake("graph_fsdp_xla::seed", _seed, lib=_LIBRARY)
+torch.library.register_fake("graph_fsdp_xla::uniform", _like, lib=_LIBRARY)
+torch.library.register_fake("graph_fsdp_xla::normal", _like, lib=_LIBRARY)
+
+
+def _int32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _shifted(h: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (h >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _mixed(h: Tensor) -> Tensor:
+    h = (h ^ _shifted(h, 16)) * _int32(0x85EBCA6B)
+    h = (h ^ _shifted(h, 13)) * _int32(0xC2B2AE35)
+    return h ^ _shifted(h, 16)
+
+
+def bits(seed: Tensor, number: int, numel: int) -> Tensor:
+    """``numel`` integers, all bits of them random."""
+    key = _mixed(seed + _int32(0x9E3779B9 * (2 * number + 1)))
+    other = _mixed(key ^ _int32(0x7F4A7C15))
+    index = torch.arange(numel, dtype=torch.int32, device=seed.device)
+    return _mixed(_mixed(index ^ key) + other)
+
+
+def _fractions(seed: Tensor, number: int, numel: int) -> Tensor:
+    """float32, from 0 to below 1, multiples of 2**-24."""
+    return _shifted(bits(seed, number, numel), 8).to(torch.float32) * 2.0**-24
+
+
+def _uniform(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return _fractions(seed, 2 * number, math.prod(shape)).reshape(list(shape)).to(dtype)
+
+
+def _normal(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """By Box and Muller."""
+    numel = math.prod(shape)
+    radius = (-2 * torch.log(1 - _fractions(seed, 2 * number, numel))).sqrt()
+    angle = 2 * math.pi * _fractions(seed, 2 * number + 1, numel)
+    return (radius * torch.cos(angle)).reshape(list(shape)).to(dtype)
+
+
+for _key in ("XLA", "CPU"):
+    _LIBRARY.impl("uniform", _uniform, _key)
+    _LIBRARY.impl("normal", _normal, _key)
+
+
+def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
+    """Operators that draw random numbers become functions of one seed and of their place among each other.
+
+    Raises:
+        NotImplementedError: an operator draws in a way that is not known here.
+    """
+    drawing = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node)]
+    if not drawing:
+        return module
+    values = FakeValues()
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    device = next(node.meta["val"].device for node in drawing)
+    with module.graph.inserting_before(first):
+        seeds = module.graph.call_function(seed, (device,))
+    with fake_mode_of([drawing[0]]):
+        seeds.meta["val"] = _seed(device)
+    seeds.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for number, node in enumerate(drawing):
+        replace = _REPLACEMENTS.get(node.target)
+        if replace is None:
+            raise NotImplementedError(
+                f"{node.target} draws random numbers, which backend='xla' has for uniform and normal ones alone; draw with "
+                "torch.rand, torch.randn or torch.bernoulli"
+            )
+        with module.graph.inserting_before(node):
+            before = node.prev
+            made = replace(module.graph, node, seeds, number)
+        new = before.next
+        while new is not node:
+            new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+            new.meta["val"] = values.of(new)
+            new = new.next
+        node.replace_all_uses_with(made)
+        module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _drawn(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int, operator: Any = uniform) -> fx.Node:
+    value = node.meta["val"]
+    dtype = value.dtype if value.is_floating_point() else torch.float32
+    return graph.call_function(operator, (seeds, number, list(value.shape), dtype))
+
+
+def _rand(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+    return _drawn(graph, node, seeds, number)
+
+
+def _randn(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+    return _drawn(graph, node, seeds, number, normal)
+
+
+def _bernoulli(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+    """Of a tensor of probabilities, or of a tensor of the result's shape and one probability."""
+    drawn = graph.call_function(uniform, (seeds, number, list(node.meta["val"].shape), torch.float32))
+    probability = node.args[1] if len(node.args) > 1 else node.args[0]
+    is_one = not isinstance(probability, fx.Node)
+    true = graph.call_function(aten.lt.Scalar if is_one else aten.lt.Tensor, (drawn, probability))
+    return graph.call_function(aten._to_copy.default, (true,), {"dtype": node.meta["val"].dtype})
+
+
+def _between(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+    """``uniform(x, low, high)``."""
+    low, high = (*node.args[1:], *(0.0, 1.0)[len(node.args) - 1 :])
+    drawn = _drawn(graph, node, seeds, number)
+    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))  # type: ignore[operator]
+    return graph.call_function(aten.add.Tensor, (scaled, low))
+
+
+_REPLACEMENTS: dict[Any, Callable[[fx.Graph, fx.Node, fx.Node, int], fx.Node]] = {
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.uniform.default: _between,
+}
