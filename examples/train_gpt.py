@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py --steps 20
+    python examples/train_gpt.py --backend xla      # one process has all XLA devices of its host
 
 The text is the Python standard library's own source, or any file or folder given by `--text`.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xla_devices
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,11 +34,11 @@ import graph_fsdp
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--text", type=Path, help="file or folder of text (default: the standard library)")
-    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
-    parser.add_argument("--device", help="cpu, cuda or xpu (default: the accelerator, or else cpu)")
+    parser.add_argument("--backend", choices=("inductor", "eager", "xla"), default="inductor")
+    parser.add_argument("--device", help="cpu, cuda or xpu (default: the accelerator, or else cpu; xla's own)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, reduce in float32")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank, or XLA device")
     parser.add_argument("--lr", type=float, default=6e-4, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=6)
@@ -61,10 +63,13 @@ def load_text(path: Path | None) -> tuple[Tensor, Tensor]:
     return data[:split], data[split:]
 
 
-def windows(data: Tensor, starts: Tensor, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def windows(data: Tensor, starts: Tensor, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Inputs, and the same bytes one position later, as int64 of shape (len(starts), context)."""
-    chunks = data[starts[:, None] + torch.arange(context + 1)].long().to(device)
-    return chunks[:, :-1].contiguous(), chunks[:, 1:].contiguous()
+    chunks = data[starts[:, None] + torch.arange(args.context + 1)].long()
+    batch = chunks[:, :-1].contiguous(), chunks[:, 1:].contiguous()
+    if args.device == "xla":
+        return xla_devices.shard_batch(batch)
+    return batch[0].to(args.device), batch[1].to(args.device)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -85,9 +90,12 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def local_bytes(tensors: Iterable[object]) -> int:
-    """Bytes that this rank holds; plain numbers among an optimizer's state do not count."""
+    """Bytes that this rank, or XLA device, holds; numbers on the host among an optimizer's state do not count."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum(t.numel() * t.element_size() for t in local if isinstance(t, Tensor))
+    held = [t for t in local if isinstance(t, Tensor)]
+    return sum(
+        xla_devices.bytes_of_a_device(t) if t.device.type == "xla" else t.numel() * t.element_size() for t in held
+    )
 
 
 def memory_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -105,10 +113,9 @@ def memory_line(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def validation_loss(model: nn.Module, data: Tensor, args: argparse.Namespace, rank: int, world: int) -> float:
     """Mean nats per byte over windows spread evenly over the validation text, shared out among the ranks."""
     model.eval()
-    device = torch.device(args.device)
     count = args.batch * args.eval_batches * world
     starts = torch.linspace(0, len(data) - args.context - 1, count).long()[rank::world]
-    losses = [model(*windows(data, part, args.context, device)) for part in starts.split(args.batch)]
+    losses = [model(*windows(data, part, args)) for part in starts.split(args.batch)]
     model.train()
     return mean_over_ranks(torch.stack(losses).mean())
 
@@ -123,24 +130,29 @@ def write_report(report: graph_fsdp.GraphReport, path: Path) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    if args.device is None:
+    if args.backend == "xla":
+        args.device = "xla"
+    elif args.device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = accelerator.type if accelerator else "cpu"
-    rank, world, mesh = 0, 1, None
-    if "RANK" in os.environ:  # set by torchrun
+    rank, world, mesh, devices = 0, 1, None, 1
+    if args.backend == "xla":
+        mesh = xla_devices.make_mesh()
+        devices = mesh.size()
+        args.batch *= devices
+    elif "RANK" in os.environ:  # set by torchrun
         dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[args.device])
         rank, world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(args.device, (world,))
         if args.device != "cpu":
             args.device = f"{args.device}:{os.environ['LOCAL_RANK']}"
-    device = torch.device(args.device)
 
     # Every rank makes the same weights, and draws its own windows of the text.
     torch.manual_seed(args.seed)
     draws = torch.Generator().manual_seed(args.seed * 1_000_003 + rank)
     training, validation = load_text(args.text)
     config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
-    model = GPT(config).to(device)
+    model = GPT(config).to("cpu" if args.backend == "xla" else args.device)
     size = sum(p.numel() for p in model.parameters())
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = graph_fsdp.compile(
@@ -153,7 +165,7 @@ def main() -> None:
             tqdm.write(line)
             sys.stdout.flush()
 
-    say(f"{size:,} parameters on {world} x {args.device}, {args.backend}; {len(training):,} bytes of text")
+    say(f"{size:,} parameters on {world * devices} x {args.device}, {args.backend}; {len(training):,} bytes of text")
     terminal = sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", disable=rank != 0 or not terminal)
     start = time.perf_counter()
@@ -162,9 +174,11 @@ def main() -> None:
             group["lr"] = learning_rate(step, args)
         starts = torch.randint(len(training) - args.context, (args.batch,), generator=draws)
         optimizer.zero_grad()
-        loss = model(*windows(training, starts, args.context, device))
+        loss = model(*windows(training, starts, args))
         loss.backward()
         optimizer.step()
+        if args.backend == "xla":
+            xla_devices.sync()
         mean = mean_over_ranks(loss.detach())
         bar.update()
         bar.set_postfix(loss=f"{mean:.3f}")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import tensor_parallel, validate
+from graph_fsdp import tensor_parallel, validate, xla_validate
 from graph_fsdp.capture import Engine
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
@@ -61,6 +61,7 @@ def compile(
     shard_output: Callable[[Any, Any], Any] | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
+    on_host_fallback: Literal["error", "warn"] = "error",
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
@@ -134,6 +135,8 @@ def compile(
             rows is sharded over them.
         fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
             for each size of inputs.
+        on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
+            host in every step: ``"error"``, or ``"warn"`` to run it so.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -153,6 +156,7 @@ def compile(
         backend=backend,
         regions=regions,
     )
+    xla_validate.options(backend, on_host_fallback)
     validate.sharding(sharding, shard_output, backend)
     policies = find_policies(model, mp_policy)
     if backend == "xla":
@@ -174,6 +178,7 @@ def compile(
             passes=passes,
             fullgraph=fullgraph,
             dynamic=dynamic,
+            on_host_fallback=on_host_fallback,
             auto=sharding == "auto",
             shard_output=shard_output,
         )

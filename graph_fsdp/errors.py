@@ -7,6 +7,7 @@ from graph_fsdp.passes.prefetch import BudgetError
 from graph_fsdp.passes.settings import SettingError
 from graph_fsdp.passes.verification_error import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
+from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError
 
 __all__ = [
     "AlreadyCompiledError",
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointError",
     "EmptyPlaceholderError",
     "GraphBreakError",
+    "HostFallbackError",
     "MeshError",
     "MetaDeviceError",
     "ParameterChangedError",

@@ -28,8 +28,9 @@ from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
+from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
-from graph_fsdp.xla_storage import XlaStorage, warn_unsharded
+from graph_fsdp.xla_storage import XlaStorage
 
 ShardOutput = Callable[[Any, Any], None]
 REPLICATE, SHARD = "replicate", "fsdp"
@@ -87,10 +88,16 @@ class GlobalEngine(Engine):
         self.mesh, self.global_mesh = storage.xla_mesh, global_mesh(storage.xla_mesh)
         self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
+        self._call: tuple[Any, ...] | None = None  # that is traced
+        self._told = False  # that no input is sharded
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.tree_map_only(Tensor, compat_xla.plain, (args, kwargs))
-        return super().run(entry, module, *args, **kwargs)
+        self._call = (entry.function, args, kwargs)
+        try:
+            return super().run(entry, module, *args, **kwargs)
+        finally:
+            self._call = None
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
@@ -98,8 +105,10 @@ class GlobalEngine(Engine):
         substituted = super()._find_parameters(module, inputs, context)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
-        if not context.batch_inputs:
-            warn_unsharded(module, self.mesh)
+        if not context.batch_inputs and not self._told and self.mesh.size > 1:
+            self._told = True
+            assert self._call is not None
+            warn_unsharded(*self._call)
         return substituted
 
     def _is_batch(self, node: fx.Node) -> bool:
@@ -121,7 +130,10 @@ class GlobalEngine(Engine):
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
-        program = GlobalProgram(scheduled, graph.module, self.regions, self.counter)
+        on_host_fallback = self.backend.on_host_fallback  # type: ignore[attr-defined]
+        program = GlobalProgram(
+            scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback
+        )
         captured.add_program(scheduled, context, program, memory_profile(scheduled, context))
         self.programs[captured.index, graph.phase] = program
         return program

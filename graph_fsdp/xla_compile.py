@@ -21,6 +21,7 @@ from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat_xla,
 from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.runtime.backends import XlaBackend
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, marking_output, with_constraints
@@ -48,8 +49,9 @@ def compile_on_xla(
     passes: PassPipeline | None,
     fullgraph: bool,
     dynamic: bool | None,
-    auto: bool = False,
-    shard_output: ShardOutput | None = None,
+    on_host_fallback: OnHostFallback,
+    auto: bool,
+    shard_output: ShardOutput | None,
 ) -> Model:
     """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
     process drives all of them, so there is nobody to agree with."""
@@ -95,7 +97,7 @@ def compile_on_xla(
         spec,
         storage,
         pipeline,
-        XlaBackend(),
+        XlaBackend(on_host_fallback),
         cost,
         reshard_after_forward=reshard_after_forward,
         fullgraph=fullgraph,

@@ -23,6 +23,7 @@ from graph_fsdp.entry import Entry as Function
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, compat, compat_xla, memory_profile
 from graph_fsdp.report import CapturedGraph
+from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
@@ -43,6 +44,7 @@ class XlaEngine(Engine):
     """An engine whose graphs run on all XLA devices of one program."""
 
     storage: XlaStorage  # type: ignore[assignment]
+    backend: XlaBackend
 
     def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
         super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
@@ -57,7 +59,7 @@ class XlaEngine(Engine):
         args, kwargs = views.of((args, kwargs))
         if not views.has_sharded and not self._told and self.mesh.size > 1:
             self._told = True
-            _warn_unsharded(entry.function, args, kwargs)
+            warn_unsharded(entry.function, args, kwargs)
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
@@ -114,7 +116,15 @@ class XlaEngine(Engine):
         else:
             entries, exits = self._forward_or_inference(graph, context, capture)
         lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
-        program = XlaProgram(graph, lowered, entries, self.mesh.batch, self.regions, self.counter)
+        program = XlaProgram(
+            graph,
+            lowered,
+            entries,
+            self.regions,
+            self.counter,
+            each=self.mesh.batch,
+            on_host_fallback=self.backend.on_host_fallback,
+        )
         captured.add_program(graph, context, program, memory_profile(graph, context))
         self.programs[captured.index, graph.phase] = program
         return program
@@ -209,7 +219,7 @@ def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard:
     return Entry(place, tuple(value.shape), scale, is_shard)
 
 
-def _warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """By the names that the model's forward has for them."""
     names = list(inspect.signature(function).parameters)[1:]
     given = [*zip(names, args, strict=False), *kwargs.items()]

@@ -6,6 +6,7 @@ What a mesh must be is in ``xla_mesh.py``, operators that XLA does not have in `
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,16 @@ def environment(*, replicas: bool = False) -> None:
     else:
         launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
         check_world_sizes(launched, compat_xla.process_count(), replicas=False)
+
+
+def options(backend: str, on_host_fallback: Any) -> None:
+    if on_host_fallback not in ("error", "warn"):
+        raise ValueError(f"on_host_fallback must be 'error' or 'warn', got {on_host_fallback!r}")
+    if on_host_fallback != "error" and backend != "xla":
+        raise ValueError(
+            f"on_host_fallback={on_host_fallback!r} is about operators that XLA does not have, and backend {backend!r} "
+            "has all of them; leave it out, or pass backend='xla'"
+        )
 
 
 def check_versions(torch_version: str, xla_version: str | None) -> None:

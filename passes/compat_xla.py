@@ -212,14 +212,8 @@ def drop_pending() -> None:
     _c()._clear_pending_irs(str(device()))
 
 
-def fallbacks() -> set[str]:
-    """Operators that have run on the host so far, for want of an implementation on XLA."""
-    metrics = importlib.import_module("torch_xla.debug.metrics")
-    return set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
-
-
 def fallback_counts() -> dict[str, int]:
-    """Operator → how often it has run on the host so far."""
+    """Operator → how often it has run on the host so far, for want of an implementation on XLA."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
     return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}

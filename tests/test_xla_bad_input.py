@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from importlib.util import find_spec
 
+import pytest
+from torch import nn
+
+import graph_fsdp
 from graph_fsdp import MeshError, UnsupportedError, xla_validate
 
 PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
@@ -44,3 +48,20 @@ def test_world_sizes_must_agree() -> None:
         xla_validate.check_world_sizes(2, 1, replicas=True)
     xla_validate.check_world_sizes(2, 2, replicas=False)
     xla_validate.check_world_sizes(None, 4, replicas=True)  # nothing but XLA counts
+
+
+def test_what_becomes_of_host_fallbacks_is_for_xla_only() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"on_host_fallback='warn'.*backend 'eager'.*pass backend='xla'"):
+        graph_fsdp.compile(model, backend="eager", on_host_fallback="warn")
+    with pytest.raises(ValueError, match="must be 'error' or 'warn', got 'ignore'"):
+        graph_fsdp.compile(model, backend="xla", on_host_fallback="ignore")  # type: ignore[arg-type]
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.skipif(find_spec("torch_xla") is not None, reason="for where torch_xla is missing")
+def test_without_torch_xla_nothing_is_changed() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UnsupportedError, match=rf"backend='xla'.*torch_xla is not installed.*{PAIR}"):
+        graph_fsdp.compile(model, backend="xla")
+    assert type(model) is nn.Linear

@@ -11,6 +11,7 @@ from torch._decomp import get_decompositions
 
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.random import number_random_operators
 
 aten = torch.ops.aten
@@ -22,6 +23,9 @@ class XlaBackend(Backend):
     name = "xla"
     compiles_whole = True
     keeps_mutations = False  # what is written leaves the part of the program that each device runs by itself
+
+    def __init__(self, on_host_fallback: OnHostFallback = "error") -> None:
+        self.on_host_fallback = on_host_fallback
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
         raise AssertionError("XLA compiles graphs whole")

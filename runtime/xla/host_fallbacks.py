@@ -1,22 +1,29 @@
 """Operators that XLA has no implementation of, which torch_xla runs on the host.
 
-Such an operator cuts a graph in two: its inputs are computed and copied to the host, and in a manual region (see
-``operators.py``) they are one device's of all of them. So it is an error by default. torch_xla counts them under their
-names; counting around each node of a graph tells whose they are.
+Such an operator ends a program: what it reads is computed and copied to the host. In the part of a program that each
+device runs by itself (see ``operators.py``) that cannot be, and torch_xla aborts the process. So operators are tried
+before, each kind once, by themselves on zeros: nothing is computed of those that XLA has, and torch_xla counts those
+that it runs on the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from graph_fsdp.passes import compat_xla
 
 OnHostFallback = Literal["error", "warn"]
+
+_OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
 
 # A module as Dynamo names it: L['self'].blocks.0, and on torch 2.9 L['self']._modules['blocks']._modules['0'].
 _PARTS = re.compile(r"[^\[\]'\".]+")
@@ -38,49 +45,60 @@ class HostFallback:
         return f"{self.operator}, used by {self.module}" if self.module else self.operator
 
 
-class HostFallbacks(fx.Interpreter):
-    """Runs a graph on XLA tensors, node by node, and keeps which operators ran on the host."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.found: dict[HostFallback, None] = {}  # in order of use
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        self._counts = compat_xla.fallback_counts()
-        return super().run(*args, **kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        counts = compat_xla.fallback_counts()
-        for operator in counts:
-            if counts[operator] != self._counts.get(operator, 0):
-                self.found[HostFallback(operator, module_of(n))] = None
-        self._counts = counts
-        return result
+def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
+    """Operators of a graph of ATen that would run on the host, in the order of use. Nodes have their fake values."""
+    known: dict[Any, list[str]] = {}
+    found: dict[HostFallback, None] = {}
+    device = compat_xla.device()
+    with torch.no_grad(), compat_xla.lazily():
+        for node in graph.nodes:
+            if not isinstance(node.target, OpOverload) or node.target.namespace in _OURS:
+                continue
+            key = (node.target, fx.map_arg((node.args, node.kwargs), _kind).__repr__())
+            if key not in known:
+                known[key] = _fallbacks_of(node, device)
+            for operator in known[key]:
+                found[HostFallback(operator, module_of(node))] = None
+    return list(found)
 
 
-def run_without_host_fallbacks(module: fx.GraphModule, *args: Any, on_host_fallback: OnHostFallback = "error") -> Any:
-    """What the graph returns for ``args``, tensors on XLA.
+def _kind(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
+    """Names of what runs on the host in one call of a node's operator."""
+
+    def zeros(source: fx.Node) -> Any:
+        value = source.meta.get("val")
+        return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), zeros)
+    before = compat_xla.fallback_counts()
+    with contextlib.suppress(Exception):  # what zeros cannot stand for: the graph itself will say
+        node.target(*args, **kwargs)  # type: ignore[operator]
+    after = compat_xla.fallback_counts()
+    return [operator for operator, count in after.items() if count != before.get(operator, 0)]
+
+
+def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, can_run: bool) -> None:
+    """``can_run``: whether this program could run them at all.
 
     Raises:
-        HostFallbackError: an operator of the graph ran on the host; a warning with ``on_host_fallback="warn"``.
+        HostFallbackError: there are any, and they cannot run or are not to; else a warning.
     """
-    interpreter = HostFallbacks(module)
-    result = interpreter.run(*args)
-    if interpreter.found:
-        report(list(interpreter.found), on_host_fallback)
-    return result
-
-
-def report(found: list[HostFallback], on_host_fallback: OnHostFallback) -> None:
+    if not found:
+        return
     listed = "; ".join(map(str, found))
-    what = f"XLA has no implementation of {len(found)} of the model's operators, and they run on the host: {listed}. "
-    if on_host_fallback == "error":
-        raise HostFallbackError(
-            f"{what}Each step would copy their inputs there and wait; write these with other operators, or pass "
-            "on_host_fallback='warn' to run them so"
-        )
-    warnings.warn(f"{what}Each step copies their inputs there and waits", stacklevel=3)
+    kinds = len({fallback.operator for fallback in found})
+    what = f"XLA has no implementation of {kinds} of the model's operators: {listed}. "
+    if can_run and on_host_fallback == "warn":
+        warnings.warn(f"{what}They run on the host, and each step copies their inputs there and waits", stacklevel=3)
+        return
+    allowed = "on_host_fallback='warn'" if can_run else "sharding='auto', on_host_fallback='warn'"
+    why = "" if can_run else "What each device runs by itself cannot leave for the host. "
+    raise HostFallbackError(f"{what}{why}Write these with other operators, or pass {allowed} to run them on the host")
 
 
 def module_of(node: fx.Node) -> str:

@@ -71,7 +71,7 @@ class Lowered:
 
     module: fx.GraphModule
     returns: tuple[tuple[str, Any], ...]
-    seeded: bool
+    seeded: bool = False
 
 
 def lower(

@@ -24,7 +24,7 @@ from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
-from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, run_without_host_fallbacks
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
 from graph_fsdp.runtime.xla.lower import Entry, Lowered
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 
@@ -35,16 +35,21 @@ class BakedInputError(RuntimeError):
 
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took."""
+    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators that
+    run on the host is not compiled but runs lazily, each time anew."""
+
+    can_run_on_host = False  # what each device runs by itself cannot
 
     def __init__(
         self,
         graph: Graph,
         lowered: Lowered,
         entries: Sequence[Entry | None],
-        each: Placement,
         cache: RegionCache,
         counter: GatheredBytes,
+        *,
+        each: Placement | None = None,
+        on_host_fallback: OnHostFallback = "error",
     ) -> None:
         self._boxed_call = True  # see Program
         self.cache = cache
@@ -52,13 +57,14 @@ class XlaProgram(WholeProgram):
         self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
-        self.each = each
+        self.each, self.on_host_fallback = each, on_host_fallback
         if lowered.seeded:
+            assert each is not None
             self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
-        self.on_host_fallback: OnHostFallback = "error"
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
         self._descriptions: list[Any] = []  # of the inputs
+        self._on_host = False  # whether operators of it are
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
@@ -69,11 +75,15 @@ class XlaProgram(WholeProgram):
             inputs.append(self._seeds())
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
-            if self._compiled is None:
+            if self._compiled is None and not self._on_host:
                 self._compiled = self._compile(inputs)
-            key, places = self._compiled
             inputs = self._placed(inputs)
-            results = compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
+            if self._compiled is None:
+                results = list(self.lowered.module(*inputs))
+            else:
+                key, places = self._compiled
+                read = [inputs[place] if isinstance(place, int) else place for place in places]
+                results = compat_xla.run_compiled(key, read)
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
@@ -110,15 +120,20 @@ class XlaProgram(WholeProgram):
         compat_xla.sync(wait=True)
         return made
 
-    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]]:
+    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]] | None:
+        """What ``run_compiled`` takes; None for a graph with operators that run on the host."""
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
+        on_host = find_host_fallbacks(self.lowered.module.graph)
+        report(on_host, self.on_host_fallback, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
         self._descriptions = compat_xla_hlo.descriptions(fresh)
+        if on_host:
+            self._on_host = True
+            return None
         try:
             with torch.no_grad(), compat_xla.lazily():
-                module, on_fallback = self.lowered.module, self.on_host_fallback
-                outputs = list(run_without_host_fallbacks(module, *fresh, on_host_fallback=on_fallback))
+                outputs = list(self.lowered.module(*fresh))
             places = self._matched(fresh, outputs)
             key = compat_xla.compile_pending(outputs)
         finally:

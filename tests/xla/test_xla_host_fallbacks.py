@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from facts import Failures, check
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from xla_launch import XlaFacts
+from xla_launch import XlaFacts, run_xla
 
 FACTS = XlaFacts(__name__)
 
@@ -29,78 +30,117 @@ class Model(nn.Module):
         return self.blocks[1](self.blocks[0](x) ** 2 + 1).sum()
 
 
-def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.xla_host_fallbacks.square(x)
+
+
+def found_in(model: nn.Module) -> list[list[str]]:
+    """In the graphs of a model, forward first."""
+    from graph_fsdp.runtime.xla.host_fallbacks import find_host_fallbacks
+
+    found = []
+
     def compiler(graph: fx.GraphModule, example: Any) -> Any:
-        def call(args: list[Any]) -> Any:
-            return run(graph, *args)
+        found.append([str(fallback) for fallback in find_host_fallbacks(graph.graph)])
+        return make_boxed_func(graph)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
-
-    return torch.compile(Model().to("xla"), backend=aot_autograd(fw_compiler=compiler))
-
-
-def rows() -> Tensor:
-    return torch.arange(8.0).reshape(2, 4).to("xla")
+    x = torch.rand(2, 4).to("xla").requires_grad_()
+    torch.compile(model.to("xla"), backend=aot_autograd(fw_compiler=compiler))(x).sum().backward()
+    return found
 
 
 @FACTS
-def an_operator_that_runs_on_the_host_is_an_error_that_names_it_and_its_module() -> None:
-    from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError, run_without_host_fallbacks
-
-    with pytest.raises(HostFallbackError) as raised:
-        compiled(run_without_host_fallbacks)(rows())
-    message = str(raised.value)
-    assert "1 of the model's operators" in message
-    assert "aten::lgamma, used by module 'blocks.1' (Gamma)" in message
-    assert "on_host_fallback='warn'" in message
-
-
-@FACTS
-def it_is_found_again_in_another_graph() -> None:
-    from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError, run_without_host_fallbacks
-
-    torch.lgamma(rows() + 1)  # not the graph's
-    for _ in range(2):
-        torch._dynamo.reset()
-        with pytest.raises(HostFallbackError, match="aten::lgamma"):
-            compiled(run_without_host_fallbacks)(rows())
+def an_operator_that_runs_on_the_host_is_named_with_its_module_in_forward_and_in_backward() -> None:
+    torch.lgamma(torch.rand(2, device="xla"))  # by the user: counted, and not the graph's
+    expected = [
+        ["aten::lgamma, used by module 'blocks.1' (Gamma)"],
+        ["aten::digamma, used by module 'blocks.1' (Gamma)"],
+    ]
+    assert found_in(Model()) == expected
+    torch._dynamo.reset()
+    assert found_in(Model()) == expected
 
 
 @FACTS
-def it_is_a_warning_on_request_and_the_numbers_are_right() -> None:
-    from graph_fsdp.runtime.xla.host_fallbacks import run_without_host_fallbacks
+def operators_of_other_libraries_are_found_too() -> None:
+    library = torch.library.Library("xla_host_fallbacks", "DEF")
+    library.define("square(Tensor x) -> Tensor")
+    library.impl("square", lambda x: x * x, "CPU")
+    torch.library.register_fake("xla_host_fallbacks::square", torch.empty_like, lib=library)
+    assert found_in(nn.Sequential(nn.Linear(4, 4), Squared()).requires_grad_(False))[0] == [
+        "xla_host_fallbacks::square, used by module '1' (Squared)"
+    ]
 
-    def run(graph: fx.GraphModule, *args: Any) -> Any:
-        return run_without_host_fallbacks(graph, *args, on_host_fallback="warn")
 
-    torch.manual_seed(0)
-    model = compiled(run)
-    x = rows().requires_grad_()
-    with pytest.warns(UserWarning, match=r"aten::lgamma, used by module 'blocks.1' \(Gamma\)"):
-        loss = model(x)
-    with pytest.warns(UserWarning, match=r"aten::digamma, used by module 'blocks.1' \(Gamma\)"):
+@FACTS
+def of_operators_that_xla_has_none_is_found() -> None:
+    norm = nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(4), nn.GELU(), nn.Dropout(), nn.Softmax(1))
+    assert found_in(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(0, (1, 2)), norm[0], nn.Flatten(0, 1), *norm[1:])) == [
+        [],
+        [],
+    ]
+
+
+def train_gamma(on_host_fallback: str) -> str:
+    from xla_models import fsdp_mesh
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    mesh = fsdp_mesh()
+    model = graph_fsdp.compile(Model(), mesh, backend="xla", on_host_fallback=on_host_fallback)
+    try:
+        model(shard_batch(torch.rand(8, 4), mesh))
+    except graph_fsdp.HostFallbackError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("on_host_fallback", ["error", "warn"])
+def test_what_each_device_runs_by_itself_cannot_fall_back(on_host_fallback: str) -> None:
+    error = run_xla(train_gamma, on_host_fallback)
+    assert "1 of the model's operators: aten::lgamma, used by module 'blocks.1' (Gamma)" in error
+    assert "pass sharding='auto', on_host_fallback='warn'" in error
+
+
+def losses_of(model: nn.Module, put: Callable[[Tensor], Tensor], steps: int = 6) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        loss = model(put(torch.rand(8, 4, generator=torch.Generator().manual_seed(step))))
         loss.backward()
-    torch.manual_seed(0)
-    expected_x = rows().cpu().requires_grad_()
-    expected = Model()(expected_x)
-    expected.backward()
-    torch.testing.assert_close(loss.detach().cpu(), expected.detach())
-    torch.testing.assert_close(x.grad.cpu(), expected_x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
-@FACTS
-def a_graph_of_what_xla_has_runs_without_a_word() -> None:
+def train_gamma_on_the_host() -> tuple[list[float], list[str]]:
     import warnings
 
-    from graph_fsdp.runtime.xla.host_fallbacks import run_without_host_fallbacks
+    from xla_models import fsdp_mesh
 
-    graph = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU()).to("xla"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = run_without_host_fallbacks(graph, rows())
-        result.sum().item()  # a read of a value on the host is none
-        run_without_host_fallbacks(graph, rows())
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    mesh = fsdp_mesh()
+    torch.manual_seed(0)
+    model = graph_fsdp.compile(Model(), mesh, backend="xla", sharding="auto", on_host_fallback="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = losses_of(model, lambda x: shard_batch(x, mesh))
+    return losses, [str(warning.message) for warning in caught]
+
+
+def test_what_the_partitioner_divides_runs_them_on_request_with_a_warning() -> None:
+    losses, messages = run_xla(train_gamma_on_the_host)
+    user = "used by module 'blocks.1' (Gamma)"
+    for operator in ("aten::lgamma", "aten::digamma"):
+        assert sum(f"1 of the model's operators: {operator}, {user}" in message for message in messages) == 1
+    torch.manual_seed(0)
+    expected = losses_of(Model(), lambda x: x)
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

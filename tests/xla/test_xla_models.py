@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def compiled(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return graph_fsdp.compile(model, mesh, backend="xla", **options)
 
 
-def train_compiled(name: str) -> tuple[Outcome, dict[str, int], dict[str, int]]:
+def train_compiled(name: str, sharding: str) -> tuple[Outcome, dict[str, int], dict[str, int]]:
     """What the training has seen, and bytes of parameters and of the optimizer's state: all, and on a device."""
     import torch
 
@@ -34,7 +35,7 @@ def train_compiled(name: str) -> tuple[Outcome, dict[str, int], dict[str, int]]:
                 whole[kind] += sum(t.numel() * t.element_size() for t in tensors)
                 held[kind] += sum(_bytes_of_a_device(t) for t in tensors)
 
-    outcome = train(name, compiled, after_last_step=count)
+    outcome = train(name, functools.partial(compiled, sharding=sharding), after_last_step=count)
     return outcome, whole, held
 
 
@@ -45,10 +46,11 @@ def _bytes_of_a_device(tensor: Any) -> int:
     return shard.numel() * shard.element_size()
 
 
+@pytest.mark.parametrize("sharding", ["manual", "auto"])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_device_by_itself_equals_one_device(name: str) -> None:
-    outcome, whole, held = run_xla(train_compiled, name)
-    check_training(name, outcome, global_batch=False)
+def test_four_devices_equal_one(name: str, sharding: str) -> None:
+    outcome, whole, held = run_xla(train_compiled, name, sharding)
+    check_training(name, outcome, global_batch=sharding == "auto")
     for kind in whole:
         padding = 1.1  # rows that do not divide by the devices, of small parameters
         assert whole[kind] / DEVICES <= held[kind] <= padding * whole[kind] / DEVICES
