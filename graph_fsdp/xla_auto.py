@@ -72,7 +72,7 @@ def trace_mark_sharding() -> None:
         axes = []
         for dim in partition_spec:
             axes.append("" if dim is None else ",".join(dim) if isinstance(dim, tuple) else dim)
-        torch.ops.graph_fsdp.mark_sharding(t, axes)
+        torch.ops.graph_fsdp.mark_sharding.default(t, axes)
         return t
 
     torch.compiler.substitute_in_graph(compat_xla.spmd().mark_sharding, skip_signature_check=True)(traced)
