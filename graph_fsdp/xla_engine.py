@@ -59,7 +59,7 @@ class XlaEngine(Engine):
         args, kwargs = views.of((args, kwargs))
         if not views.has_sharded and not self._told and self.mesh.size > 1:
             self._told = True
-            _warn_unsharded(entry.function, args, kwargs)
+            warn_unsharded(entry.function, args, kwargs)
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
@@ -219,7 +219,7 @@ def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard:
     return Entry(place, tuple(value.shape), scale, is_shard)
 
 
-def _warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """By the names that the model's forward has for them."""
     names = list(inspect.signature(function).parameters)[1:]
     given = [*zip(names, args, strict=False), *kwargs.items()]

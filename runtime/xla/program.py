@@ -63,8 +63,8 @@ class XlaProgram(WholeProgram):
             self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
-        self._on_host = False  # whether operators of it are
         self._descriptions: list[Any] = []  # of the inputs
+        self._on_host = False  # whether operators of it are
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
