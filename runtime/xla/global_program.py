@@ -25,9 +25,7 @@ class GlobalProgram(WholeProgram):
         self._boxed_call = True  # see Program
         self.graph, self.counter, self.lowered = scheduled, counter, lowered
         self.source = readable(lowered.graph)
-        self.collectives = Counter(
-            COUNTED_AS[n.target] for n in scheduled.fx_graph.nodes if n.target in dialect.STARTS
-        )
+        self.collectives = Counter(COUNTED_AS[n.target] for n in scheduled.fx_graph.nodes if n.target in dialect.STARTS)
         self._compiled: dict[tuple[str, ...], Callable[..., Any]] = {}
         self._inputs: list[Any] = []  # like those of the latest compilation
         # Shards and what forward has saved are sharded as they ever were; what the user gives may not be.

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-
 from graph_fsdp.passes import compat_xla_hlo
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -63,5 +62,3 @@ def beside(collectives: dict[str, int], scheduled: dict[str, int]) -> str:
     lines = [f"{'collective':{width}}  {'scheduled':>9}  {'optimized':>9}"]
     lines += [f"{kind:{width}}  {scheduled.get(kind, 0):>9}  {collectives.get(kind, 0):>9}" for kind in kinds]
     return "\n".join(lines)
-
-
