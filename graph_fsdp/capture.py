@@ -27,6 +27,7 @@ from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     PassError,
     RankDisagreement,
+    UnsupportedError,
     VerificationError,
 )
 from graph_fsdp.extensions import ExtendedGather, describe
@@ -134,7 +135,7 @@ class Engine:
                 return differentiable_once(self.storage.without_placeholders(outputs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, RankDisagreement, PassError, ValueError)):
+                if isinstance(cause, (VerificationError, RankDisagreement, PassError, UnsupportedError, ValueError)):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
