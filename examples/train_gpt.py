@@ -138,7 +138,7 @@ def main() -> None:
     rank, world, mesh, devices = 0, 1, None, 1
     if args.backend == "xla":
         mesh = xla_devices.make_mesh()
-        devices = mesh.size()
+        devices = int(mesh.size())
         args.batch *= devices
     elif "RANK" in os.environ:  # set by torchrun
         dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[args.device])

@@ -58,17 +58,20 @@ def compile_on_xla(
     xla_validate.environment()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
+    if checkpoint is not None:
+        raise UnsupportedError("checkpoint: backend='xla' reads no files; load_state_dict after graph_fsdp.compile")
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
     for p, (name, *_) in names.items():
         if is_extended(p) or isinstance(p, DTensor):
             kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"
-            raise UnsupportedError(f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model")
+            raise UnsupportedError(
+                f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model"
+            )
         if p.device.type not in ("cpu", "xla", "meta"):
             raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
     units = find_units(model, auto_wrap_policy, ignored)
-    source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     put_values = initial_values(
         model,
         {unit.module for unit in units},
@@ -77,7 +80,6 @@ def compile_on_xla(
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         shard_dims={},
-        checkpoint=source,
     )
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:
@@ -111,9 +113,7 @@ def compile_on_xla(
 
 
 def _named_groups(spec: ModelSpec, mesh: XlaMesh) -> ModelSpec:
-    return dataclasses.replace(
-        spec, group=mesh.group, replicate_group=mesh.replicate_group, replicas=mesh.replicas
-    )
+    return dataclasses.replace(spec, group=mesh.group, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
 
 
 def _refuse(
@@ -128,11 +128,13 @@ def _refuse(
         raise UnsupportedError("offload_policy: backend='xla' keeps shards on the devices; leave it out")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward}: with backend='xla' parameters are kept whole or sharded over "
-            "all devices; pass True, False, None or 'auto'"
+            f"reshard_after_forward={reshard_after_forward}: with backend='xla' parameters are kept whole or "
+            "sharded over all devices; pass True, False, None or 'auto'"
         )
     if shard_placement_fn is not None:
-        raise UnsupportedError("shard_placement_fn: with backend='xla' parameters are sharded on dimension 0; leave it out")
+        raise UnsupportedError(
+            "shard_placement_fn: with backend='xla' parameters are sharded on dimension 0; leave it out"
+        )
     if checkpointing is not None and checkpointing.offload:
         raise UnsupportedError("activation_checkpointing with offload: backend='xla' makes no copies to the CPU")
     if dynamic:

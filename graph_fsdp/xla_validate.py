@@ -18,22 +18,21 @@ from graph_fsdp.passes import compat_xla
 _TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"
 
 
-def environment(*, replicas: bool = False) -> None:
-    """Whether this process can run anything of the backend at all; ``replicas``: one device per process or thread,
-    instead of SPMD, where one process has all devices of its host.
+def environment() -> None:
+    """Whether this process can run anything of the backend at all.
 
     Raises:
-        UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is not as asked.
-        MeshError: torch.distributed and XLA count different processes.
+        UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is off.
+        MeshError: torch.distributed, or a launcher, counts other processes than XLA.
     """
     check_versions(torch.__version__, _installed("torch_xla"))
-    check_spmd(compat_xla.is_spmd(), replicas=replicas)
-    if replicas:
-        launched = dist.get_world_size() if dist.is_initialized() else None
-        check_world_sizes(launched, compat_xla.replica_count(), replicas=True)
-    else:
-        launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
-        check_world_sizes(launched, compat_xla.process_count(), replicas=False)
+    if not compat_xla.is_spmd():
+        raise UnsupportedError(
+            "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
+            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device"
+        )
+    launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
+    check_world_sizes(launched, compat_xla.process_count())
 
 
 def options(backend: str, on_host_fallback: Any) -> None:
@@ -57,31 +56,14 @@ def check_versions(torch_version: str, xla_version: str | None) -> None:
     )
 
 
-def check_spmd(is_spmd: bool, *, replicas: bool) -> None:
-    if replicas and is_spmd:
-        raise UnsupportedError(
-            "sharding='replicas' runs one device in each process (or thread), and SPMD is on, where one process has "
-            "all; leave out torch_xla.runtime.use_spmd(), or pass another sharding"
+def check_world_sizes(launched: int, found: int) -> None:
+    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: of XLA."""
+    if launched != found:
+        raise MeshError(
+            f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found}, so they would not "
+            "train one model together; start one process per host, which has all of its devices (on XLA's CPU client: "
+            "python without torchrun, and CPU_NUM_DEVICES devices)"
         )
-    if not replicas and not is_spmd:
-        raise UnsupportedError(
-            "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
-            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device"
-        )
-
-
-def check_world_sizes(launched: int | None, found: int, *, replicas: bool) -> None:
-    """``launched``: processes of torch.distributed, or that a launcher started; None where there is neither."""
-    if launched is None or launched == found:
-        return
-    what, advice = "processes", "one process per host, which has all of its devices"
-    if replicas:
-        what, advice = "replicas", "torch_xla.launch(function), or one process per device of all hosts"
-    raise MeshError(
-        f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found} {what}, so they would "
-        f"not train one model together; start {advice} (on XLA's CPU client: one process, without torchrun, and "
-        "CPU_NUM_DEVICES devices)"
-    )
 
 
 def _installed(package: str) -> str | None:

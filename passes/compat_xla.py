@@ -7,12 +7,13 @@
 | ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
 | ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
 | ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
+| ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
 | ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
 | ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
   ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
 | ``_XLAC._get_local_shards`` | what one device holds | 2.9 |
-| ``runtime.process_count``, ``runtime.world_size`` | processes; replicas | 2.9 |
+| ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
 | ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
 """
@@ -69,11 +70,6 @@ def device_count() -> int:
 def process_count() -> int:
     """Processes of the whole program, each with the devices of its host (SPMD)."""
     return int(_runtime().process_count())
-
-
-def replica_count() -> int:
-    """Replicas of the whole program, one device each (without SPMD)."""
-    return int(_runtime().world_size())
 
 
 def device() -> torch.device:
@@ -135,7 +131,10 @@ def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles
 
 
 def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
-    return _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    gathered: Tensor = _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    # torch_xla has each gather wait for the last one, also that of another graph, which would then be in this one.
+    _c()._set_all_reduce_token(str(_c()._xla_get_default_device()), None)
+    return gathered
 
 
 def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:

@@ -13,8 +13,8 @@ from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
-from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla import random
+from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.lower import Lowered
 from graph_fsdp.runtime.xla.placement import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram

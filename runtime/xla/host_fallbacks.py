@@ -27,7 +27,6 @@ _OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
 
 # A module as Dynamo names it: L['self'].blocks.0, and on torch 2.9 L['self']._modules['blocks']._modules['0'].
 _PARTS = re.compile(r"[^\[\]'\".]+")
-_NOT_NAMES = frozenset({"L", "G", "self", "_modules"})
 
 
 class HostFallbackError(NotImplementedError):
@@ -107,6 +106,9 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, kind = list(stack.values())[-1]
-    name = ".".join(part for part in _PARTS.findall(path) if part not in _NOT_NAMES)
+    root, *parts = _PARTS.findall(path)
+    if root in ("L", "G"):  # and then the variable that the model is in
+        parts = parts[1:]
+    name = ".".join(part for part in parts if part != "_modules")
     kind = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return f"module {name!r} ({kind})" if name else f"the model ({kind})"

@@ -5,7 +5,7 @@ The dialect becomes functional collectives first (``runtime/functional.py``), an
 | functional | becomes |
 |---|---|
 | ``all_gather_into_tensor`` | ``barrier`` where it is not the first, ``all_gather`` with a channel of its own |
-| ``reduce_scatter_tensor``, ``all_reduce`` | ``reduce_scatter``, ``all_reduce``; of a mean also a division, as XLA adds |
+| ``reduce_scatter_tensor``, ``all_reduce`` | ``reduce_scatter``, ``all_reduce``; of a mean also a division: XLA adds |
 | ``wait_tensor`` | nothing: XLA schedules |
 
 [Note: barriers]
@@ -171,7 +171,12 @@ class _Translation:
             copy = self.graph.node_copy(node, self.value)
             self.values[node] = copy
             value = copy.meta.get("val")
-            if node in self.activations and isinstance(value, Tensor) and value.is_floating_point() and not is_view(node):
+            if (
+                node in self.activations
+                and isinstance(value, Tensor)
+                and value.is_floating_point()
+                and not is_view(node)
+            ):
                 self.newest = copy
 
     def _argument(self, node: fx.Node, index: int) -> fx.Node:

@@ -8,7 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TILED = re.compile(r"^\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}$")
+_TILED = re.compile(
+    r"^\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}$"
+)
 
 
 @dataclass(frozen=True)

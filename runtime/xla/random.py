@@ -112,7 +112,7 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
         replace = _REPLACEMENTS.get(node.target)
         if replace is None:
             raise NotImplementedError(
-                f"{node.target} draws random numbers, which backend='xla' has for uniform and normal ones alone; draw with "
+                f"{node.target} draws random numbers, and backend='xla' has uniform and normal ones alone; draw with "
                 "torch.rand, torch.randn or torch.bernoulli"
             )
         with module.graph.inserting_before(node):

@@ -36,14 +36,17 @@ class Squared(nn.Module):
 
 
 def found_in(model: nn.Module) -> list[list[str]]:
-    """In the graphs of a model, forward first."""
+    """In the graphs of a model, in the order in which they run."""
     from graph_fsdp.runtime.xla.host_fallbacks import find_host_fallbacks
 
     found = []
 
     def compiler(graph: fx.GraphModule, example: Any) -> Any:
-        found.append([str(fallback) for fallback in find_host_fallbacks(graph.graph)])
-        return make_boxed_func(graph)
+        def run(*args: Any) -> Any:
+            found.append([str(fallback) for fallback in find_host_fallbacks(graph.graph)])
+            return graph(*args)
+
+        return make_boxed_func(run)
 
     x = torch.rand(2, 4).to("xla").requires_grad_()
     torch.compile(model.to("xla"), backend=aot_autograd(fw_compiler=compiler))(x).sum().backward()
