@@ -172,7 +172,12 @@ def measure_steps(options: argparse.Namespace) -> dict[str, Any]:
     if compilations() != compiled:
         print("note: something was compiled while steps were timed", flush=True)
     losses = {name: [loss.item() for loss in trainer.losses] for name, trainer in trainers.items()}
-    return {"rounds": rounds, "difference": check_losses(losses), "devices": options.devices, "machine": described(mesh)}
+    return {
+        "rounds": rounds,
+        "difference": check_losses(losses),
+        "devices": options.devices,
+        "machine": described(mesh),
+    }
 
 
 def interleave(trainers: Mapping[str, Any], rounds: int, steps: int) -> list[dict[str, Turn]]:

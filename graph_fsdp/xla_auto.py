@@ -12,6 +12,7 @@ BatchNorm's statistics are of it.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from graph_fsdp.capture import Engine
 from graph_fsdp.entry import Entry
+from graph_fsdp.module import original_forward
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat, compat_xla, memory_profile
 from graph_fsdp.passes.constrain import ConstrainActivations
 from graph_fsdp.passes.graph import Phase
@@ -49,11 +51,13 @@ def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
     return pipeline.insert_after("insert_gathers", ConstrainActivations(of.name, of.batch_axes))
 
 
-def marking_output(forward: Callable[..., Any], shard_output: ShardOutput | None, mesh: Any) -> Callable[..., Any]:
-    """``forward`` with a call of ``shard_output`` behind it, which is traced with it."""
+def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -> None:
+    """Before the model gets its new class: ``mark_sharding`` in it is traced, and so is a call of ``shard_output`` behind
+    its forward."""
     trace_mark_sharding()
     if shard_output is None:
-        return forward
+        return
+    forward = original_forward(model)
 
     @functools.wraps(forward)
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +65,7 @@ def marking_output(forward: Callable[..., Any], shard_output: ShardOutput | None
         shard_output(output, mesh)
         return output
 
-    return marked
+    model.forward = types.MethodType(marked, model)
 
 
 @functools.cache
@@ -131,9 +135,7 @@ class GlobalEngine(Engine):
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
         on_host_fallback = self.backend.on_host_fallback  # type: ignore[attr-defined]
-        program = GlobalProgram(
-            scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback
-        )
+        program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback)
         captured.add_program(scheduled, context, program, memory_profile(scheduled, context))
         self.programs[captured.index, graph.phase] = program
         return program

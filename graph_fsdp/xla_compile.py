@@ -24,7 +24,7 @@ from graph_fsdp.runtime.backends import XlaBackend
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
-from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, marking_output, with_constraints
+from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, trace_marks, with_constraints
 from graph_fsdp.xla_engine import XlaEngine
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
@@ -84,10 +84,8 @@ def compile_on_xla(
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
-    forward = original_forward(model)
     if auto:
         pipeline = with_constraints(pipeline, parallel)
-        forward = marking_output(forward, shard_output, mesh)
     spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]
     cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
     spec = _named_groups(pipeline.arrange(spec, cost), parallel)
@@ -95,7 +93,7 @@ def compile_on_xla(
     storage = XlaStorage(model, spec, originals, names, parallel, device)
     put_values(storage)  # type: ignore[arg-type]
     engine = (GlobalEngine if auto else XlaEngine)(
-        forward,
+        original_forward(model),
         spec,
         storage,
         pipeline,
@@ -108,6 +106,8 @@ def compile_on_xla(
     storage.install(model)
     policies.install(unit.name for unit in units)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
+    if auto:
+        trace_marks(model, shard_output, mesh)
     become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
 

@@ -234,7 +234,9 @@ def _groups(text: str) -> list[list[int]]:
     lines = [line for line in text.splitlines() if " all-gather(" in line]
     found = [re.search(r"replica_groups=\{(\{.*?\})\}", line) for line in lines]
     assert lines and all(found), lines
-    return [[int(d) for d in group.split(",")] for match in found if match for group in re.findall(r"\{(.*?)\}", match[1])]
+    return [
+        [int(d) for d in group.split(",")] for match in found if match for group in re.findall(r"\{(.*?)\}", match[1])
+    ]
 
 
 @pytest.fixture(scope="module")
