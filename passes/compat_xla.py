@@ -224,10 +224,10 @@ def fallback_counts() -> dict[str, int]:
 class _Wrapper(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} ran on a tensor without memory")
 
 
@@ -238,5 +238,5 @@ def without_memory(
     tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
     next step.)"""
     made: Tensor = _Wrapper(shape, dtype, device)
-    made.__class__ = kind  # type: ignore[assignment]
+    made.__class__ = kind
     return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

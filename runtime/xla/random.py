@@ -154,9 +154,10 @@ def _bernoulli(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> f
 
 def _between(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """``uniform(x, low, high)``."""
-    low, high = (*node.args[1:], *(0.0, 1.0)[len(node.args) - 1 :])
+    given: Any = node.args[1:]
+    low, high = given if len(given) == 2 else (given[0] if given else 0.0, 1.0)
     drawn = _drawn(graph, node, seeds, number)
-    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))  # type: ignore[operator]
+    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))
     return graph.call_function(aten.add.Tensor, (scaled, low))
 
 
