@@ -174,6 +174,11 @@ def _checked(module: object, name: str, value: object, recurse: object) -> tuple
 
 
 def _check_cut(engine: Engine, method: str) -> None:
+    if engine.backend.name == "xla":
+        raise UnsupportedError(
+            f"{method}() is not available with backend='xla', whose graphs reduce gradients in every backward; "
+            "without it, .grad adds up what backwards return"
+        )
     if engine.whole:
         raise UnsupportedError(
             f"{method}() is for graphs that are cut at their collectives; compile with regions='cut' to use it"

@@ -23,8 +23,8 @@ def shard_batch(batch: Any, mesh: Any = None) -> Any:
         if tensor.dim() and place.tiles > 1:
             if tensor.shape[0] % place.tiles:
                 raise ValueError(
-                    f"batch has a tensor of shape {tuple(tensor.shape)}, whose {tensor.shape[0]} rows cannot be divided "
-                    f"equally among {place.tiles} devices"
+                    f"batch has a tensor of shape {tuple(tensor.shape)}, whose {tensor.shape[0]} rows cannot be "
+                    f"divided equally among {place.tiles} devices"
                 )
             compat_xla.mark_sharding(tensor, place.devices, place.tiles)
         return tensor

@@ -12,7 +12,7 @@ BatchNorm's statistics are of it.
 from __future__ import annotations
 
 import functools
-import warnings
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from graph_fsdp.capture import Engine
 from graph_fsdp.entry import Entry
+from graph_fsdp.module import original_forward
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat, compat_xla, memory_profile
 from graph_fsdp.passes.constrain import ConstrainActivations
 from graph_fsdp.passes.graph import Phase
@@ -29,6 +30,7 @@ from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
+from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
 
@@ -49,11 +51,13 @@ def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
     return pipeline.insert_after("insert_gathers", ConstrainActivations(of.name, of.batch_axes))
 
 
-def marking_output(forward: Callable[..., Any], shard_output: ShardOutput | None, mesh: Any) -> Callable[..., Any]:
-    """``forward`` with a call of ``shard_output`` behind it, which is traced with it."""
+def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -> None:
+    """Before the model gets its new class: ``mark_sharding`` in it is traced, and so is a call of ``shard_output`` behind
+    its forward."""
     trace_mark_sharding()
     if shard_output is None:
-        return forward
+        return
+    forward = original_forward(model)
 
     @functools.wraps(forward)
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +65,7 @@ def marking_output(forward: Callable[..., Any], shard_output: ShardOutput | None
         shard_output(output, mesh)
         return output
 
-    return marked
+    model.forward = types.MethodType(marked, model)
 
 
 @functools.cache
@@ -72,7 +76,7 @@ def trace_mark_sharding() -> None:
         axes = []
         for dim in partition_spec:
             axes.append("" if dim is None else ",".join(dim) if isinstance(dim, tuple) else dim)
-        torch.ops.graph_fsdp.mark_sharding(t, axes)
+        torch.ops.graph_fsdp.mark_sharding.default(t, axes)
         return t
 
     torch.compiler.substitute_in_graph(compat_xla.spmd().mark_sharding, skip_signature_check=True)(traced)
@@ -88,10 +92,16 @@ class GlobalEngine(Engine):
         self.mesh, self.global_mesh = storage.xla_mesh, global_mesh(storage.xla_mesh)
         self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
+        self._call: tuple[Any, ...] | None = None  # that is traced
+        self._told = False  # that no input is sharded
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.tree_map_only(Tensor, compat_xla.plain, (args, kwargs))
-        return super().run(entry, module, *args, **kwargs)
+        self._call = (entry.function, args, kwargs)
+        try:
+            return super().run(entry, module, *args, **kwargs)
+        finally:
+            self._call = None
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
@@ -99,12 +109,10 @@ class GlobalEngine(Engine):
         substituted = super()._find_parameters(module, inputs, context)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
-        if not context.batch_inputs and self.mesh.size > 1:
-            warnings.warn(
-                "no input of the model is sharded, so all devices compute the same; shard the batch: "
-                "graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
-                stacklevel=2,
-            )
+        if not context.batch_inputs and not self._told and self.mesh.size > 1:
+            self._told = True
+            assert self._call is not None
+            warn_unsharded(*self._call)
         return substituted
 
     def _is_batch(self, node: fx.Node) -> bool:
@@ -127,7 +135,7 @@ class GlobalEngine(Engine):
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
         on_host_fallback = self.backend.on_host_fallback  # type: ignore[attr-defined]
-        program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, on_host_fallback)
+        program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback)
         captured.add_program(scheduled, context, program, memory_profile(scheduled, context))
         self.programs[captured.index, graph.phase] = program
         return program

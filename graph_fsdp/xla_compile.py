@@ -24,7 +24,7 @@ from graph_fsdp.runtime.backends import XlaBackend
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
-from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, marking_output, with_constraints
+from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, trace_marks, with_constraints
 from graph_fsdp.xla_engine import XlaEngine
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
@@ -58,6 +58,8 @@ def compile_on_xla(
     xla_validate.environment()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
+    if checkpoint is not None:
+        raise UnsupportedError("checkpoint: backend='xla' reads no files; load_state_dict after graph_fsdp.compile")
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
@@ -70,7 +72,6 @@ def compile_on_xla(
         if p.device.type not in ("cpu", "xla", "meta"):
             raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
     units = find_units(model, auto_wrap_policy, ignored)
-    source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     put_values = initial_values(
         model,
         {unit.module for unit in units},
@@ -79,15 +80,12 @@ def compile_on_xla(
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         shard_dims={},
-        checkpoint=source,
     )
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
-    forward = original_forward(model)
     if auto:
         pipeline = with_constraints(pipeline, parallel)
-        forward = marking_output(forward, shard_output, mesh)
     spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]
     cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
     spec = _named_groups(pipeline.arrange(spec, cost), parallel)
@@ -95,7 +93,7 @@ def compile_on_xla(
     storage = XlaStorage(model, spec, originals, names, parallel, device)
     put_values(storage)  # type: ignore[arg-type]
     engine = (GlobalEngine if auto else XlaEngine)(
-        forward,
+        original_forward(model),
         spec,
         storage,
         pipeline,
@@ -108,6 +106,8 @@ def compile_on_xla(
     storage.install(model)
     policies.install(unit.name for unit in units)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
+    if auto:
+        trace_marks(model, shard_output, mesh)
     become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
 
@@ -128,8 +128,8 @@ def _refuse(
         raise UnsupportedError("offload_policy: backend='xla' keeps shards on the devices; leave it out")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise UnsupportedError(
-            f"reshard_after_forward={reshard_after_forward}: with backend='xla' parameters are kept whole or sharded over "
-            "all devices; pass True, False, None or 'auto'"
+            f"reshard_after_forward={reshard_after_forward}: with backend='xla' parameters are kept whole or "
+            "sharded over all devices; pass True, False, None or 'auto'"
         )
     if shard_placement_fn is not None:
         raise UnsupportedError(

@@ -2,7 +2,7 @@
 
 [Note: gradients of the whole program]
 The program of all devices has one logical batch, and its gradients are those of autograd on that: of what leaves
-stacked, the sum over devices, and of a loss that leaves as the mean, the mean. The graphs reduce to the mean, as they do
+stacked, the sum over devices, and of a loss that leaves as the mean, the mean. The graphs reduce to the mean, as
 everywhere. So gradients of stacked outputs enter backward multiplied by the number of devices, and gradients of inputs,
 which nothing reduces, leave divided by it.
 """
@@ -52,6 +52,7 @@ class XlaEngine(Engine):
         self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._views: LocalViews | None = None
         self._captures: list[_Capture] = []
+        self._functions: dict[Any, dict[Any, Callable[..., Any]]] = {}
         self._told = False  # that no input is sharded
 
     def run(self, entry: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +60,9 @@ class XlaEngine(Engine):
         args, kwargs = views.of((args, kwargs))
         if not views.has_sharded and not self._told and self.mesh.size > 1:
             self._told = True
-            _warn_unsharded(entry.function, args, kwargs)
+            warn_unsharded(entry.function, args, kwargs)
+        # Graphs are of the local view, whose shapes do not tell how the inputs are sharded.
+        self._compiled = self._functions.setdefault(views.signature, {})
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
@@ -165,8 +168,8 @@ class XlaEngine(Engine):
         if value.meta["val"].is_floating_point():
             return Exit(self.mesh.whole, mean=True)
         raise UnsupportedError(
-            f"output {index} of the model is a single {value.meta['val'].dtype} that each device has its own of, and no "
-            "mean can be taken of it; return it as a floating-point number, or one per row of the batch"
+            f"output {index} of the model is a single {value.meta['val'].dtype} that each device has its own of, and "
+            "no mean can be taken of it; return it as a floating-point number, or one per row of the batch"
         )
 
     def _written(self, value: fx.Node, varies: bool, place: Placement | None) -> Exit:
@@ -219,15 +222,15 @@ def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard:
     return Entry(place, tuple(value.shape), scale, is_shard)
 
 
-def _warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """By the names that the model's forward has for them."""
     names = list(inspect.signature(function).parameters)[1:]
     given = [*zip(names, args, strict=False), *kwargs.items()]
     tensors = [name for name, value in given if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))]
     if tensors:
         warnings.warn(
-            f"no input of the model is sharded ({', '.join(tensors)}), so all devices compute the same; shard the batch: "
-            "graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
+            f"no input of the model is sharded ({', '.join(tensors)}), so all devices compute the same; shard the "
+            "batch: graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
             stacklevel=4,
         )
 

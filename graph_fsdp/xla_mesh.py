@@ -46,14 +46,14 @@ class XlaMesh:
         if isinstance(mesh, DeviceMesh) and mesh.device_type == "xla":
             return cls._of_device_mesh(mesh)
         raise TypeError(
-            "mesh must be a torch_xla Mesh with an axis named 'fsdp', a DeviceMesh of device type 'xla', or None for all "
-            f"devices, got {mesh!r}; with backend='xla' there are no others"
+            "mesh must be a torch_xla Mesh with an axis named 'fsdp', a DeviceMesh of device type 'xla', or None for "
+            f"all devices, got {mesh!r}; with backend='xla' there are no others"
         )
 
     @classmethod
     def _of(cls, array: Any, names: tuple[str, ...] | None, sizes: dict[str, int]) -> XlaMesh:
         if names is None:
-            raise MeshError("mesh has no axis names; make it with an axis named 'fsdp': Mesh(ids, shape, ('fsdp', …))")
+            raise MeshError("mesh has no axis names; name one 'fsdp': Mesh(ids, shape, ('fsdp', …))")
         shards = [name for name in names if name in SHARD_NAMES]
         replicates = [name for name in names if name in _REPLICATE_NAMES and (sizes[name] > 1 or not shards)]
         others = [name for name in names if name not in (*shards, *replicates) and sizes[name] > 1]
@@ -75,8 +75,8 @@ class XlaMesh:
         found = cls(tuple(map(tuple, array)))
         if len(found.ranks) != compat_xla.device_count():
             raise MeshError(
-                f"mesh has {len(found.ranks)} devices and the XLA program {compat_xla.device_count()}; make the mesh of "
-                "all XLA devices: torch_xla's Mesh(range(n), (n,), ('fsdp',))"
+                f"mesh has {len(found.ranks)} devices and the XLA program {compat_xla.device_count()}; make the mesh "
+                "of all XLA devices: torch_xla's Mesh(range(n), (n,), ('fsdp',))"
             )
         return found
 

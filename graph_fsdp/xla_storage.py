@@ -1,8 +1,8 @@
 """Sharded parameters on XLA, and what Dynamo traces in the place of tensors whose shape is that of all devices.
 
 With SPMD one process has all devices. A parameter keeps its full logical shape; its rows lie on the devices that shard
-(``ceil(rows / n)`` on each, the last ones padded), and an optimizer's step on it runs on all of them. So parameters stay
-plain ones: the model's own objects, moved to XLA if they were on the CPU.
+(``ceil(rows / n)`` on each, the last ones padded), and an optimizer's step on it runs on all of them. So parameters
+stay plain ones: the model's own objects, moved to XLA if they were on the CPU.
 
 [Note: stand-ins]
 The graph that is traced is what *one* device runs. A tensor that is sharded stands in it with the rows of one device:
@@ -36,6 +36,7 @@ class XlaParameter:
     shard: nn.Parameter  # what they hold: of full logical shape, sharded
     stand_in: nn.Parameter | None = None  # what they hold while a forward runs, where that is another one
     filled: bool = False
+    value: Tensor | None = None  # until the parameter gets it
 
     @property
     def placeholder(self) -> nn.Parameter:
@@ -75,17 +76,14 @@ class XlaStorage:
         return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
     def fill(self, p: XlaParameter, full: Tensor) -> None:
-        """Shard a whole parameter, which may be on the CPU, into the parameter."""
-        value = full.detach()
-        if value.device.type != "xla":
-            value = value.to(self.device)
-        elif full is not p.shard:
-            value = value.clone()
+        """Shard the value of a parameter, which may be on the CPU; ``install`` gives it to the parameter. (A model on
+        the meta device has its values only while a piece of it is initialised.)"""
         placement = self.placement(p.spec)
-        compat_xla.mark_sharding(value, placement.devices, placement.tiles)
-        if full is not p.shard or full.device.type != "xla":
-            # Exchanged, so that whoever holds the parameter (``nn.LSTM``, an optimizer) finds the value in it.
-            compat.swap(p.shard, value.requires_grad_(p.shard.requires_grad))
+        if full is p.shard and full.device.type == "xla":
+            compat_xla.mark_sharding(p.shard, placement.devices, placement.tiles)
+        else:
+            p.value = full.detach().to(self.device, copy=True)
+            compat_xla.mark_sharding(p.value, placement.devices, placement.tiles)
         p.filled = True
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
@@ -97,6 +95,10 @@ class XlaStorage:
         for p in self.parameters.values():
             if not p.filled:
                 self.fill(p, p.shard)
+            if p.value is not None:
+                # Exchanged, so that whoever holds the parameter (``nn.LSTM``, an optimizer) finds the value in it.
+                compat.swap(p.shard, p.value.requires_grad_(p.shard.requires_grad))
+                p.value = None
             if p.spec.param_dtype is not p.spec.dtype:
                 p.stand_in = compat_xla.without_memory(  # type: ignore[assignment]
                     p.spec.shape, p.spec.param_dtype, self.device, p.shard.requires_grad, nn.Parameter
@@ -144,6 +146,19 @@ class XlaStorage:
                 self._replace(p, registered)
             if p.stand_in is not None and p.stand_in.requires_grad != p.shard.requires_grad:
                 p.stand_in.requires_grad_(p.shard.requires_grad)
+        self._shard_again()
+
+    def _shard_again(self) -> None:
+        """What was loaded into parameters (``load_state_dict``) is whole on every device."""
+        parameters = list(self.parameters.values())
+        shards = [p.shard.detach() for p in parameters]
+        if compat_xla.pending(shards):  # an optimizer's step
+            compat_xla.sync(wait=True)
+        for p, spec in zip(parameters, compat_xla.sharding_specs(shards), strict=True):
+            placement = self.placement(p.spec)
+            found = read_placement(spec, self.xla_mesh.ranks)
+            if not placement.is_replicated and found != placement:
+                compat_xla.mark_sharding(p.shard, placement.devices, placement.tiles)
 
     def _replace(self, p: XlaParameter, found: Any) -> None:
         expected = (torch.Size(p.spec.shape), p.spec.dtype, self.device)
@@ -176,6 +191,7 @@ class LocalViews:
         self.mesh, self.device = mesh, device
         self.real: dict[int, Tensor] = {}  # by the stand-in's id
         self.placements: dict[int, Placement] = {}  # likewise
+        self.signature: tuple[Placement | None, ...] = ()  # of all tensors, in order
         self._stand_ins: dict[int, Tensor] = {}  # by the tensor's id, alive as long as this
 
     @property
@@ -187,7 +203,11 @@ class LocalViews:
         return compat.tree_map_only(Tensor, self._of_tensor, inputs)
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
-        tensor = compat_xla.plain(tensor)
+        found = self._stand_in(compat_xla.plain(tensor))
+        self.signature += (self.placements.get(id(found)),)
+        return found
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._stand_ins:
             return self._stand_ins[id(tensor)]
         if tensor.device.type != "xla" or isinstance(tensor, nn.Parameter):

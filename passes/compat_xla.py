@@ -7,6 +7,7 @@
 | ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
 | ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
 | ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
+| ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
 | ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
 | ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
   ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
@@ -130,7 +131,10 @@ def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles
 
 
 def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
-    return _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    gathered: Tensor = _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    # torch_xla has each gather wait for the last one, also that of another graph, which would then be in this one.
+    _c()._set_all_reduce_token(str(_c()._xla_get_default_device()), None)
+    return gathered
 
 
 def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:
@@ -220,10 +224,10 @@ def fallback_counts() -> dict[str, int]:
 class _Wrapper(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} ran on a tensor without memory")
 
 
@@ -234,5 +238,5 @@ def without_memory(
     tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
     next step.)"""
     made: Tensor = _Wrapper(shape, dtype, device)
-    made.__class__ = kind  # type: ignore[assignment]
+    made.__class__ = kind
     return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

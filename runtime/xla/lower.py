@@ -5,7 +5,7 @@ The dialect becomes functional collectives first (``runtime/functional.py``), an
 | functional | becomes |
 |---|---|
 | ``all_gather_into_tensor`` | ``barrier`` where it is not the first, ``all_gather`` with a channel of its own |
-| ``reduce_scatter_tensor``, ``all_reduce`` | ``reduce_scatter``, ``all_reduce``; of a mean also a division, as XLA adds |
+| ``reduce_scatter_tensor``, ``all_reduce`` | ``reduce_scatter``, ``all_reduce``; of a mean also a division: XLA adds |
 | ``wait_tensor`` | nothing: XLA schedules |
 
 [Note: barriers]

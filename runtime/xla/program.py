@@ -35,8 +35,8 @@ class BakedInputError(RuntimeError):
 
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators that
-    run on the host is not compiled but runs lazily, each time anew."""
+    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators
+    that run on the host is not compiled but runs lazily, each time anew."""
 
     can_run_on_host = False  # what each device runs by itself cannot
 
@@ -63,8 +63,8 @@ class XlaProgram(WholeProgram):
             self.entries.append(Entry(each, ()))
         self.compilations, self.compile_seconds = 0, 0.0
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
-        self._on_host = False  # whether operators of it are
         self._descriptions: list[Any] = []  # of the inputs
+        self._on_host = False  # whether operators of it are
 
     def __call__(self, args: list[Any]) -> Any:
         for kind, count in self.collectives.items():
@@ -88,7 +88,8 @@ class XlaProgram(WholeProgram):
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
     def _seeds(self) -> Tensor:
-        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: they are hashed."""
+        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: hashed."""
+        assert self.each is not None
         first = torch.randint(2**31 - 1, ())
         numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
         compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
@@ -96,15 +97,15 @@ class XlaProgram(WholeProgram):
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
         """In memory, and sharded as the program takes them."""
-        places = [i for i, entry in enumerate(self.entries) if entry is not None]
-        tensors = [inputs[i] for i in places]
-        for i, spec in zip(places, compat_xla.sharding_specs(tensors), strict=True):
-            entry = self.entries[i]
-            assert entry is not None
-            expected = entry.placement
+        places = [(i, entry.placement) for i, entry in enumerate(self.entries) if entry is not None]
+        tensors = [inputs[i] for i, _ in places]
+        if compat_xla.pending(tensors):  # all that is pending, or an optimizer's state would be computed once more
+            compat_xla.sync(wait=True)
+        moved = False
+        for (i, expected), spec in zip(places, compat_xla.sharding_specs(tensors), strict=True):
             if not _agrees(spec, expected, inputs[i].dim()):
-                inputs[i] = compat_xla.annotated(inputs[i], expected.devices, expected.tiles)
-        if compat_xla.pending([inputs[i] for i in places]):
+                inputs[i], moved = compat_xla.annotated(inputs[i], expected.devices, expected.tiles), True
+        if moved:
             compat_xla.sync(wait=True)
         return inputs
 
@@ -153,20 +154,22 @@ class XlaProgram(WholeProgram):
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
         parameters of numbers, so that graphs that differ in them are one program). See [Note: compiled once]."""
         place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
-        found, constants = [], []
+        found: list[int | Tensor] = []
+        constants = []
         for tensor_id, value in zip(*compat_xla.graph_inputs(outputs), strict=True):
             if tensor_id not in place_of:
                 constants.append(value)
             found.append(place_of.get(tensor_id, value))
+        read = {place for place in found if isinstance(place, int)}
         placeholders = [node for node in self.lowered.module.graph.nodes if node.op == "placeholder"]
         for i, node in enumerate(placeholders):
-            if not node.users or i in found:
+            if not node.users or i in read:
                 continue
             if any(_is_like(value, fresh[i]) for value in constants):
                 raise BakedInputError(
-                    f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not among "
-                    "what XLA reads when the graph runs, and a constant of that shape is: later steps would use its "
-                    "first value"
+                    f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not "
+                    "among what XLA reads when the graph runs, and a constant of that shape is: later steps would use "
+                    "its first value"
                 )
         return found
 

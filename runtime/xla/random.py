@@ -112,7 +112,7 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
         replace = _REPLACEMENTS.get(node.target)
         if replace is None:
             raise NotImplementedError(
-                f"{node.target} draws random numbers, which backend='xla' has for uniform and normal ones alone; draw with "
+                f"{node.target} draws random numbers, and backend='xla' has uniform and normal ones alone; draw with "
                 "torch.rand, torch.randn or torch.bernoulli"
             )
         with module.graph.inserting_before(node):
@@ -154,9 +154,10 @@ def _bernoulli(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> f
 
 def _between(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """``uniform(x, low, high)``."""
-    low, high = (*node.args[1:], *(0.0, 1.0)[len(node.args) - 1 :])
+    given: Any = node.args[1:]
+    low, high = given if len(given) == 2 else (given[0] if given else 0.0, 1.0)
     drawn = _drawn(graph, node, seeds, number)
-    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))  # type: ignore[operator]
+    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))
     return graph.call_function(aten.add.Tensor, (scaled, low))
 
 

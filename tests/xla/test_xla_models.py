@@ -11,6 +11,9 @@ from torch import nn
 from xla_launch import DEVICES, run_xla
 from xla_models import MODELS, check_training, train
 
+# The global view of the other two is in test_xla_auto.py.
+TRAININGS = [*((name, "manual") for name in MODELS), ("llama", "auto"), ("vit", "auto")]
+
 
 def compiled(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     import graph_fsdp
@@ -46,8 +49,7 @@ def _bytes_of_a_device(tensor: Any) -> int:
     return shard.numel() * shard.element_size()
 
 
-@pytest.mark.parametrize("sharding", ["manual", "auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sharding"), TRAININGS)
 def test_four_devices_equal_one(name: str, sharding: str) -> None:
     outcome, whole, held = run_xla(train_compiled, name, sharding)
     check_training(name, outcome, global_batch=sharding == "auto")
