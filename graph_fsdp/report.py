@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -61,6 +62,7 @@ class GraphView:
         self.memory: MemoryProfile | None = None
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.graph: Graph | None = None  # after all passes
+        self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
         self.nodes = 0
 
     @functools.cached_property
@@ -74,6 +76,24 @@ class GraphView:
         if self.graph is None or self.graph.cost is None or self.timeline is None:
             raise LookupError(f"the {self.phase} graph has no cost model that could say when its nodes run")
         return ScheduledGraph(self.graph, self.graph.cost, self.timeline, self.memory)
+
+    @property
+    def lowered(self) -> str | None:
+        """The graph as a compiler got it that takes it whole (``regions="whole"``, ``backend="xla"``), as Python."""
+        return self.program if self.whole else None
+
+    def hlo(self) -> Any:
+        """XLA's optimized program, compiled once more for its text: a
+        :class:`graph_fsdp.runtime.xla.hlo.OptimizedHlo`, whose ``table()`` has its collectives beside the schedule's.
+
+        Raises:
+            LookupError: XLA does not run the graph.
+        """
+        if self.hlo_of is None:
+            raise LookupError(
+                f"the {self.phase} graph is not run by XLA; hlo() is of models compiled with backend='xla'"
+            )
+        return self.hlo_of()
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -129,7 +149,7 @@ class CapturedGraph:
     ) -> None:
         self.add_graph(graph, context)
         view = self.view(graph.phase)
-        view.program = program.source
+        view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:
