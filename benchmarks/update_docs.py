@@ -1,9 +1,9 @@
-"""Write the tables of ``docs/performance.md`` anew from ``benchmarks/results``.
+"""Write the tables of ``docs/performance.md`` and ``docs/xla.md`` anew from ``benchmarks/results``.
 
     python benchmarks/update_docs.py
 
 A table stands between ``<!-- results/NAME.json -->`` and ``<!-- end -->``, headed by its plot, command and machine.
-``tests/test_benchmarks.py`` fails where the page and the results differ.
+``tests/test_benchmarks.py`` fails where a page and the results differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
 NOT_MEASURED = "Not measured yet.\n"
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "xla.md")
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -36,4 +36,5 @@ def updated(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))

@@ -3,8 +3,8 @@
     python benchmarks/xla_step_time.py
     python benchmarks/xla_step_time.py --model llama --name xla_step_time_llama --rounds 30
 
-It takes torch_xla (``make test-xla`` makes an environment with it). Devices are virtual ones of XLA's CPU client, all in
-one process, unless ``PJRT_DEVICE`` says another client.
+It takes torch_xla (``make test-xla`` makes an environment with it). Devices are virtual ones of XLA's CPU client, all
+in one process, unless ``PJRT_DEVICE`` says another client.
 
 Steps are timed in one process that holds all implementations, which take turns in an order that changes from round to
 round; each has the same initial values and the same batches, rows sharded over the devices. A step is forward,

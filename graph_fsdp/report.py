@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,7 @@ class GraphView:
         self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
         self.memory: MemoryProfile | None = None
         self.graph: Graph | None = None  # after all passes
+        self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
         self.nodes = 0
 
     @functools.cached_property
@@ -60,6 +62,24 @@ class GraphView:
         """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
         cost = self.graph.cost if self.graph is not None else None
         return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
+
+    @property
+    def lowered(self) -> str | None:
+        """The graph as a compiler got it that takes it whole (``regions="whole"``, ``backend="xla"``), as Python."""
+        return self.program if self.whole else None
+
+    def hlo(self) -> Any:
+        """XLA's optimized program, compiled once more for its text: a
+        :class:`graph_fsdp.runtime.xla.hlo.OptimizedHlo`, whose ``table()`` has its collectives beside the schedule's.
+
+        Raises:
+            LookupError: XLA does not run the graph.
+        """
+        if self.hlo_of is None:
+            raise LookupError(
+                f"the {self.phase} graph is not run by XLA; hlo() is of models compiled with backend='xla'"
+            )
+        return self.hlo_of()
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -115,7 +135,7 @@ class CapturedGraph:
     ) -> None:
         self.add_graph(graph, context)
         view = self.view(graph.phase)
-        view.program = program.source
+        view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:

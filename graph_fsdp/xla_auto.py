@@ -52,8 +52,8 @@ def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
 
 
 def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -> None:
-    """Before the model gets its new class: ``mark_sharding`` in it is traced, and so is a call of ``shard_output`` behind
-    its forward."""
+    """Before the model gets its new class: ``mark_sharding`` in it is traced, and so is a call of ``shard_output``
+    behind its forward."""
     trace_mark_sharding()
     if shard_output is None:
         return

@@ -1,14 +1,14 @@
 """Constraints on the global view of a graph: where XLA's partitioner must put a value.
 
-``sharding="auto"`` of the XLA backend compiles the graph of the global batch, and XLA's partitioner divides it among the
-devices. It keeps to FSDP only where it is told to: a gather is the constraint that a parameter is replicated, a
+``sharding="auto"`` of the XLA backend compiles the graph of the global batch, and XLA's partitioner divides it among
+the devices. It keeps to FSDP only where it is told to: a gather is the constraint that a parameter is replicated, a
 reduction the constraint that a gradient is sharded, and an activation is constrained to be sharded as the batch is.
 Without the last, the partitioner may gather activations and leave parameters sharded.
 
 | operator | meaning |
 |---|---|
 | ``constrain(value, axes, mesh)`` | ``value``, dimension ``i`` of it sharded over the mesh axes ``axes[i]`` |
-| ``mark_sharding(value, axes)`` | the user's ``xs.mark_sharding`` in a forward, until ``ConstrainActivations`` has run |
+| ``mark_sharding(value, axes)`` | the user's ``xs.mark_sharding`` in a forward; ``ConstrainActivations`` replaces it |
 
 ``axes`` has a string per dimension: ``""`` for a dimension that is not sharded, ``"fsdp"``, or ``"data,fsdp"`` for one
 that is sharded over several. ``mesh`` is a name that the runtime knows the mesh by. The gradient of a constrained value
@@ -111,7 +111,7 @@ class ConstrainActivations(GraphPass):
 
     @staticmethod
     def _leaves_unit(node: fx.Node, calls: dict[fx.Node, Any]) -> bool:
-        """It is read outside of the call of the unit that computes it. Integers say nothing of how compute is divided."""
+        """It is read outside of the call of the unit that computes it. Integers do not say how compute is divided."""
         if node.op == "placeholder" or not node.meta["example_value"].is_floating_point():
             return False
         call = calls.get(node)

@@ -53,3 +53,19 @@ def test_without_torch_xla_nothing_is_changed() -> None:
     with pytest.raises(UnsupportedError, match=rf"backend='xla'.*torch_xla is not installed.*{PAIR}"):
         graph_fsdp.compile(model, backend="xla")
     assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sharding": "auto"}, "sharding='auto' lets XLA divide the model and takes backend='xla'"),
+        ({"sharding": "global"}, "sharding must be 'manual' or 'auto', got 'global'"),
+        ({"shard_output": print}, "shard_output says how XLA divides outputs"),
+        ({"shard_output": 3, "sharding": "auto", "backend": "xla"}, "shard_output must be a function of the output"),
+    ],
+)
+def test_who_divides_a_model_is_refused_where_nobody_could(options: dict[str, object], words: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises((ValueError, TypeError), match=words):
+        graph_fsdp.compile(model, **{"backend": "eager", **options})
+    assert type(model) is nn.Linear

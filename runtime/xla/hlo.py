@@ -8,33 +8,54 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from graph_fsdp.passes import compat_xla_hlo
+from graph_fsdp.passes import compat_xla_hlo, dialect
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.layout import layout_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
-# An instruction is "%name = shape opcode(operands), attributes". An asynchronous one has a start and a done; the done is
-# no collective of its own.
+# An instruction is "%name = shape opcode(operands), attributes". An asynchronous one has a start and a done; the done
+# is no collective of its own.
 _OPCODE = re.compile(rf"=\s+(?:\([^=]*\)|\S+)\s+(?P<kind>{'|'.join(KINDS)})(?:-start)?\(")
 
 
 @dataclass(frozen=True)
 class OptimizedHlo:
-    """``text``: of the program that each device runs, in XLA's own notation."""
+    """``text``: of the program that each device runs, in XLA's own notation. ``scheduled``: messages of the scheduled
+    graph's collectives, by kind."""
 
     text: str
+    scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def collectives(self) -> dict[str, int]:
         """Collectives by kind (``"all-gather"``), without the kinds that do not occur."""
         return count_collectives(self.text)
 
+    def table(self) -> str:
+        """What XLA runs beside what the schedule has."""
+        return beside(self.collectives, self.scheduled)
+
     def __str__(self) -> str:
         return self.text
+
+
+def scheduled_collectives(graph: Graph) -> dict[str, int]:
+    """Messages of a scheduled graph's collectives, by the kinds that XLA has for them."""
+    found: Counter[str] = Counter()
+    for node in graph.fx_graph.nodes:
+        if node.target is dialect.all_gather_start:
+            found["all-gather"] += len(layout_of(node).messages)
+        elif node.target is dialect.reduce_scatter_start:
+            found["reduce-scatter"] += len(dialect.argument(node, "messages")) or 1
+        elif node.target in dialect.STARTS:
+            found["all-reduce"] += 1
+    return dict(found)
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -55,7 +76,7 @@ def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> Optimi
     return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
 
 
-def beside(collectives: dict[str, int], scheduled: dict[str, int]) -> str:
+def beside(collectives: Mapping[str, int], scheduled: Mapping[str, int]) -> str:
     """Two counts by kind as a table: what XLA runs beside what the schedule has."""
     kinds = [kind for kind in KINDS if kind in collectives or kind in scheduled]
     width = max(map(len, ["collective", *kinds]))

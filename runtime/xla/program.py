@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from graph_fsdp.passes.stage import readable
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
-from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
+from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
 from graph_fsdp.runtime.xla.lower import Entry, Lowered
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
@@ -148,7 +149,8 @@ class XlaProgram(WholeProgram):
         """What XLA made of the graph, compiled once more for its text."""
         if self._compiled is None:
             raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
-        return optimized_hlo(self.lowered.module, self._descriptions)
+        found = optimized_hlo(self.lowered.module, self._descriptions)
+        return replace(found, scheduled=scheduled_collectives(self.graph))
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
