@@ -101,7 +101,7 @@ class ConstrainActivations(GraphPass):
         for node in found:
             value, axes = node.args
             graph.fx_graph.erase_node(node)
-            self._insert(graph, value, list(axes))  # type: ignore[arg-type]
+            self._insert(graph, value, list(axes))
         return len(found)
 
     @staticmethod

@@ -71,7 +71,7 @@ def _with_returns(module: fx.GraphModule) -> Lowered:
     places = {node: place for place, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder")}
     results: dict[fx.Node, int] = {}
     returns: list[tuple[str, Any]] = []
-    for value in output.args[0]:  # type: ignore[union-attr]
+    for value in output.args[0]:
         if not isinstance(value, fx.Node):
             returns.append(("constant", value))
         elif value in places:
