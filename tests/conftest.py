@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 FAKE_WORLD_SIZE = 8
+
+# Those of XLA's CPU client run where torch_xla is installed, which is the environment of `make test-xla`.
+XLA_TESTS = Path(__file__).parent / "xla"
+if importlib.util.find_spec("torch_xla") is None:
+    collect_ignore_glob = ["xla/test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(XLA_TESTS):
+            item.add_marker(pytest.mark.xla)
 
 
 @pytest.fixture(autouse=True)
