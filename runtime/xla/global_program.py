@@ -40,7 +40,7 @@ class GlobalProgram(XlaProgram):
         own = {n.name for n in graph.placeholders if has_role(n, Role.SHARD)}
         if graph.phase == "backward":  # of what it receives only the gradients of outputs are new to the program
             own = {n.name for n in graph.placeholders if not has_role(n, Role.TANGENT)}
-            own |= {n.name for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith("kept_")}
+            own |= {n.name for n in module.graph.nodes if has_role(n, Role.KEPT)}
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self._from_user = [place for place, node in enumerate(placeholders) if node.name not in own]
         self.like: list[Any] = []  # of inputs, how they were sharded at the first run

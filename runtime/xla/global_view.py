@@ -21,7 +21,7 @@ Forward and backward are programs of their own, so what is gathered again in bac
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.constrain import constrain
-from graph_fsdp.passes.dialect import Role, has_role
+from graph_fsdp.passes.dialect import Role, has_role, set_record
 from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
@@ -105,7 +105,8 @@ class _Lowering:
         if has_role(node, Role.KEPT):
             for name in self.kept[node.meta["fsdp"].bucket]:
                 p = self.model.spec_of(name)
-                self.parameters[name] = self._placeholder(f"kept_{name}", node, p.stored_shape, p.param_dtype)
+                kept = self._placeholder(f"kept_{name}", node, p.stored_shape, p.param_dtype)
+                self.parameters[name] = set_record(kept, replace(node.meta["fsdp"], params=(name,)))
             return
         if has_role(node, Role.KEPT_SHARD, Role.PAYLOAD):
             raise NotInGlobalView(f"{node.name} has no meaning in the global view of a graph")
