@@ -37,6 +37,7 @@ from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats
+from graph_fsdp.passes.saved_inputs import save_as_they_were
 from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
@@ -277,6 +278,7 @@ class Engine:
                 )
             forward, backward = map(compat.writes_code_when_asked, (forward, backward))
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+            save_as_they_were(graphs[0], num_fwd_outputs)
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)

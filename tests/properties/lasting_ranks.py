@@ -1,0 +1,143 @@
+"""Four ranks that live as long as the tests: processes with gloo between them, which cases are sent to.
+
+A rank imports torch and makes its process groups once, and then takes case after case from a pipe; those that are not
+on a case's mesh go on waiting. A rank that dies or does not answer costs all four, and the next case starts new ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+import torch
+import torch.distributed as dist
+from random_cases import Case, MeshCase
+from random_training import Outcome, train_sharded
+from torch.distributed.device_mesh import DeviceMesh
+
+RANKS = 4
+CASE_SECONDS = 120.0  # no case takes a tenth of it on a busy machine
+STRAGGLER_SECONDS = 20.0  # for the others, when one rank has raised: they may wait for it in a collective
+
+
+@dataclass
+class Raised:
+    """An error instead of an outcome. ``types``: the names of its type and its bases."""
+
+    types: tuple[str, ...]
+    message: str
+    traceback: str
+
+
+class Ranks:
+    """Context manager."""
+
+    def __init__(self) -> None:
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def run(self, case: Case) -> list[Outcome | Raised]:
+        """The outcome of each rank of the case's mesh."""
+        if case.mesh.kind == "none":
+            return [run_case(case, None, 0)]
+        if not self._processes:
+            self._start()
+        pipes = self._pipes[: case.mesh.ranks]
+        for pipe in pipes:
+            pipe.send(case)
+        answers: dict[int, Outcome | Raised] = {}
+        deadline = time.monotonic() + CASE_SECONDS
+        while len(answers) < len(pipes):
+            missing = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+            for pipe in wait(missing, max(0.0, deadline - time.monotonic())):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = Raised(("Died",), "the process ended", "")
+                if isinstance(answers[rank], Raised):
+                    deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+            if time.monotonic() >= deadline:
+                break
+        silent = Raised(("Silent",), "no answer", "")
+        found = [answers.get(rank, silent) for rank in range(len(pipes))]
+        if any(isinstance(answer, Raised) and answer.types[0] in ("Died", "Silent") for answer in found):
+            self.stop()
+        return found
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, self._store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def serve(rank: int, port: int, pipe: Connection) -> None:
+    """A rank's life."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # or gloo looks up the host's name, which may not resolve
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=CASE_SECONDS))
+    meshes = {mesh: make_mesh(mesh) for mesh in MESHES}
+    while True:
+        try:
+            case: Case = pipe.recv()
+        except EOFError:  # the tests are over
+            return
+        pipe.send(run_case(case, meshes[case.mesh], rank))
+
+
+MESHES = (
+    *(MeshCase("shard", ranks) for ranks in (1, 2, 3, 4)),
+    *(MeshCase("replicate", ranks) for ranks in (1, 2, 4)),
+    *(MeshCase("hybrid", a * b, (a, b)) for a, b in ((2, 2), (1, 2), (2, 1), (1, 3))),
+)
+
+
+def make_mesh(mesh: MeshCase) -> DeviceMesh:
+    """Every rank makes every mesh: it is new process groups."""
+    ranks = torch.arange(mesh.ranks)
+    if mesh.kind == "hybrid":
+        return DeviceMesh("cpu", ranks.view(mesh.shape), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate" if mesh.kind == "replicate" else "fsdp",))
+
+
+def run_case(case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome | Raised:
+    torch._dynamo.reset()
+    try:
+        return train_sharded(case, mesh, rank)
+    except Exception as error:  # for the test to judge, by its type
+        types = tuple(cls.__name__ for cls in type(error).__mro__)
+        return Raised(types, str(error), traceback.format_exc())
+    finally:
+        torch._dynamo.reset()
+        gc.collect()

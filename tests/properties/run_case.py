@@ -1,0 +1,43 @@
+"""Run one case, as a failing property prints it, and say what is different:
+
+python tests/properties/run_case.py "Case(model=ModelCase(…), …)"
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+
+import random_cases
+from equality import differences
+from lasting_ranks import Raised, Ranks
+from random_cases import Case
+from random_training import train_reference
+
+
+def verdict(ranks: Ranks, case: Case) -> tuple[str, tuple[str, ...]]:
+    """What is wrong with a case, or nothing; and the types of the error that ranks raised, if they did."""
+    outcomes = ranks.run(case)
+    raised = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)]
+    if raised:
+        first = raised[0][1]
+        text = "\n".join(f"rank {rank}: {r.types[0]}: {r.message}\n{r.traceback}" for rank, r in raised)
+        together = len(raised) == len(outcomes) and all(r.types == first.types for _, r in raised)
+        return text, first.types if together else ()
+    trained = [outcome for outcome in outcomes if not isinstance(outcome, Raised)]
+    return "\n".join(differences(case, trained, train_reference(case))), ()
+
+
+def parse(text: str) -> Case:
+    """A case from its ``repr``."""
+    return eval(text, vars(random_cases))
+
+
+if __name__ == "__main__":
+    with Ranks() as processes:
+        found, _ = verdict(processes, parse(sys.argv[1]))
+    print(found or "as it should be")
+    sys.exit(bool(found))
