@@ -255,15 +255,16 @@ class Engine:
         entry: Entry,
         prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> Callable[..., Any]:
-        engine = _weak(self)  # see ``_function_compiled``
+        # See ``_function_compiled``. None of the functions below may name ``self``: torch 2.9 keeps them.
+        engine, owner = _weak(self), weakref.ref(self)
         partitioned: list[Graph] = []  # until their regions are compiled
         piece: list[tuple[Snapshot | None, str]] = []  # until its program is
-        alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
+        alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            alive.append(self)
+            alive.append(owner())
             joint = prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
