@@ -3,9 +3,9 @@
     python benchmarks/soak.py
     python benchmarks/soak.py --steps 20000 --processes 4
 
-Training with batches of several lengths, evaluation and checkpoints in between. Every so often the model is dropped and
-a new one made, compiled and filled from the last checkpoint in the same process; and the processes themselves are
-started again, from it too. The losses must go on where they were.
+Training with batches of several lengths, evaluation and checkpoints in between, most of them asynchronous. Every so
+often the model is dropped and a new one made, compiled and filled from the last checkpoint in the same process; and the
+processes themselves are started again, from it too.
 
 Counted every few steps, after a garbage collection: resident bytes of the process, its open files, its threads, and
 the graphs that the model of then has captured. In each process the first part of its steps, two models long, is
@@ -14,7 +14,7 @@ threads after it over those at its end, and whether any model captured more grap
 fails (exit code 1).
 
 What it does not show: resident memory is what the operating system says, and holds what the allocator keeps for
-later. Memory of accelerators is not in it.
+later. Memory of accelerators is not in it. A loss that does not fall over the whole run fails it too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import (
     command_of,
     default_device,
@@ -50,11 +48,11 @@ from harness import (
 )
 from plots import lines
 from tables import Table
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from workloads import Workload, loss_of
 
 import graph_fsdp
+from graph_fsdp import checkpoint
 
 LENGTHS = (1.0, 0.75, 0.5)  # parts of --length, in turn
 MODELS_OF_WARMUP = 2
@@ -87,12 +85,12 @@ def sample(step: int, process: int, model: int, graphs: int) -> Sample:
 class Life:
     """One model, from its making to its end."""
 
-    def __init__(self, workload: Workload, mesh: DeviceMesh, backend: str, checkpoint: Path | None) -> None:
+    def __init__(self, workload: Workload, mesh: DeviceMesh, backend: str, folder: Path) -> None:
         self.workload, self.device = workload, torch.device(mesh.device_type)
         self.model = graph_fsdp.compile(workload.make(self.device), mesh, backend=backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
-        if checkpoint is not None:
-            self._load(checkpoint)
+        last = checkpoint.latest(folder)
+        self.done = 0 if last is None else checkpoint.load(last, self.model, self.optimizer)["step"]
 
     def step(self, number: int) -> float:
         loss = loss_of(self.model(**self._batch(number)))
@@ -108,15 +106,9 @@ class Life:
         self.model.train()
         return loss
 
-    def save(self, path: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-
-    def _load(self, path: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    def save(self, folder: Path, done: int, asynchronous: bool) -> None:
+        path = folder / f"checkpoint{done}"
+        checkpoint.save(path, self.model, self.optimizer, extra={"step": done}, asynchronous=asynchronous, keep=2)
 
     def graphs(self) -> int:
         return len(graph_fsdp.inspect(self.model).graphs)
@@ -138,30 +130,22 @@ def live(options: argparse.Namespace, folder: Path, process: int) -> None:
                 del life
                 gc.collect()
                 number += 1
-                checkpoint = folder / f"checkpoint{step}"
-                life = Life(workload_of(options), mesh, options.backend, checkpoint if step else None)
+                life = Life(workload_of(options), mesh, options.backend, folder)
+                assert life.done == step, "a checkpoint of another step"
                 say(f"process {process}, model {number}, step {step}")
             assert life is not None
             losses.append(life.step(step))
             done = step + 1
             if done % options.evaluate_every == 0:
                 life.evaluate(step)
-            if done % options.save_every == 0 or (done - first) % options.restart_every == 0:
-                _save(life, folder, done)
+            last = (done - first) % options.restart_every == 0
+            if last or done % options.save_every == 0:
+                life.save(folder, done, asynchronous=not last)
             if done % options.sample_every == 0:
                 samples.append(sample(done, process, number, life.graphs()))
         found = gather(([asdict(s) for s in samples], losses))
         if dist.get_rank() == 0:
             (folder / f"process{process}.json").write_text(json.dumps(found))
-
-
-def _save(life: Life, folder: Path, done: int) -> None:
-    """Only the last two are kept."""
-    life.save(folder / f"checkpoint{done}")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for old in sorted(folder.glob("checkpoint*"), key=lambda path: int(path.name.removeprefix("checkpoint")))[:-2]:
-            shutil.rmtree(old)
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         model,
         mesh,
         chosen,
-        rows=tuple(draw(st.lists(rows, min_size=1, max_size=2))),
+        rows=draw(st.tuples(rows) | st.tuples(rows).map(lambda n: n * 2) | st.tuples(rows, rows)),
         skewed=ranks > 1 and draw(st.integers(0, 4)) == 4,
         microbatches=draw(st.sampled_from([1, 1, 1, 2])),
         no_sync=draw(st.integers(0, 3)) == 3,

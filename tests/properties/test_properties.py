@@ -8,15 +8,18 @@ how to run it alone. More cases, or others:
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from case_strategies import cases
+from equality import differences
 from hypothesis import HealthCheck, given, seed, settings
 from lasting_ranks import Ranks
-from random_cases import Case
+from random_cases import Case, LayerCase, MeshCase, ModelCase
+from random_training import train_reference
 from run_case import verdict
 
 SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
@@ -64,5 +67,24 @@ def test_a_step_equals_that_of_one_process(ranks: Ranks, number: int) -> None:
     assert found["trained"] >= 0.9 * found.total()
 
 
-def test_another_result_is_seen() -> None:
-    """The check itself can fail."""
+@pytest.mark.parametrize("wrong", ["a gradient twice", "a gradient of one rank", "a buffer", "no gradient", "a loss"])
+def test_another_result_is_seen(wrong: str) -> None:
+    case = Case(ModelCase(blocks=((LayerCase("counter"), LayerCase("affine")),)), MeshCase("shard", 2), rows=(2, 2))
+    expected = train_reference(case)
+    outcomes = [copy.deepcopy(expected[0]) for _ in range(case.mesh.ranks)]
+    for rank, outcome in enumerate(outcomes):
+        outcome.inputs = [x.chunk(2)[rank] for x in outcome.inputs]
+    assert differences(case, outcomes, expected) == []
+    found, gradients = outcomes[1], outcomes[1].gradients[1]
+    match wrong:
+        case "a gradient twice":
+            gradients["head.weight"] = 2 * expected[0].gradients[1]["head.weight"]
+        case "a gradient of one rank":
+            gradients["head.bias"] = expected[0].gradients[1]["head.bias"] + 1e-6
+        case "a buffer":
+            found.buffers["blocks.0.layers.0.count"] += 1
+        case "no gradient":
+            gradients["head.bias"] = None
+        case "a loss":
+            found.losses[1] *= 1 + 1e-6
+    assert len(differences(case, outcomes, expected)) == 1
