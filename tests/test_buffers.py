@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,12 +42,22 @@ def gradients(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[dict[str, Te
     return found, model
 
 
-@pytest.mark.parametrize("checkpointing", [None, "unit", 0.0])
-def test_gradients_are_those_of_the_buffers_as_they_were(checkpointing: str | float | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "eager"},
+        {"backend": "eager", "activation_checkpointing": "unit"},
+        {"backend": "eager", "activation_checkpointing": 0.0},
+        {"backend": "inductor"},
+        {"backend": "inductor", "regions": "whole"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_gradients_are_those_of_the_buffers_as_they_were(options: dict[str, Any]) -> None:
     expected, _ = gradients(lambda model: model)
 
     def compiled(model: nn.Module) -> nn.Module:
-        return graph_fsdp.compile(model, backend="eager", activation_checkpointing=checkpointing)
+        return graph_fsdp.compile(model, **options)
 
     found, model = gradients(compiled)
     for right, actual in zip(expected, found, strict=True):

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 RANKS = 4
 CASE_SECONDS = 120.0  # no case takes a tenth of it on a busy machine
-STRAGGLER_SECONDS = 20.0  # for the others, when one rank has raised: they may wait for it in a collective
+STRAGGLER_SECONDS = 60.0  # for the others, when one rank has raised: they may wait for it in a collective
 
 
 @dataclass

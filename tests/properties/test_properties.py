@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 from case_strategies import cases
 from equality import differences
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from lasting_ranks import Ranks
 from random_cases import Case, LayerCase, MeshCase, ModelCase
 from random_training import train_reference
@@ -25,7 +25,7 @@ from run_case import verdict
 SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
 EXAMPLES = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0"))  # per test; 0: those of PER_RANKS
 
-PER_RANKS = {1: 70, 2: 110, 3: 50, 4: 70}
+PER_RANKS = {1: 90, 2: 120, 3: 40, 4: 50}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def test_a_step_equals_that_of_one_process(ranks: Ranks, number: int) -> None:
         deadline=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
     )
     @given(cases(number))
     def check(case: Case) -> None:
@@ -64,7 +65,8 @@ def test_a_step_equals_that_of_one_process(ranks: Ranks, number: int) -> None:
 
     check()
     print(f"seed {first_seed}: {dict(found)}")
-    assert found["trained"] >= 0.9 * found.total()
+    assert found.total() >= (EXAMPLES or PER_RANKS[number])
+    assert found["trained"] >= 0.9 * found.total(), f"too many cases are refused: {dict(found)}"
 
 
 @pytest.mark.parametrize("wrong", ["a gradient twice", "a gradient of one rank", "a buffer", "no gradient", "a loss"])
