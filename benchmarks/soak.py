@@ -89,6 +89,7 @@ class Life:
         self.workload, self.device = workload, torch.device(mesh.device_type)
         self.model = graph_fsdp.compile(workload.make(self.device), mesh, backend=backend)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+        # Lengths are counted from here, so that every model captures the same graphs.
         last = checkpoint.latest(folder)
         self.done = 0 if last is None else checkpoint.load(last, self.model, self.optimizer)["step"]
 
@@ -115,7 +116,7 @@ class Life:
 
     def _batch(self, number: int) -> dict[str, torch.Tensor]:
         tokens = self.workload.tokens(number, dist.get_rank(), self.device)
-        length = int(self.workload.length * LENGTHS[number % len(LENGTHS)])
+        length = int(self.workload.length * LENGTHS[(number - self.done) % len(LENGTHS)])
         return {name: value[:, :length] for name, value in tokens.items()}
 
 

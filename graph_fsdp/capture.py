@@ -113,6 +113,9 @@ class Engine:
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
+        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
+        # sizes, guards and sources: a program that makes model after model would grow.
+        weakref.finalize(self, compat.FakeTensorMode.cache_clear).atexit = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
