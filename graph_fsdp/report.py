@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -63,6 +63,7 @@ class GraphView:
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.graph: Graph | None = None  # after all passes
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
+        self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
         self.nodes = 0
 
     @functools.cached_property
@@ -94,6 +95,13 @@ class GraphView:
                 f"the {self.phase} graph is not run by XLA; hlo() is of models compiled with backend='xla'"
             )
         return self.hlo_of()
+
+    def compiled_by_xla(self) -> list[str]:
+        """A line that says how often and why, where XLA runs the graph."""
+        if not self.xla_compilations:
+            return []
+        causes = "; ".join(map(str, self.xla_compilations))
+        return [f"  compiled by XLA {len(self.xla_compilations)}x: {causes}"]
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -150,6 +158,7 @@ class CapturedGraph:
         self.add_graph(graph, context)
         view = self.view(graph.phase)
         view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
+        view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:
@@ -294,6 +303,7 @@ class GraphReport:
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 if view.whole:
                     lines += ["  compiled whole: the compiler allocates the buffers"]
+                    lines += view.compiled_by_xla()
                 elif view.buckets:
                     lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
                 if view.memory is not None:

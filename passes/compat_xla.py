@@ -201,8 +201,21 @@ def hlo_of(outputs: Sequence[Tensor]) -> str:
     return str(_c()._get_xla_tensors_hlo(list(outputs)))
 
 
+class ProgramDroppedError(RuntimeError):
+    """torch_xla keeps the programs that ran last, all graphs and all of the lazy ones together."""
+
+
 def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    """
+    Raises:
+        ProgramDroppedError: torch_xla does not have the program any more; nothing has run.
+    """
+    try:
+        found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    except RuntimeError as error:
+        if "Failed to get computation by hash" in str(error):
+            raise ProgramDroppedError(str(error)) from error
+        raise
     return found
 
 
