@@ -67,8 +67,6 @@ def compile_on_xla(
             "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'"
         )
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
-    if checkpoint is not None:
-        raise UnsupportedError("checkpoint: backend='xla' reads no files; load_state_dict after graph_fsdp.compile")
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
@@ -90,6 +88,7 @@ def compile_on_xla(
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         shard_dims={},
+        checkpoint=checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint),
     )
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:

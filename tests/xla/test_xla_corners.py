@@ -45,7 +45,8 @@ def pieces_of_the_global_view_train() -> None:
     import graph_fsdp
 
     model = compare(Broken(), vectors, fullgraph=False, sharding="auto")
-    assert len(graph_fsdp.inspect(model).graphs) == 2
+    captured = [view for c in graph_fsdp.inspect(model).graphs for view in c.views.values() if view.phase == "forward"]
+    assert len(captured) >= 2, captured
 
 
 @FACTS
@@ -173,9 +174,9 @@ def gradients_add_up_in_the_global_view() -> None:
 def units_are_computed_again_in_the_global_view() -> None:
     import graph_fsdp
 
-    usual = compare(GPT(depth=1), sharding="auto")
-    again = compare(GPT(depth=1), sharding="auto", activation_checkpointing="unit")
-    products = [str(graph_fsdp.inspect(m).backward.program).count("aten.mm.default") for m in (usual, again)]
+    usual = compare(GPT(), sharding="auto", steps=2)
+    again = compare(GPT(), sharding="auto", activation_checkpointing="unit")
+    products = [str(graph_fsdp.inspect(m).backward.program).count("mm.default(") for m in (usual, again)]
     assert products[1] > products[0], products
 
 
