@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from graph_fsdp.checkpoint.storage import TensorAccess
 from graph_fsdp.passes import compat_xla
+from graph_fsdp.xla_storage import XlaStorage
 
 _COPIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
 
@@ -94,3 +96,33 @@ def _has_rows(shard: compat_xla.DeviceShard) -> bool:
 
 def _unpadded(shard: compat_xla.DeviceShard) -> Tensor:
     return shard.padded[tuple(slice(0, size) for size in shard.size)]
+
+
+class XlaTensors(TensorAccess):
+    """How a checkpoint writes and reads the tensors of a model on XLA and of its optimizers."""
+
+    def __init__(self, storage: XlaStorage) -> None:
+        self.storage = storage
+
+    def to_write(self, tensor: Tensor) -> Tensor:
+        return to_host(tensor) if tensor.device.type == "xla" else tensor
+
+    def to_fill(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "xla":
+            return tensor
+        self._divide(compat_xla.plain(tensor.detach()))
+        return to_host(tensor)
+
+    def filled(self, tensor: Tensor, value: Tensor) -> None:
+        if tensor.device.type == "xla":
+            to_devices(tensor, value)
+
+    def _divide(self, tensor: Tensor) -> None:
+        """States that an optimizer has just made are whole on each device. Those of a parameter's shape go where the
+        parameter is; where another tensor of that shape lies makes no difference to its values."""
+        if not compat_xla.is_divided(tensor):
+            parameters = (p.spec for p in self.storage.parameters.values())
+            like = next((p for p in parameters if tuple(p.shape) == tuple(tensor.shape)), None)
+            placement = self.storage.placement(like) if like is not None else None
+            if placement is not None and not placement.is_replicated:
+                compat_xla.mark_sharding(tensor, placement.devices, placement.tiles)
