@@ -30,6 +30,7 @@ from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
+from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
@@ -102,6 +103,9 @@ class GlobalEngine(Engine):
             return super().run(entry, module, *args, **kwargs)
         finally:
             self._call = None
+
+    def checkpoint_access(self) -> XlaTensors:
+        return XlaTensors(self.storage)
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext

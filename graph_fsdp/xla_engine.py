@@ -27,6 +27,7 @@ from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
+from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_storage import LocalViews, XlaStorage
 
 
@@ -68,6 +69,9 @@ class XlaEngine(Engine):
             return views.back(super().run(entry, module, *args, **kwargs))
         finally:
             self._views = before
+
+    def checkpoint_access(self) -> XlaTensors:
+        return XlaTensors(self.storage)
 
     def _compile_graph(
         self, settings: Any, entry: Function, module: fx.GraphModule, example_inputs: Sequence[Any]

@@ -48,38 +48,28 @@ def on_cpu(model: nn.Module) -> Values:
 
 
 def compiled(devices: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    import numpy
-    import torch_xla.distributed.spmd as xs
-
     import graph_fsdp
 
-    mesh(DEVICES) if devices == DEVICES else _spmd()
-    axes = xs.Mesh(numpy.arange(devices), (devices,), ("fsdp",))
+    axes = mesh(devices)
     model = graph_fsdp.compile(make_model(), axes, backend="xla", **options)
     return model, adamw(model.parameters()), axes
-
-
-def _spmd() -> None:
-    import torch_xla.runtime as xr
-
-    xr.use_spmd()
 
 
 def scrambled(model: nn.Module) -> nn.Module:
     """With values that nothing else has, which a load must replace."""
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(1)
+            p.mul_(1.25).add_(0.01)
     return model
 
 
 def rows_of_states(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Of the largest parameter's states: what a device holds of all rows."""
+    """Of the states of a parameter whose rows devices share equally: what each holds of them."""
     from graph_fsdp.passes import compat_xla
 
     compat_xla.sync(wait=True)
-    largest = max(optimizer.state, key=lambda p: p.numel())
-    states = {n: s for n, s in optimizer.state[largest].items() if s.dim() and s.device.type == "xla"}
+    shared = next(p for p in optimizer.state if p.dim() == 2 and len(p) % DEVICES == 0)
+    states = {n: s for n, s in optimizer.state[shared].items() if s.dim() and s.device.type == "xla"}
     return {name: compat_xla.local_shards(state)[0].numel() / state.numel() for name, state in states.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ BOUND = 1e-5
 
 
 def mesh(*shape: int) -> Any:
+    """Of all devices of this process, by the size of each axis."""
     import numpy
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
@@ -25,7 +27,7 @@ def mesh(*shape: int) -> Any:
     if not xr.is_spmd():
         xr.use_spmd()
     names = ("replicate", "fsdp")[-len(shape) :]
-    return xs.Mesh(numpy.arange(DEVICES), shape, names)
+    return xs.Mesh(numpy.arange(math.prod(shape)), shape, names)
 
 
 class WithLoss(nn.Module):
