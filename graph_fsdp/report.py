@@ -25,6 +25,7 @@ from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
+from graph_fsdp.recompilation import FIRST_CALL, Cause
 from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.trace_events import ScheduledGraph, predicted_trace
@@ -145,10 +146,11 @@ class GraphView:
 
 @dataclass
 class CapturedGraph:
-    """Everything of one captured graph: recompilations are captures of their own."""
+    """Everything of one captured graph: recompilations are captures of their own. ``cause``: why it was captured."""
 
     index: int
     spec: ModelSpec
+    cause: Cause = FIRST_CALL
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
@@ -198,6 +200,11 @@ class GraphReport:
         self.kept_nbytes = kept_nbytes
         self.collectives = dict(counter.collectives)
         self.regions, self.compiled_regions = regions.regions, regions.compiled
+
+    @property
+    def captures(self) -> list[CapturedGraph]:
+        """All captures, in order: each has the views of its graphs, and the cause of its being captured."""
+        return self.graphs
 
     @property
     def capture(self) -> GraphView:
@@ -295,6 +302,8 @@ class GraphReport:
         if self.kept_nbytes:
             lines += [f"gradients that are not reduced yet: {self.kept_nbytes:,} bytes"]
         for captured in self.graphs:
+            if captured.cause.kind != "first":
+                lines += ["", f"graph {captured.index} was captured because {captured.cause}"]
             for phase, view in captured.views.items():
                 if not view.nodes:  # a graph that other graphs are made of
                     continue

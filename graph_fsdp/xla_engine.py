@@ -63,7 +63,7 @@ class XlaEngine(Engine):
             self._told = True
             warn_unsharded(entry.function, args, kwargs)
         # Graphs are of the local view, whose shapes do not tell how the inputs are sharded.
-        self._compiled = self._functions.setdefault(views.signature, {})
+        self._compiled, self._layout = self._functions.setdefault(views.signature, {}), views.signature
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
