@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ class XlaEngine(Engine):
     ) -> Callable[..., Any]:
         self._captures.append(self._describe_inputs(module))
         _clone_outputs(module)
+        if self._call is not None and self._views is not None:  # what the user has called it with, for the report
+            given, named = self._views.back((self._call.args, self._call.kwargs))
+            self._call = replace(self._call, args=given, kwargs=named)
         call = Engine._compile_graph(self, settings, entry, module, example_inputs)
 
         def on_all_devices(*args: Any) -> Any:

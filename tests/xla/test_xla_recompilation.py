@@ -69,3 +69,39 @@ def test_a_program_is_compiled_once_and_for_its_text() -> None:
     causes, report = run_xla(compiled_once)
     assert causes == [[FIRST_RUN, FOR_ITS_TEXT], [FIRST_RUN]]
     assert "compiled by XLA 2x: " in report and "compiled by XLA 1x: " in report
+
+
+def captured_again(sharding: str) -> list[tuple[str, str]]:
+    """Kinds and texts of the causes: another size of batch, evaluation, and, of the local view, rows that all have."""
+    import warnings
+
+    import torch
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    model = graph_fsdp.compile(MLP(depth=1), axes, backend="xla", sharding=sharding)
+    x, _ = vectors(0)
+    for rows in (x, x, torch.cat([x, x]), x):
+        model(shard_batch(rows, axes))
+    with torch.no_grad():
+        model(shard_batch(x, axes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x[:2].to("xla"))
+    return [(captured.cause.kind, str(captured.cause)) for captured in graph_fsdp.inspect(model).captures]
+
+
+@pytest.mark.parametrize("sharding", ["manual", "auto"])
+def test_a_graph_that_is_captured_again_says_why(sharding: str) -> None:
+    first, larger, evaluation, whole = run_xla(captured_again, sharding)
+    assert first == ("first", "first call")
+    rows = (2, 4) if sharding == "manual" else (8, 16)  # of one device, or of all
+    assert larger[0] == "guard" and f"size mismatch at index 0. expected {rows[0]}, actual {rows[1]}" in larger[1]
+    assert "x is float32[16, 16] now" in larger[1], "the input as the user gave it"
+    assert evaluation[0] == "guard" and "grad_mode" in evaluation[1], evaluation
+    if sharding == "manual":
+        assert whole == ("inputs", "inputs are sharded over the devices in another way")
+    else:
+        assert whole[0] == "guard" and "x is float32[2, 16] now" in whole[1], whole
