@@ -48,10 +48,10 @@ def on_cpu(model: nn.Module) -> Values:
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
-def compiled(devices: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def compiled(*shape: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     import graph_fsdp
 
-    axes = mesh(devices)
+    axes = mesh(*shape)
     model = graph_fsdp.compile(make_model(), axes, backend="xla", **options)
     return model, adamw(model.parameters()), axes
 
@@ -74,25 +74,25 @@ def rows_of_states(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {name: compat_xla.local_shards(state)[0].numel() / state.numel() for name, state in states.items()}
 
 
-def interrupted(path: Path, sharding: str) -> tuple[list[float], Values, Values]:
+def interrupted(path: Path, shape: tuple[int, ...], sharding: str) -> tuple[list[float], Values, Values]:
     """Losses after the checkpoint, and values at and after it. A second model resumes from it in the same process."""
     from graph_fsdp import checkpoint
     from graph_fsdp.passes import compat_xla
 
-    model, optimizer, axes = compiled(DEVICES, sharding=sharding)
+    model, optimizer, axes = compiled(*shape, sharding=sharding)
     train(model, optimizer, axes, 0, FIRST)
     checkpoint.save(path, model, optimizer, extra={"step": FIRST})
     saved = on_cpu(model)
     losses, values = train(model, optimizer, axes, FIRST, MORE), on_cpu(model)
 
-    again, optimizer, axes = compiled(DEVICES, sharding=sharding)
+    again, optimizer, axes = compiled(*shape, sharding=sharding)
     extra = checkpoint.load(path, scrambled(again), optimizer)
     assert extra["step"] == FIRST
     assert all(torch.equal(a, b) for a, b in zip(on_cpu(again).values(), saved.values(), strict=True))
     shares = rows_of_states(optimizer)
-    assert shares == dict.fromkeys(("exp_avg", "exp_avg_sq"), 1 / DEVICES), shares
+    assert shares == dict.fromkeys(("exp_avg", "exp_avg_sq"), 1 / shape[-1]), shares
     weight = again.blocks[0].down.weight.detach()
-    assert len(compat_xla.local_shards(weight)[0]) == len(weight) // DEVICES
+    assert len(compat_xla.local_shards(weight)[0]) == len(weight) // shape[-1]
     assert train(again, optimizer, axes, FIRST, MORE) == losses, "bit for bit"
     assert all(torch.equal(a, b) for a, b in zip(on_cpu(again).values(), values.values(), strict=True))
     return losses, saved, values
@@ -129,7 +129,7 @@ def same(found: Values, expected: Values, bound: float = 0.0) -> None:
 
 def test_a_training_resumes_here_on_other_devices_and_on_ranks(tmp_path: Path) -> None:
     path, of_ranks = tmp_path / "xla", tmp_path / "ranks"
-    losses, saved, values = run_xla(interrupted, path, "manual")
+    losses, saved, values = run_xla(interrupted, path, (DEVICES,), "manual")
     for read in run_ranks(on_ranks, 2, path, of_ranks):
         same(read, saved)
     env = {"CPU_NUM_DEVICES": "2"}
@@ -145,8 +145,9 @@ def test_a_training_resumes_here_on_other_devices_and_on_ranks(tmp_path: Path) -
     same(on_cpu(plain), saved)
 
 
-def test_the_global_view_resumes(tmp_path: Path) -> None:
-    run_xla(interrupted, tmp_path / "auto", "auto")
+@pytest.mark.parametrize(("shape", "sharding"), [((2, 2), "manual"), ((DEVICES,), "auto")])
+def test_replicas_and_the_global_view_resume(tmp_path: Path, shape: tuple[int, ...], sharding: str) -> None:
+    run_xla(interrupted, tmp_path / "saved", shape, sharding)
 
 
 def from_safetensors(path: Path) -> None:
