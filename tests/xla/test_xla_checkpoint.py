@@ -16,6 +16,7 @@ from xla_compare import adamw, mesh, vectors
 from xla_launch import DEVICES, run_xla
 
 pytestmark = pytest.mark.timeout(900)
+TIMEOUT = 300  # seconds, of a process
 FIRST, MORE = 4, 4  # steps before and after a checkpoint
 BOUND = 1e-5
 
@@ -129,12 +130,12 @@ def same(found: Values, expected: Values, bound: float = 0.0) -> None:
 
 def test_a_training_resumes_here_on_other_devices_and_on_ranks(tmp_path: Path) -> None:
     path, of_ranks = tmp_path / "xla", tmp_path / "ranks"
-    losses, saved, values = run_xla(interrupted, path, (DEVICES,), "manual")
-    for read in run_ranks(on_ranks, 2, path, of_ranks):
+    losses, saved, values = run_xla(interrupted, path, (DEVICES,), "manual", timeout=TIMEOUT)
+    for read in run_ranks(on_ranks, 2, path, of_ranks, timeout=TIMEOUT):
         same(read, saved)
     env = {"CPU_NUM_DEVICES": "2"}
     for checkpoint in (path, of_ranks):
-        again, loaded, after = run_xla(resumed, checkpoint, 2, env=env)
+        again, loaded, after = run_xla(resumed, checkpoint, 2, env=env, timeout=TIMEOUT)
         same(loaded, saved)
         same(after, values, BOUND)
         assert max(abs(a - b) for a, b in zip(again, losses, strict=True)) < BOUND
@@ -147,7 +148,7 @@ def test_a_training_resumes_here_on_other_devices_and_on_ranks(tmp_path: Path) -
 
 @pytest.mark.parametrize(("shape", "sharding"), [((2, 2), "manual"), ((DEVICES,), "auto")])
 def test_replicas_and_the_global_view_resume(tmp_path: Path, shape: tuple[int, ...], sharding: str) -> None:
-    run_xla(interrupted, tmp_path / "saved", shape, sharding)
+    run_xla(interrupted, tmp_path / "saved", shape, sharding, timeout=TIMEOUT)
 
 
 def from_safetensors(path: Path) -> None:
@@ -180,4 +181,4 @@ def from_safetensors(path: Path) -> None:
 
 
 def test_values_from_safetensors_files(tmp_path: Path) -> None:
-    run_xla(from_safetensors, tmp_path / "model.safetensors")
+    run_xla(from_safetensors, tmp_path / "model.safetensors", timeout=TIMEOUT)
