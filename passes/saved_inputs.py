@@ -11,6 +11,7 @@ Not a pass of the pipeline: it mends what the partitioner left, before all passe
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,13 +24,16 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> list[str]:
     outputs that are the user's; saved tensors follow. Returns the inputs' names."""
     nodes = forward.nodes
     inputs = {node: {node} for node in nodes if node.op == "placeholder"}  # node → those whose memory it may share
+
+    def of(found: Iterable[Any]) -> set[fx.Node]:
+        return {root for node in found if isinstance(node, fx.Node) for root in inputs.get(node, ())}
+
     for node in nodes:
         if node.op == "call_function":
-            inputs[node] = set().union(*(inputs.get(source, ()) for source in aliased_inputs(node)))
+            inputs[node] = of(aliased_inputs(node))
     targets = {target: node for node in nodes for target in mutated_inputs(node)}
-    written = set().union(*(inputs.get(target, ()) for target in targets))
-    outputs = list(forward.output.args[0])  # type: ignore[arg-type]
-    saved = set().union(*(inputs.get(value, ()) for value in outputs[user_outputs:] if isinstance(value, fx.Node)))
+    outputs: list[Any] = list(forward.output.args[0])  # type: ignore[arg-type]
+    written, saved = of(targets), of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]
     writing = {*targets.values(), *_with_sources(targets), forward.output}
     for node in copied:
