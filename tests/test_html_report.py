@@ -87,7 +87,7 @@ def test_times_bytes_and_buckets_are_those_of_the_report(report: GraphReport, pa
         assert sum(row[2] for row in graph["compute"]) == pytest.approx(view.timeline.compute * 1e6, abs=0.1)
         assert graph["memory"]["peak"] == view.memory.peak == max(map(sum, graph["memory"]["values"]))
         assert graph["names"] == [node.name for node in view.graph.nodes]
-        assert [data["strings"][row[0]] for row in graph["rows"]] == [row.name for row in view.buckets]
+        assert [row[0] for row in graph["rows"]] == [row.name for row in view.buckets]
         events = [graph["names"][row[0]] for row in graph["communication"]]
         assert events == [event.node.name for event in view.timeline.events]
 

@@ -60,13 +60,22 @@ class Timeline {
     this.show(at - span / 2, span);
   }
 
-  color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  color(name) { return this.colors[name]; }
   laneColor(lane) { return lane === 0 ? this.color("--compute") : PALETTE[(lane * 2) % PALETTE.length]; }
 
+  // Once per frame, however many events ask for it.
   draw() {
-    const ratio = devicePixelRatio || 1;
     this.width = this.canvas.clientWidth;
-    if (!this.width) return;
+    document.getElementById("range").textContent = `${formatTime(this.view[1] - this.view[0])} of ${formatTime(this.end)}`;
+    if (this.asked || !this.width) return;
+    this.asked = true;
+    requestAnimationFrame(() => { this.asked = false; this.paint(); });
+  }
+
+  paint() {
+    const ratio = devicePixelRatio || 1;
+    const style = getComputedStyle(document.documentElement);
+    this.colors = Object.fromEntries(["--fore", "--faint", "--compute", "--exposed", "--select"].map((name) => [name, style.getPropertyValue(name).trim()]));
     this.canvas.width = this.width * ratio;
     this.canvas.height = this.height * ratio;
     const c = this.canvas.getContext("2d");
@@ -76,8 +85,6 @@ class Timeline {
     this.drawAxis(c);
     this.lanes.forEach((lane, n) => this.drawLane(c, lane, n));
     this.drawMemory(c);
-    const span = this.view[1] - this.view[0];
-    document.getElementById("range").textContent = `${formatTime(span)} of ${formatTime(this.end)}`;
   }
 
   drawAxis(c) {
