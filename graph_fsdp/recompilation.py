@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -75,7 +75,7 @@ class _Captured(Protocol):
     @property
     def cause(self) -> Cause: ...
     @property
-    def views(self) -> Mapping[Any, Any]: ...  # none of a capture that failed
+    def is_complete(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Call:
 def why_captured(earlier: Sequence[_Captured], key: CaptureKey, call: Call | None, *, breaks: bool = False) -> Cause:
     """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
     be traced in several pieces."""
-    earlier = [capture for capture in earlier if capture.views]
+    earlier = [capture for capture in earlier if capture.is_complete]
     compilation = compat_recompiles.current_compilation()
     failed = compat_recompiles.failed_guards()
     if failed:

@@ -141,6 +141,16 @@ class CapturedGraph:
         view.copied_nbytes = sum(copies(graph))
         view.nodes = len(graph.fx_graph.nodes)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether a graph of it came out of the passes; not where a pass failed."""
+        return any(view.nodes for view in self.views.values())
+
+    def all_views(self) -> list[GraphView]:
+        """Of all its graphs, those that others were made of too."""
+        phases = [phase for phase in PHASES if self.stages[phase] or phase in self.views]
+        return [self.views.get(phase) or GraphView(phase, self.stages[phase]) for phase in phases]
+
     def view(self, phase: Phase) -> GraphView:
         if phase not in self.views:
             self.views[phase] = GraphView(phase, self.stages[phase])

@@ -134,12 +134,11 @@ def report_data(report: GraphReport, *, stages: bool) -> ReportData:
 
 
 def capture_data(capture: CapturedGraph, *, stages: bool) -> CaptureData:
-    phases = [phase for phase, found in capture.stages.items() if found or phase in capture.views]
     return {
         "index": capture.index,
         "cause_kind": capture.cause.kind,
         "cause": str(capture.cause),
-        "graphs": [graph_data(capture.view(phase), stages=stages) for phase in phases],
+        "graphs": [graph_data(view, stages=stages) for view in capture.all_views()],
     }
 
 

@@ -52,7 +52,6 @@ OPTIONS = {
     "plain": {},
     "bfloat16": {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "checkpointed by an option": {"activation_checkpointing": "unit"},
-    "Inductor's decompositions": {"backend": "inductor"},
 }
 
 

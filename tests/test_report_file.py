@@ -150,7 +150,7 @@ def test_the_command_makes_a_page(report: GraphReport, file: Path, tmp_path: Pat
     ("arguments", "message"),
     [
         (["none.json"], "No such file"),
-        (["{file}", "--html", "page.txt"], "--html: 'page.txt' must end in .html"),
+        (["{file}", "--html", "page.json"], "--html: 'page.json' must end in .html"),
         (["{file}", "--html", "no/page.html"], "path: cannot be written"),
         (["{file}", "--diff", "fuse"], "no graph has a stage 'fuse'; there are insert_gathers, "),
     ],
