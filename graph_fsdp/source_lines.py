@@ -62,7 +62,9 @@ def _is_users(file: str) -> bool:
 
 
 def _plain(path: str) -> str:
-    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``."""
+    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``; also of a model that a
+    function around it holds (``L['f'].__closure__[0].cell_contents.forward.__self__``)."""
+    path = re.sub(r"^.*\b__self__\b\.?", "", path)
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)

@@ -116,3 +116,15 @@ def test_what_passes_insert_beside_their_operators_computes_nothing(report: Grap
         for stage in later:
             new = [node for node in computed(stage) if node.name not in known]
             assert [n.format_node() for n in new if not (is_view(n) or n.target in CASTS)] == [], stage.title
+
+
+def test_modules_of_a_planned_model_with_a_loss_have_the_models_names() -> None:
+    planned = graph_fsdp.plan(
+        lambda: nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)),
+        (torch.ones(4, 16, device="meta"),),
+        mesh_shape=(8,),
+        hardware="h100",
+        loss=torch.sum,
+    )
+    names = {module_name(node) for node in computed(planned.forward.stages["partition"])}
+    assert names == {"", "0", "1"}

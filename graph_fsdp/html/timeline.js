@@ -11,7 +11,8 @@ class Timeline {
     this.end = Math.max(...data.graphs.map((g) => g.begin + g.seconds * 1e6), 1e-3);
     this.slices = this.lanes.map((lane, n) => this.collect(lane, n));
     this.peak = Math.max(1, ...data.graphs.map((g) => (g.memory ? g.memory.peak : 0)));
-    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? g.memory.categories : [])))];
+    const held = ({ categories, values }) => categories.filter((_, k) => values.some((row) => row[k]));
+    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? held(g.memory) : [])))];
     this.marked = null; // "graph:node" → true while a parameter is looked at
     this.view = [0, this.end];
     canvas.style.height = `${this.height}px`;
@@ -143,6 +144,10 @@ class Timeline {
       const { times, values, categories } = graph.memory;
       const first = Math.max(0, lastAtMost(times.length, (n) => times[n], this.view[0]));
       const end = graph.begin + graph.seconds * 1e6;
+      if (end > this.view[0] && graph.begin < this.view[1]) {
+        c.fillStyle = this.color("--faint");
+        c.fillText(graph.phase, Math.max(LABEL, this.x(graph.begin)) + 5, top + 6);
+      }
       let column = -1, most = null, mostTotal = -1;
       const flush = (left, right) => {
         if (most === null) return;
