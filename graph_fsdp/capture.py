@@ -101,7 +101,7 @@ class Engine:
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
         self._inputs: dict[str, Tensor] = {}
-        self._running: Call | None = None
+        self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
@@ -142,7 +142,7 @@ class Engine:
                 stack.enter_context(self.pieces.forward_call())
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())
-            self._inputs, self._running = inputs, Call(entry.function, module, args, kwargs)
+            self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
                 return differentiable_once(self.storage.without_placeholders(outputs))
@@ -157,7 +157,7 @@ class Engine:
                 python_inspect.signature(entry.function).bind(module, *args, **kwargs)  # a wrong call: its TypeError
                 raise graph_break(error, entry) from error
             finally:
-                self._inputs, self._running = {}, None
+                self._inputs, self._call = {}, None
 
     def _function_compiled(self, entry: Entry) -> Callable[..., Any]:
         """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
@@ -179,7 +179,7 @@ class Engine:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
         ``_function_compiled``."""
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
-        cause = why_captured(self.graphs, key, self._running, breaks=not self._fullgraph)
+        cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         captured = CapturedGraph(len(self.graphs), self.spec, cause)
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages

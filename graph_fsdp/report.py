@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -52,6 +52,7 @@ class GraphView:
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.graph: Graph | None = None  # after all passes
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
+        self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
         self.nodes = 0
 
     @functools.cached_property
@@ -89,6 +90,13 @@ class GraphView:
 
     def __str__(self) -> str:
         return report_text.plain_text(report_text.graph_parts(graph_data(self, stages=False)))
+
+    def compiled_by_xla(self) -> list[str]:
+        """A line that says how often and why, where XLA runs the graph."""
+        if not self.xla_compilations:
+            return []
+        causes = "; ".join(map(str, self.xla_compilations))
+        return [f"compiled by XLA {len(self.xla_compilations)}x: {causes}"]
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -128,6 +136,7 @@ class CapturedGraph:
         self.add_graph(graph, context)
         view = self.view(graph.phase)
         view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
+        view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:

@@ -66,8 +66,9 @@ class StageData(TypedDict):
 
 
 class GraphData(TypedDict):
-    """``memory``, ``slots``, ``cuda_graphs``: lines of text; none where nothing is known. ``passes``: name and seconds.
-    ``nodes``: 0 of a graph that other graphs are made of. ``stages``: none in a report that is only printed."""
+    """``memory``, ``slots``, ``cuda_graphs``, ``compiled_by_xla``: lines of text; none where nothing is known.
+    ``passes``: name and seconds. ``nodes``: 0 of a graph that other graphs are made of. ``stages``: none in a report
+    that is only printed."""
 
     phase: str
     nodes: int
@@ -75,6 +76,7 @@ class GraphData(TypedDict):
     buckets: list[BucketData]
     slots: list[str]
     copied_nbytes: int
+    compiled_by_xla: list[str]
     memory: list[str]
     cuda_graphs: list[str]
     schedule: ScheduleData | None
@@ -161,6 +163,7 @@ def graph_data(view: GraphView, *, stages: bool) -> GraphData:
         "buckets": _buckets(view),
         "slots": str(view.slots).splitlines() if view.slots else [],
         "copied_nbytes": view.copied_nbytes,
+        "compiled_by_xla": view.compiled_by_xla(),
         "memory": str(view.memory).splitlines() if view.memory is not None else [],
         "cuda_graphs": str(view.cuda_graphs).splitlines() if view.cuda_graphs is not None else [],
         "schedule": schedule,

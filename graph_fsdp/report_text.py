@@ -79,6 +79,7 @@ def graph_parts(graph: GraphData) -> Iterator[RenderableType]:
     yield from (_line(f"  {line}") for line in graph["slots"])
     if graph["whole"]:
         yield _line("  compiled whole: the compiler allocates the buffers")
+        yield from (_line(f"  {line}") for line in graph["compiled_by_xla"])
     elif graph["buckets"]:
         yield _line(f"  copied by packing and unpacking: {graph['copied_nbytes']:,} bytes")
     yield from (_line(f"  {line}") for line in [*graph["memory"], *graph["cuda_graphs"]])
