@@ -56,7 +56,7 @@ graph 0, forward: 51 nodes
   predicted peak: 18,560 bytes at add: gathered 10,240, landing 5,120, shards 1,408, saved 1,280, other 512
   held most by: gather_blocks_0 5,120 (gathered), gather_blocks_1 5,120 (gathered), gather_blocks_1 5,120 (landing)
   predicted on cpu: 1.014 ms, compute 0.037, communication 1.010, of it exposed 0.977
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots
 
 graph 0, backward: 96 nodes
   bucket    kind    params  bytes  start  wait  first use  free  slots  ahead  takes ms  exposed ms
@@ -74,7 +74,7 @@ graph 0, backward: 96 nodes
   predicted peak: 24,100 bytes at mm_5: gathered 10,240, landing 5,120, reducing 4,704, saved 1,536, shards 1,408, other 1,092
   held most by: gather_blocks_1 5,120 (gathered), gather_blocks_0 5,120 (gathered), gather_blocks_0 5,120 (landing)
   predicted on cpu: 1.684 ms, compute 0.069, communication 1.684, of it exposed 1.615
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)""",  # noqa: E501
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots""",  # noqa: E501
     )
     assert repr(report) == str(report)
 
@@ -112,14 +112,14 @@ graph 0, forward: 26 nodes
   predicted peak: 12,032 bytes at add_1: shards 8,960, saved 2,560, other 512
   held most by: addmm 512 (saved), gelu 512 (saved), addmm_2 512 (saved)
   predicted on cpu: 0.037 ms, compute 0.037, communication 0.000, of it exposed 0.000
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots
 
 graph 0, backward: 58 nodes
   nothing gathered or reduced
   predicted peak: 18,516 bytes at mm_8: shards 8,960, gradients 8,788, other 768
   held most by: mm_3 2,048 (gradients), mm_5 2,048 (gradients), mm_7 2,048 (gradients)
   predicted on cpu: 0.069 ms, compute 0.069, communication 0.000, of it exposed 0.000
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)""",
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots""",
     )
 
 

@@ -19,6 +19,7 @@ class Timeline {
     new ResizeObserver(() => this.draw()).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     this.listen(onHover, onSelect);
+    this.draw();
   }
 
   // [graph, node, begin, duration, is exposed], sorted by begin.
