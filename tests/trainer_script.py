@@ -33,7 +33,7 @@ def main() -> None:
         output_dir=str(args.out / "run"),
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"},
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         max_steps=6,
