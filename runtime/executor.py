@@ -331,8 +331,9 @@ def _reduce_plan(node: fx.Node, comms: Comms | None) -> ReducePlan:
         assert comms is not None
         start = functools.partial(_reduce_by, comms, **static)
     elif node.target is dialect.reduce_scatter_start:
+        grads = [grad.meta["val"] for grad in dialect.argument(node, "grads")]
         messages = tuple(dialect.argument(node, "messages"))
-        start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
+        start = collectives.ReduceScatter.of(grads, messages=messages, **static).start
     else:
         start = functools.partial(collectives.start_all_reduce, **static)
     return ReducePlan(bucket, "reduce", start, params)
