@@ -30,6 +30,7 @@ from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
+from graph_fsdp.runtime.ranges import ProgramRanges
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -174,6 +175,7 @@ class Program:
         self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.graphs = graphs
+        self.ranges = ProgramRanges(graph)
         self.source, self.constants = _generate(graph, cache, comms, graphs)
         self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
@@ -188,6 +190,7 @@ class Program:
         return self.execute(self._run, self.slots, args)
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
+        run = self.ranges.around(run)
         frame = self._frame(self.counter, slots, self.kept)
         try:
             return run(frame, args)
