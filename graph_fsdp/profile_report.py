@@ -249,7 +249,7 @@ class Profile:
 
     def _rows(self, graph: GraphTime) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         key = (graph.graph, graph.phase)
-        regions = [
+        regions: list[tuple[str, ...]] = [
             (
                 f"region_{row.region}",
                 row.unit or "-",
@@ -261,7 +261,7 @@ class Profile:
             for row in self.regions
             if (row.graph, row.phase) == key
         ]
-        collectives = [
+        collectives: list[tuple[str, ...]] = [
             (
                 row.kind,
                 row.bucket,

@@ -264,8 +264,8 @@ class _Ran:
                 compute.setdefault(op_key(node), []).append(seconds * shares[node] / region_total)
             expected = sum(predicted[program][node] for node in region.nodes)
             first = next((node for node in region.nodes if node in shares), region.nodes[0])
-            times = (expected, seconds, *self.slowest[name])
-            regions.append(RegionTime(*self.graphs[program], index, unit_of(region), first.name, *times))
+            what = (*self.graphs[program], index, unit_of(region), first.name)
+            regions.append(RegionTime(*what, expected, seconds, *self.slowest[name]))
         timelines = {program: simulate(program.graph, cost) for program in self._programs()}
         graphs = [
             GraphTime(*self.graphs[program], timeline.seconds, self.means[self._run_name(program)])

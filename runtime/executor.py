@@ -332,7 +332,7 @@ def _reduce_plan(node: fx.Node, comms: Comms | None) -> ReducePlan:
     static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
     if node.target is dialect.reduce_scatter_start and dialect.argument(node, "custom"):
         assert comms is not None
-        start = functools.partial(_reduce_by, comms, **static)
+        start: Callable[[Any], Pending] = functools.partial(_reduce_by, comms, **static)
     elif node.target is dialect.reduce_scatter_start:
         grads = [grad.meta["val"] for grad in dialect.argument(node, "grads")]
         messages = tuple(dialect.argument(node, "messages"))

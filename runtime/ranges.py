@@ -30,8 +30,6 @@ from graph_fsdp.passes.graph import Graph
 from graph_fsdp.runtime.regions import Compiled, Region, cut, unit_of
 
 OpenRange: TypeAlias = Callable[[str], AbstractContextManager[Any]]
-_Run: TypeAlias = Callable[..., Any]  # (frame, arguments) → outputs
-
 # A torch without CUDA has no NVTX to call.
 _UNDER_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ and torch.version.cuda is not None
 
@@ -49,12 +47,13 @@ class ProgramRanges:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
 
-    def around(self, run: _Run) -> _Run:
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A program's function, in ranges if somebody records now."""
         open_range = recording()
         return run if open_range is None else functools.partial(self._run, open_range, run)
 
-    def _run(self, open_range: OpenRange, run: types.FunctionType, frame: Any, args: list[Any]) -> Any:
+    def _run(self, open_range: OpenRange, run: Callable[..., Any], frame: Any, args: list[Any]) -> Any:
+        assert isinstance(run, types.FunctionType)  # all functions of a program are: made from one code
         values = run.__globals__
         regions = {
             function: functools.partial(_in_range, open_range, name, values[function])
