@@ -1,8 +1,8 @@
 """``backend="xla", sharding="replicas"``: one process per device, as ``XlaFullyShardedDataParallel`` runs.
 
-A replica has the rows of its device and nothing else. So the model's parameters, the same objects under unchanged names,
-hold this replica's rows after ``graph_fsdp.compile``: ``ceil(rows / n)`` of them on each of ``n`` replicas that shard,
-the last ones filled up with zeros, whose gradients are zero. Inputs, losses and buffers are a replica's own, and
+A replica has the rows of its device and nothing else. So the model's parameters, the same objects under unchanged
+names, hold this replica's rows after ``graph_fsdp.compile``: ``ceil(rows / n)`` of them on each of ``n`` replicas that
+shard, the last ones filled up with zeros, whose gradients are zero. Inputs, losses and buffers are a replica's own, and
 gradients the mean over replicas, as over ranks elsewhere. On XLA's CPU client replicas are threads
 (``runtime/xla/replica.py``).
 """
@@ -92,6 +92,55 @@ class ReplicaStorage(XlaStorage):
 
     def _place(self, p: XlaParameter, found: nn.Parameter) -> None:
         """Likewise."""
+
+
+@dataclass(frozen=True)
+class ShardMetadata:
+    """What a replica's rows are of: ``shape`` of the whole parameter, whose rows ``begin`` to ``begin + rows`` are the
+    first ``rows`` of the tensor here. What is behind them fills up."""
+
+    shape: tuple[int, ...]
+    begin: int
+    rows: int
+
+
+def shard_metadata(model: nn.Module) -> dict[str, ShardMetadata]:
+    """Of a model compiled with ``sharding="replicas"``: key of its state dict → what this replica has of it. Scalars,
+    buffers and ignored parameters are whole, and not in it."""
+    storage = _storage(model)
+    found = {}
+    for key, p in _sharded(model, storage):
+        begin = min(storage.xla_mesh.index * p.spec.chunk_rows, p.spec.rows)
+        found[key] = ShardMetadata(p.spec.shape, begin, p.spec.local_rows(storage.xla_mesh.index))
+    return found
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict with whole parameters, on the CPU, of a model compiled with ``sharding="replicas"``. All replicas
+    call this, and each gets it."""
+    storage, whole = _storage(model), dict(model.state_dict())
+    groups = storage.xla_mesh.groups["fsdp"]
+    for channel, (key, p) in enumerate(_sharded(model, storage), start=1):
+        whole[key] = compat_xla.all_gather(p.shard.detach(), groups, channel)[: p.spec.rows]
+    compat_xla.sync(wait=True)
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in whole.items()}
+
+
+def _storage(model: nn.Module) -> ReplicaStorage:
+    storage = getattr(getattr(model, "_graph_fsdp", None), "storage", None)
+    if not isinstance(storage, ReplicaStorage):
+        raise ValueError(
+            "model is not compiled with backend='xla', sharding='replicas'; with one process for all devices "
+            "model.state_dict() is whole"
+        )
+    return storage
+
+
+def _sharded(model: nn.Module, storage: ReplicaStorage) -> Iterator[tuple[str, XlaParameter]]:
+    by_parameter = {p.shard: p for p in storage.parameters.values() if not p.spec.replicated}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and value in by_parameter:
+            yield key, by_parameter[value]
 
 
 class ReplicaEngine(Engine):

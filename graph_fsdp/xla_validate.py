@@ -6,7 +6,6 @@ What a mesh must be is in ``xla_mesh.py``, operators that XLA does not have in `
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from typing import Any
 
 import torch
@@ -44,13 +43,13 @@ def environment(replicas: bool = False) -> None:
 def _replica() -> None:
     if compat_xla.is_spmd():
         raise UnsupportedError(
-            "sharding='replicas' has one process run one device, and SPMD is on, with which one process runs all devices "
-            "of its host; leave out torch_xla.runtime.use_spmd(), or pass sharding='manual'"
+            "sharding='replicas' has one process run one device, and SPMD is on, with which one process runs all "
+            "devices of its host; leave out torch_xla.runtime.use_spmd(), or pass sharding='manual'"
         )
     found, devices = compat_xla.replica_count(), compat_xla.device_count()
     if dist.is_initialized():
         check_replica_counts(dist.get_world_size(), found)
-    elif "WORLD_SIZE" in os.environ:
+    elif validate.world_size_of_environment() > 1:
         check_replica_counts(validate.world_size_of_environment(), found)
     if found != devices:
         raise MeshError(

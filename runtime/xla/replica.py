@@ -11,8 +11,8 @@ others, which may be waiting for their turn: before it gets one, its device fini
 device starts programs and does not wait for their results.
 
 The CPU client ends the process when the devices of a collective come more than ten seconds after each other. So no
-thread runs a new program before all have compiled it: a call in which one was compiled ends in ``Compiled``, and is made
-again when all threads are there. Where that is in a turn (forward), whose turn it is makes it again after it.
+thread runs a new program before all have compiled it. In a turn, which forward has, the call in which it was compiled
+ends in ``Compiled``, and is made again after the turn, when all threads are there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from graph_fsdp.runtime import functional
 from graph_fsdp.runtime.agreement import RankDisagreement
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
+from graph_fsdp.runtime.xla.hlo import OptimizedHlo
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.lower import Entry, Exit, Lowered, Translation
 from graph_fsdp.runtime.xla.placement import Placement
@@ -140,12 +141,22 @@ class ReplicaProgram(XlaProgram):
         return compat_xla_hlo.fresh_inputs(inputs)
 
     def __call__(self, args: list[Any]) -> Any:
-        if self._compiled is None and any(kind == "result" for kind, _ in self.lowered.returns):
-            seed = [torch.zeros((), dtype=torch.int32, device=compat_xla.device())] if self.lowered.seeded else []
-            with own_turn():
-                self._compiled = self._compile([*args, *seed])
-            if self.waits and _has_turn():
-                raise Compiled
-            if self.waits:
-                all_have_compiled()
-        return super().__call__(args)
+        try:
+            return super().__call__(args)
+        except Compiled:  # and not run
+            for kind, count in self.collectives.items():
+                self.counter.count(kind, -count)
+            raise
+
+    def _compile(self, inputs: Sequence[Any], *cause: Any) -> tuple[Any, list[int | Tensor]] | None:
+        with own_turn():
+            self._compiled = super()._compile(inputs, *cause)
+        if self.waits and _has_turn():
+            raise Compiled
+        if self.waits:
+            all_have_compiled()
+        return self._compiled
+
+    def hlo(self) -> OptimizedHlo:
+        with own_turn():
+            return super().hlo()
