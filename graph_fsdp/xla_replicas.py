@@ -67,6 +67,7 @@ class ReplicaStorage(XlaStorage):
     """Of one replica. A parameter's stand-in is the whole parameter, without memory; the graphs take the rows."""
 
     xla_mesh: ReplicaMesh
+    is_of_replica = True  # parameters are local, and do not say of what
 
     def rows(self, p: ParameterSpec, full: Tensor) -> Tensor:
         """This replica's rows of a parameter's whole value, filled up with zeros."""

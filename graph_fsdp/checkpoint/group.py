@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from graph_fsdp.errors import CheckpointError
+from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.runtime.agreement import is_shared
 
 # For a rank to come and to write its part: another one waits that long, and then fails.
@@ -35,7 +35,18 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
         """All ranks that hold a part of the model's parameters; all ranks there are, if nothing is a DTensor. The first
-        call for some ranks makes their group: each of them has to come."""
+        call for some ranks makes their group: each of them has to come.
+
+        Raises:
+            UnsupportedError: the model is one of XLA's replicas, whose parts nothing says the places of.
+        """
+        engine = getattr(model, "_graph_fsdp", None)
+        if engine is not None and getattr(engine.storage, "is_of_replica", False):
+            raise UnsupportedError(
+                "graph_fsdp.checkpoint has no parts of models compiled with sharding='replicas'; save "
+                "graph_fsdp.xla.full_state_dict(model), or each replica's state_dict() with "
+                "graph_fsdp.xla.shard_metadata(model)"
+            )
         if not dist.is_available() or not dist.is_initialized():
             return cls((0,), None)
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}

@@ -242,7 +242,7 @@ def bad_input_is_refused() -> None:
     import torch_xla.distributed.spmd as xs
 
     import graph_fsdp
-    from graph_fsdp import MeshError, UnsupportedError
+    from graph_fsdp import MeshError, UnsupportedError, checkpoint
     from graph_fsdp.xla import shard_metadata
 
     model = built(lambda: nn.Linear(4, 4))
@@ -255,6 +255,10 @@ def bad_input_is_refused() -> None:
         graph_fsdp.compile(model, mesh, backend="xla", sharding="replicas")
     with pytest.raises(ValueError, match="model is not compiled with"):
         shard_metadata(model)
+    compiled = graph_fsdp.compile(built(lambda: nn.Linear(4, 4)), backend="xla", sharding="replicas")
+    for act in (checkpoint.save, checkpoint.load):
+        with pytest.raises(UnsupportedError, match="full_state_dict"):
+            act("not_written", compiled)
     assert type(model) is nn.Linear and model.weight.device.type == "cpu" and model.weight.shape == (4, 4)
 
 
