@@ -25,7 +25,7 @@ from graph_fsdp.passes import Graph, PassContext, compat_xla, memory_profile
 from graph_fsdp.passes.spec import ParameterSpec
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime.backends.xla import XlaBackend
-from graph_fsdp.runtime.xla.replica import Compiled, ReplicaProgram, all_have_compiled, own_turn
+from graph_fsdp.runtime.xla.replica import Compiled, ReplicaProgram, all_here, own_turn
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaParameter, XlaStorage
 
@@ -58,6 +58,7 @@ class ReplicaMesh(XlaMesh):
         """The first replica's value, into the tensors of all, on the CPU. All replicas call this."""
         value = tensor.detach() if self.is_first else torch.zeros_like(tensor)
         as_bytes = value.contiguous().reshape(-1).view(torch.uint8).to(torch.int32)  # a sum with zeros, of any type
+        all_here()
         received = compat_xla.all_reduce(as_bytes.to(compat_xla.device()), [list(self.ranks)])
         compat_xla.sync(wait=True)
         tensor.copy_(received.cpu().to(torch.uint8).view(tensor.dtype).reshape(tensor.shape))
@@ -121,6 +122,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     call this, and each gets it."""
     storage, whole = _storage(model), dict(model.state_dict())
     groups = storage.xla_mesh.groups["fsdp"]
+    all_here()
     for channel, (key, p) in enumerate(_sharded(model, storage), start=1):
         whole[key] = compat_xla.all_gather(p.shard.detach(), groups, channel)[: p.spec.rows]
     compat_xla.sync(wait=True)
@@ -156,11 +158,12 @@ class ReplicaEngine(Engine):
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         while True:
+            all_here()
             try:
                 with own_turn():
                     return super().run(entry, module, *args, **kwargs)
             except Compiled:
-                all_have_compiled()
+                continue
 
     def _compile_graph(
         self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]

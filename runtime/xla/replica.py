@@ -75,18 +75,20 @@ def _all_threads() -> threading.Barrier:
     return threading.Barrier(compat_xla.local_device_count())
 
 
-def all_have_compiled() -> None:
-    """Wait for the other threads.
+def all_here() -> None:
+    """Wait for the other threads of this process, where there are any, before a collective.
 
     Raises:
-        RankDisagreement: one of them compiles nothing.
+        RankDisagreement: one of them did not come.
     """
+    if compat_xla.local_device_count() == 1:
+        return
     try:
         _all_threads().wait(_PATIENCE_SECONDS)
     except threading.BrokenBarrierError:
         raise RankDisagreement(
-            f"replica {compat_xla.ordinal()} compiled a graph and waited {_PATIENCE_SECONDS:.0f} s for the other "
-            "replicas of this process to compile theirs, and one did not: give all replicas inputs of the same shapes"
+            f"replica {compat_xla.ordinal()} waited {_PATIENCE_SECONDS:.0f} s for the other replicas of this process to "
+            "run the same graph, and one did not: call the model on all of them, with inputs of the same shapes"
         ) from None
 
 
@@ -154,8 +156,13 @@ class ReplicaProgram(XlaProgram):
         if self.waits and _has_turn():
             raise Compiled
         if self.waits:
-            all_have_compiled()
+            all_here()
         return self._compiled
+
+    def _run(self, inputs: list[Any]) -> list[Tensor]:
+        if self.waits and not _has_turn():  # backward
+            all_here()
+        return super()._run(inputs)
 
     def hlo(self) -> OptimizedHlo:
         with own_turn():
