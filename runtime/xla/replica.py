@@ -87,8 +87,8 @@ def all_here() -> None:
         _all_threads().wait(_PATIENCE_SECONDS)
     except threading.BrokenBarrierError:
         raise RankDisagreement(
-            f"replica {compat_xla.ordinal()} waited {_PATIENCE_SECONDS:.0f} s for the other replicas of this process to "
-            "run the same graph, and one did not: call the model on all of them, with inputs of the same shapes"
+            f"replica {compat_xla.ordinal()} waited {_PATIENCE_SECONDS:.0f} s for the other replicas of this process "
+            "to run the same graph, and one did not: call the model on all of them, with inputs of the same shapes"
         ) from None
 
 
