@@ -98,7 +98,7 @@ def compile_on_xla(
     put_values = initial_values(
         model,
         {unit.module for unit in units},
-        AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) else None,  # type: ignore[arg-type]
+        AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) and sync_module_states else None,  # type: ignore[arg-type]
         torch.device("cpu"),
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
