@@ -16,6 +16,7 @@ whole test-suite was run.
 | ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
+| ``_inductor.runtime.cache_dir_utils.default_cache_dir`` | making it for the user alone | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
@@ -64,6 +65,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,6 +145,7 @@ __all__ = [
     "chunk_cat",
     "concatenate_meshes",
     "current_fake_mode",
+    "default_inductor_cache_directory",
     "default_store",
     "dynamo_config",
     "fake_process_group",
@@ -543,6 +546,15 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     with V.set_fake_mode(current_fake_mode()):  # in which seeds of random numbers are made
         return joint_graph_passes(module) or module
+
+
+def default_inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = Path(default_cache_dir()).absolute()
+    told = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor itself writes the default there
+    return default if told is None or Path(told).absolute() == default else None
 
 
 def inductor_cache_directory() -> Path | None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from graph_fsdp.passes import compat
 from graph_fsdp.runtime.agreement import PATIENCE_SECONDS, RankDisagreement, listed
 from graph_fsdp.runtime.regions import Region, cut
 
@@ -32,6 +33,7 @@ ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
 # A rank that raised before it began a program may catch the error and come back.
 RETRY_SECONDS = 60.0
 _POLL_SECONDS = 0.05
+_END_SECONDS = 2.0
 _RANKS_OF_HOST = 64  # no host has more; of farther ones the kernel is not asked
 _ERROR_CHARACTERS = 600
 _ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
@@ -221,22 +223,36 @@ class Failures:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def ended(self) -> dict[int, str]:
-        """Ranks whose processes have ended, as far as this host knows."""
-        states = {rank: self.state_of(rank) for rank in self.ranks if rank != dist.get_rank()}
-        return {rank: state for rank, state in states.items() if "ended" in state}
-
     def state_of(self, rank: int) -> str:
-        """Of the rank's process; "" where that is on another host, or this host's kernel does not say."""
-        if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not self.store.check([_process_key(rank)]):
-            return ""
-        *kernel, pid, started = json.loads(self.store.get(_process_key(rank)))
-        if kernel != _kernel() or not started:
-            return ""
-        letter = _stat(pid)[0] if _started(pid) == started else "X"
-        if letter in "XxZ":
-            return f"its process {pid} has ended"
-        return f"its process {pid} {'is stopped' if letter in 'Tt' else 'runs'}"
+        return state_of(self.store, rank)
+
+
+def ended(store: dist.Store, ranks: Sequence[int]) -> str:
+    """Those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
+    states = {rank: state_of(store, rank) for rank in ranks if rank != dist.get_rank()}
+    return "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if "ended" in state)
+
+
+def gone(ranks: Sequence[int]) -> str:
+    """``ended`` for an error message about a connection that broke, where the store may be gone, too. The kernel closes
+    the connections of a process shortly before it ends it."""
+    deadline = time.monotonic() + _END_SECONDS
+    while not (found := _answered(lambda: ended(compat.default_store(), ranks))) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found or ""
+
+
+def state_of(store: dist.Store, rank: int) -> str:
+    """Of the rank's process; "" where that is on another host, or this host's kernel does not say."""
+    if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not store.check([_process_key(rank)]):
+        return ""
+    *kernel, pid, started = json.loads(store.get(_process_key(rank)))
+    if kernel != _kernel() or not started:
+        return ""
+    letter = _stat(pid)[0] if _started(pid) == started else "X"
+    if letter in "XxZ":
+        return f"its process {pid} has ended"
+    return f"its process {pid} {'is stopped' if letter in 'Tt' else 'runs'}"
 
 
 def _answered(ask: Callable[[], Value]) -> Value | None:

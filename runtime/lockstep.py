@@ -48,6 +48,7 @@ from graph_fsdp.runtime.failure import (
     Failures,
     RankFailure,
     described,
+    ended,
     is_of_process_group,
     place,
 )
@@ -152,7 +153,7 @@ class Lockstep:
         here = self.position - 1
         failure = self.failures.preventing(here)
         if failure is not None:
-            self._raise_because_of(failure, here)
+            self._fail(str(self._programs[self._running]), str(failure), here)
         if self._compared == here:  # all ranks are in this program
             return
         self._raise_announced(here)
@@ -229,24 +230,19 @@ class Lockstep:
             raise type(self._failure)(str(self._failure))
 
     def _raise_failures(self, position: int, to_do: str) -> None:
-        """While this rank waits for others at ``position``: raises RankFailure if one will not come."""
+        """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
         failure = self.failures.preventing(position)
-        if failure is not None:
-            self._raise_because_of(failure, position)
-        ended = self.failures.ended()
-        if ended:
-            names = "; ".join(f"rank {rank}: {state}" for rank, state in ended.items())
-            text = f"rank {dist.get_rank()} waits for ranks {listed(list(ended))} to {to_do}, and they cannot ({names})"
-            self._fail(f"{text}; start all ranks again from the last complete checkpoint", position, to_do, names)
+        why = str(failure) if failure is not None else ended(self.store, self.ranks)
+        if why:
+            self._fail(f"the wait for others to {to_do}", why, position)
 
-    def _raise_because_of(self, failure: Failure, position: int) -> None:
-        where = str(self._programs[self._running]) if self._running and position < self.position else "a comparison"
-        text = f"rank {dist.get_rank()} waits in {where} for other ranks, and {failure}"
-        self._fail(f"{text}; start all ranks again from the last complete checkpoint", position, where, str(failure))
-
-    def _fail(self, text: str, position: int, where: str, error: str) -> None:
-        self._failure, self._troubled = RankFailure(text), True
-        self.failures.announce(Failure(dist.get_rank(), position, True, True, where, error))
+    def _fail(self, where: str, why: str, position: int) -> None:
+        me = dist.get_rank()
+        self._failure = RankFailure(
+            f"rank {me} cannot end {where}, because {why}; start all ranks again from the last complete checkpoint"
+        )
+        self._troubled = True
+        self.failures.announce(Failure(me, position, True, True, where, why))
         self._raise_again()
 
     def _predicted(self) -> str | None:

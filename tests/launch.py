@@ -91,6 +91,9 @@ def _import_path(function: Callable[..., object]) -> tuple[str, Path]:
 
 
 def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
+    here = Path(__file__).resolve().parent
+    tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
+    path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -100,7 +103,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(path),
     }
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo looks up the host's name, which may not resolve

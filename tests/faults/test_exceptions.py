@@ -324,19 +324,21 @@ def ranks_raise_in_different_places() -> None:
     assert_whole(model, shards)
 
 
+ALONE = (
+    one_rank_raises_in_forward,
+    one_rank_raises_in_backward,
+    one_rank_raises_in_a_hook_on_reductions,
+    one_rank_is_interrupted_between_start_and_wait,
+    one_rank_is_out_of_memory,
+    one_rank_raises_before_its_program_and_does_not_come_back,
+    one_rank_raises_before_its_program_and_comes_back,
+    ranks_raise_in_different_places,
+)
+
+
 @FACTS
 def zz_one_rank_raises() -> None:
-    functions = (
-        one_rank_raises_in_forward,
-        one_rank_raises_in_backward,
-        one_rank_raises_in_a_hook_on_reductions,
-        one_rank_is_interrupted_between_start_and_wait,
-        one_rank_is_out_of_memory,
-        one_rank_raises_before_its_program_and_does_not_come_back,
-        one_rank_raises_before_its_program_and_comes_back,
-        ranks_raise_in_different_places,
-    )
-    for function in rounds(*functions):
+    for function in rounds(*ALONE):
         function()
 
 
