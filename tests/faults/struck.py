@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp.runtime import agreement
 
-# What will happen, once, where the key says: "forward" or "backward", between the first and the second block.
+# What will happen, once, where the key says: in "forward" or "backward", between the first and the second block, or in
+# "later", between the second and the third of a forward.
 FAULTS: dict[str, Callable[[], object]] = {}
 
 
@@ -26,29 +27,31 @@ def happen(where: str) -> None:
 
 
 @torch.library.custom_op("graph_fsdp_faults::struck", mutates_args=())
-def struck(x: Tensor) -> Tensor:
-    happen("forward")
+def struck(x: Tensor, where: str) -> Tensor:
+    happen(where)
     return x.clone()
 
 
 @torch.library.custom_op("graph_fsdp_faults::struck_backward", mutates_args=())
-def struck_backward(grad: Tensor) -> Tensor:
-    happen("backward")
+def struck_backward(grad: Tensor, where: str) -> Tensor:
+    happen("backward" if where == "forward" else "")
     return grad.clone()
 
 
 for op in (struck, struck_backward):
-    op.register_fake(lambda x: x.clone())
-struck.register_autograd(lambda context, grad: struck_backward(grad))
+    op.register_fake(lambda x, where: x.clone())
+struck.register_autograd(
+    lambda context, grad: (struck_backward(grad, context.where), None),
+    setup_context=lambda context, inputs, output: setattr(context, "where", inputs[1]),
+)
 
 
 class Struck(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        x = struck(x)
-        for block in self.blocks[1:]:
-            x = block(x)
-        return self.head(x)
+        first, second, third = self.blocks
+        x = struck(first(x), "forward")
+        x = struck(second(x), "later")
+        return self.head(third(x))
 
 
 def batch(rows: int = 4) -> Tensor:
