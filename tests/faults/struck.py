@@ -42,7 +42,7 @@ for op in (struck, struck_backward):
     op.register_fake(lambda x, where: x.clone())
 struck.register_autograd(
     lambda context, grad: (struck_backward(grad, context.where), None),
-    setup_context=lambda context, inputs, output: setattr(context, "where", inputs[1]),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "where", inputs[1]),
 )
 
 
