@@ -50,8 +50,7 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
     return str(error), str(again)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("where", "world_size"), [("forward", 2), ("backward", 4)])
 def test_a_rank_is_killed(where: str, world_size: int) -> None:
     for error, again in run_ranks(lose_rank_1, world_size, where, "die", backend=None, timeout=120, lost=[1]):
         assert "ranks [1] do not take part (rank 1: its process" in error and "has ended)" in error
