@@ -12,11 +12,11 @@ from pathlib import Path
 
 FOLDER = 0o700
 FILE = 0o600
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder for the user alone. One that is there has to be the user's; that others may write is taken away.
+    """Make a folder for the user alone. One that is there has to be the user's, and is closed to others: torch may have
+    made it, as open as the user's files are by default.
 
     Raises:
         PermissionError: it belongs to another user.
@@ -30,5 +30,5 @@ def own_folder(path: Path) -> None:
                 f"{path} belongs to user {status.st_uid}, and compiled code in it would be run; name a folder of your "
                 "own in the environment variable TORCHINDUCTOR_CACHE_DIR"
             ) from None
-        if status.st_mode & _WRITABLE_BY_OTHERS:
-            path.chmod(stat.S_IMODE(status.st_mode) & ~_WRITABLE_BY_OTHERS)
+        if stat.S_IMODE(status.st_mode) & ~FOLDER:
+            path.chmod(FOLDER)

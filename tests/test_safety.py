@@ -85,8 +85,7 @@ def test_no_source_opens_a_socket() -> None:
     opened = [
         (file, name)
         for file, name, _ in calls()
-        if name.rpartition(".")[2]
-        in ("socket", "listen", "TCPStore", "TCPServer", "HTTPServer", "create_server")
+        if name.rpartition(".")[2] in ("socket", "listen", "TCPStore", "TCPServer", "HTTPServer", "create_server")
     ]
     assert opened == []
 
@@ -243,10 +242,10 @@ def test_a_cache_that_another_user_has_made_is_refused(tmp_path: Path) -> None:
         own_folder(tmp_path / "mine")
 
 
-def test_a_cache_that_others_may_write_is_closed(tmp_path: Path, anything_goes: None) -> None:
+def test_a_cache_that_is_open_to_others_is_closed(tmp_path: Path, anything_goes: None) -> None:
     (tmp_path / "cache").mkdir()
     own_folder(tmp_path / "cache")
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
 
 
 # Ports
