@@ -191,16 +191,22 @@ def with_little_memory(function: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-LARGE = 1 << 19  # rows: 32 MiB of activations of a block's width, 64 MiB of twice that
+LARGE = 1 << 18  # rows, of which a block makes activations of 32 MiB
+
+
+def compiled_for_any_rows() -> nn.Module:
+    """With enough memory; a larger batch then compiles nothing."""
+    model = warm(compiled())
+    with torch.no_grad():
+        for rows in (1000, 2000):
+            model(batch(rows))
+    return model
 
 
 @FACTS
 def out_of_memory_in_a_region_on_all_ranks() -> None:
-    model = warm(compiled())
-    large = batch(LARGE)
-    with torch.no_grad():  # a graph for any number of rows, compiled with enough memory
-        for _ in range(2):
-            model(large)
+    model, large = compiled_for_any_rows(), batch(LARGE)
+    with torch.no_grad():
         shards = list(model.parameters())
         error, _ = caught(with_little_memory(lambda: model(large)))
         assert isinstance(error, (RuntimeError, MemoryError)) and "memory" in str(error), repr(error)
@@ -261,11 +267,8 @@ def one_rank_is_interrupted_between_start_and_wait() -> None:
 
 
 def one_rank_is_out_of_memory() -> None:
-    model = warm(compiled())
-    large = batch(LARGE)
+    model, large = compiled_for_any_rows(), batch(LARGE)
     with torch.no_grad():
-        for _ in range(2):
-            model(large)
         run = lambda: model(large)  # noqa: E731
         one_raises(model, with_little_memory(run) if rank() == 1 else run, RuntimeError, "memory", "in region")
 
