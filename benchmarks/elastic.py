@@ -3,8 +3,8 @@
     python benchmarks/elastic.py --runs 20 --out benchmarks/results/elastic.json
 
 Each run trains examples/train_gpt.py under ``torchrun --max-restarts 1`` on two ranks, and kills one of them by SIGKILL
-at a step drawn at random. Its last checkpoint, parameters and optimizer, is compared bit for bit with that of a training
-that nobody disturbed. One more run is ended altogether and goes on with one rank: its losses are compared.
+at a step drawn at random. Its last checkpoint, parameters and optimizer, is compared bit for bit with that of a
+training that nobody disturbed. One more run is ended altogether and goes on with one rank: its losses are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from graph_fsdp.checkpoint.tensors import read_tensors
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
-SMALL = "--backend eager --device cpu --layers 1 --width 32 --heads 2 --context 16 --batch 4 --eval-batches 1".split()
+SIZE = {"layers": 1, "width": 32, "heads": 2, "context": 16, "batch": 4, "eval-batches": 1}
+SMALL = ["--backend", "eager", "--device", "cpu", *(f"--{name}={value}" for name, value in SIZE.items())]
 
 
 @dataclass
