@@ -75,7 +75,10 @@ def train(
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(EXAMPLE), *SMALL]
     command += ["--text", str(text_file(folder.parent)), "--steps", str(steps)]
     command += ["--checkpoint", str(folder), "--checkpoint-every", str(every)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # What ranks that have died left in a store that torchrun keeps, those it starts again would take for each other's
+    # (https://github.com/pytorch/pytorch/issues/135712): they get a new one.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
     outcome = Outcome()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

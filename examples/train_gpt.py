@@ -2,11 +2,13 @@
 
     python examples/train_gpt.py
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py --steps 20
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 \\
+        examples/train_gpt.py --checkpoint runs
     python examples/train_gpt.py --backend xla      # one process has all XLA devices of its host
 
 With `--checkpoint` it resumes by itself from the last complete checkpoint, on any number of ranks that divides the rows
-of a step: when torchrun restarts it after a rank has died, or when it is started again.
+of a step: when torchrun restarts it after a rank has died, or when it is started again. (The variable gives restarted
+ranks a new store: in the old one they could take what dead ranks left for each other's.)
 
 The text is the Python standard library's own source, or any file or folder given by `--text`.
 """

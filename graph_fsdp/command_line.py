@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from graph_fsdp.commands import plan
-from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.commands import consolidate, inspect_checkpoint, plan
+from graph_fsdp.errors import CheckpointError, UnsupportedError
 
-_COMMANDS = {"plan": plan}  # each module has SUMMARY and add(parser), which sets what `run` is called
+_COMMANDS = {
+    "plan": plan,
+    "consolidate": consolidate,
+    "inspect-checkpoint": inspect_checkpoint,
+}  # each module has SUMMARY and add(parser), which sets what `run` is called
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         chosen.run(chosen)
-    except (ValueError, TypeError, UnsupportedError, OSError) as error:
+    except (ValueError, TypeError, UnsupportedError, CheckpointError, OSError) as error:
         print(f"graph-fsdp: {error}", file=sys.stderr)
         return 2
     return 0
