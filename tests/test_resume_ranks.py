@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_files import uneven
 from launch import run_ranks
 from resuming import SAVED_AT, STEPS, Training, compiled, different, odd
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -39,6 +45,11 @@ def save(folder: Path) -> list[float]:
     ours.save(folder / "ours_3")
     assert not different(ours.values(), before), "saving changes nothing"
     torch.save(before, folder / f"expected{dist.get_rank()}.pt")
+    full = get_model_state_dict(ours.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        torch.save(full, folder / "full.pt")
+    else:
+        assert full == {}
 
     small = Training(compiled(), make=odd)
     small.train(SAVED_AT)
@@ -104,6 +115,7 @@ def mixed_with_fsdp2(folder: Path, losses: list[float]) -> None:
     for name, keys in options.items():
         ours = Training(compiled(), seed=4, make=odd)
         assert load(folder / name, ours.model, ours.optimizer, **keys) == {}
+        ours.average = theirs.average
         assert not different(ours.values(), of_theirs), name
         assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"]
 
@@ -126,6 +138,15 @@ def test_four_ranks_are_resumed_by_another_number(saved: tuple[Path, list[float]
 
 def test_four_ranks_are_resumed_by_one_process(saved: tuple[Path, list[float]]) -> None:
     resume(*saved, ["plain"])
+
+
+def test_a_whole_state_dict_that_the_first_rank_saved_is_that_of_a_plain_model(
+    saved: tuple[Path, list[float]],
+) -> None:
+    model = uneven()
+    model.load_state_dict(torch.load(saved[0] / "full.pt"))
+    expected = torch.load(saved[0] / "expected0.pt")
+    assert not [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
 
 
 def test_two_ranks_resume_with_other_options_and_fsdp2_in_both_directions(saved: tuple[Path, list[float]]) -> None:

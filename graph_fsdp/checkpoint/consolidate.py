@@ -126,7 +126,7 @@ def _write_safetensors(
         _write_shard(source, names, target, progress)
         return [target]
     files = []
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for at, shard in enumerate(shards, 1):
         file = target.with_name(f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors")
         _write_shard(source, shard, file, progress)
