@@ -6,14 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from graph_fsdp.commands import consolidate, inspect_checkpoint, plan
+from graph_fsdp.commands import consolidate, inspect_checkpoint, plan, report
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 
+# Each module has SUMMARY and add(parser), which sets what `run` is called.
 _COMMANDS = {
     "plan": plan,
+    "report": report,
     "consolidate": consolidate,
     "inspect-checkpoint": inspect_checkpoint,
-}  # each module has SUMMARY and add(parser), which sets what `run` is called
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
