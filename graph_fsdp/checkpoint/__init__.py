@@ -1,0 +1,30 @@
+"""Saving a training and resuming it, and loading weights from elsewhere.
+
+- :func:`save` and :func:`load`: a checkpoint of ``torch.distributed.checkpoint`` with model, optimizer, random states
+  and whatever else a training has to remember. It resumes on any number of ranks.
+- :func:`latest`, :func:`complete`: the checkpoints in a folder.
+- ``graph_fsdp.compile(model, checkpoint=…)`` takes a model's values from safetensors files from the start: on the meta
+  device, nothing that the files have is initialised. :func:`load_safetensors` does so at any later time.
+- :func:`load_full_state_dict` takes a whole state dict that one rank has.
+"""
+
+from graph_fsdp.checkpoint.folder import complete, latest
+from graph_fsdp.checkpoint.full import load_full_state_dict, load_safetensors
+from graph_fsdp.checkpoint.loading import load
+from graph_fsdp.checkpoint.saving import PendingSave, save
+from graph_fsdp.errors import CheckpointError
+from graph_fsdp.safetensors_files import Safetensors
+from graph_fsdp.state_keys import IncompatibleKeys
+
+__all__ = [
+    "CheckpointError",
+    "IncompatibleKeys",
+    "PendingSave",
+    "Safetensors",
+    "complete",
+    "latest",
+    "load",
+    "load_full_state_dict",
+    "load_safetensors",
+    "save",
+]

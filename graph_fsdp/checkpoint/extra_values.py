@@ -1,0 +1,58 @@
+"""What of a checkpoint is neither the model's nor the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp.checkpoint import extra as extras
+from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.checkpoint.model_values import listed, unfit
+from graph_fsdp.checkpoint.state import EXTRA
+from graph_fsdp.errors import CheckpointError
+
+
+class ExtraValues:
+    """Matched when made with what the caller has under the same names. ``wanted``: tensors that are read into. The
+    caller's DTensors are; of all else each rank gets a copy of its own."""
+
+    def __init__(self, given: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+        self.given = given
+        self.wanted: dict[str, Tensor] = {}
+        self.structure: dict[str, Any] = {}
+        self.tensors: dict[extras.Path, Tensor] = {}
+        key = f"{EXTRA}.structure"
+        paths: dict[str, extras.Path] = {}
+        if key in checkpoint.entries:
+            self.structure, paths = extras.decode(checkpoint.value(key))
+        if unknown := sorted(set(given) - set(self.structure)):
+            raise CheckpointError(
+                f"{checkpoint.path} has no extra {listed(unknown)}; it has {listed(sorted(self.structure)) or 'none'}"
+            )
+        _, here = extras.take_apart({name: extras.state_of(value) for name, value in given.items()}, ())
+        for name, path in paths.items():
+            at = f"{EXTRA}.tensors.{name}"
+            entry = checkpoint.entries.get(at)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{checkpoint.path} has no tensor {at!r}")
+            mine = here.get(path)
+            if isinstance(mine, DTensor):
+                if problem := unfit(at, entry, mine):
+                    raise CheckpointError(f"{checkpoint.path} is of another training: {problem}")
+                value: Tensor = mine
+            else:
+                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.tensors[path] = self.wanted[at] = value
+
+    def set(self) -> dict[str, Any]:
+        """After the tensors were read into: what has a state gets it. All that was saved."""
+        found = {name: extras.put_together(value, self.tensors, (name,)) for name, value in self.structure.items()}
+        for name, value in self.given.items():
+            if extras.is_stateful(value):
+                value.load_state_dict(found[name])
+        return found

@@ -1,0 +1,123 @@
+"""The ranks that save and load together, and how they tell each other what is wrong.
+
+They talk over a gloo group of their own. A save that goes on in the background would otherwise mix its messages with
+those of the training.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp.errors import CheckpointError
+from graph_fsdp.runtime.agreement import is_shared
+
+# For a rank to come and to write its part: another one waits that long, and then fails.
+TIMEOUT_SECONDS = 1800.0
+
+# Ranks → the default group for which theirs was made, and theirs. (A program may end its default group and start anew.)
+_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Global ranks; ``group`` is None where this process is alone."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """All ranks that hold a part of the model's parameters; all ranks there are, if nothing is a DTensor. The first
+        call for some ranks makes their group: each of them has to come."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls((0,), None)
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        held = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+        ranks = tuple(sorted(held)) or tuple(range(dist.get_world_size()))
+        return cls(ranks, _group(ranks) if is_shared(ranks) else None)
+
+    @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def agree(self, facts: Sequence[str], problem: Exception | None) -> None:
+        """Raise this rank's problem, or tell of another's; ``facts`` have to be the same on all.
+
+        Raises:
+            CheckpointError: another rank has a problem, or other facts, or did not answer. Its own problem is raised as
+                it is.
+        """
+        if self.group is not None:
+            mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}")
+            everyone = [mine for _ in self.ranks]
+            try:
+                dist.all_gather_object(everyone, mine, group=self.group)
+            except RuntimeError as error:
+                raise problem or no_answer(error) from error
+            for rank, (_, message) in zip(self.ranks, everyone, strict=True):
+                if message is not None:
+                    raise problem or CheckpointError(f"rank {rank}: {message}")
+            for rank, (theirs, _) in zip(self.ranks, everyone, strict=True):
+                if theirs != everyone[0][0]:
+                    raise CheckpointError(
+                        f"ranks must save and load the same: rank {rank} has {theirs} and rank {self.ranks[0]} "
+                        f"{everyone[0][0]}"
+                    )
+        if problem is not None:
+            raise problem
+
+    def first_says(self, value: str) -> str:
+        """What the first rank gives; the others' ``value`` is not looked at."""
+        if self.group is None:
+            return value
+        box = [value]
+        try:
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        except RuntimeError as error:
+            raise no_answer(error) from error
+        return box[0]
+
+    def told(self, error: BaseException) -> CheckpointError:
+        """An error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
+        if not isinstance(error, CheckpointException):
+            return no_answer(error) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
+        failures = {self.ranks[index]: failure[0] for index, failure in sorted(error.failures.items())}
+        first, reason = next(iter(failures.items()))
+        if self.group is None:
+            return CheckpointError(describe(reason))
+        others = "" if len(failures) == 1 else f" (and {len(failures) - 1} more ranks)"
+        return CheckpointError(f"rank {first}{others}: {describe(reason)}")
+
+
+def describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def no_answer(error: BaseException) -> CheckpointError:
+    return CheckpointError(f"a rank has failed or does not answer while ranks save or load together: {error}")
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    for known, (made_for, _) in list(_groups.items()):
+        if made_for is not world:
+            del _groups[known]
+    if ranks not in _groups:
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        # Made by its own ranks alone: those of another mesh may never come here.
+        made = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+        _groups[ranks] = (world, made)
+    return _groups[ranks][1]

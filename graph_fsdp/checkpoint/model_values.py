@@ -1,0 +1,94 @@
+"""What of a checkpoint goes into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.errors import CheckpointError
+
+_SHOWN = 8
+
+
+class ModelValues:
+    """Matched when made: CheckpointError, worded as by ``nn.Module.load_state_dict``, if the checkpoint is another
+    model's. ``others``: top-level keys that are not the model's, where its names are keys without a prefix."""
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, key: str, others: Sequence[str]) -> None:
+        self.model = model
+        self.state = get_model_state_dict(model)
+        self.wanted: dict[str, Tensor] = {}  # key of the checkpoint → what is read into
+        start = f"{key}." if key else ""
+        entries = checkpoint.under(key)
+        if not key:
+            entries = {name: entry for name, entry in entries.items() if name.split(".")[0] not in others}
+        if not entries:
+            found = sorted({name.split(".")[0] for name in checkpoint.entries})
+            raise CheckpointError(
+                f"{checkpoint.path} has nothing under {key!r}; its keys begin with {listed(found)}: say by model_key "
+                'which is the model\'s ("" for none)'
+            )
+        problems: list[str] = []
+        absent: list[str] = []
+        for name, value in self.state.items():
+            entry = entries.get(name)
+            if entry is None:
+                absent.append(name)
+            elif isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
+                problems.append(f"{name}: one is a tensor and the other is not")
+            elif isinstance(entry, TensorStorageMetadata):
+                assert isinstance(value, Tensor)
+                if problem := unfit(name, entry, value):
+                    problems.append(problem)
+                else:
+                    self.wanted[start + name] = value
+            else:
+                self.state[name] = checkpoint.value(start + name)
+        read = {name for name in self.state if name not in absent}
+        missing = [name for name in absent if not (_aliases(model).get(name, set()) & read)]
+        unexpected = [name for name in entries if name not in self.state]
+        if unexpected:
+            problems.insert(0, f"Unexpected key(s) in state_dict: {listed(unexpected)}.")
+        if missing:
+            problems.insert(0, f"Missing key(s) in state_dict: {listed(missing)}.")
+        if problems:
+            lines = "\n\t".join(problems)
+            raise CheckpointError(
+                f"Error(s) in loading state_dict for {type(model).__name__} from {checkpoint.path}:\n\t{lines}"
+            )
+
+    def set(self) -> None:
+        """After the tensors were read into: what modules do when a state is loaded."""
+        set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
+
+
+def unfit(name: str, entry: TensorStorageMetadata, value: Tensor) -> str | None:
+    """Why an entry cannot be read into a tensor. Floating point goes into floating point of any width."""
+    if tuple(entry.size) != tuple(value.shape):
+        return (
+            f"size mismatch for {name}: copying a param with shape {list(entry.size)} from checkpoint, the shape in "
+            f"current model is {list(value.shape)}."
+        )
+    saved = entry.properties.dtype
+    kind = (saved.is_floating_point, saved.is_complex)
+    if kind != (value.is_floating_point(), value.is_complex()):
+        return f"{name}: {saved} in the checkpoint cannot be loaded into {value.dtype}"
+    return None
+
+
+def listed(names: Sequence[Any]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f'"{name}"' for name in names[:_SHOWN]) + more
+
+
+def _aliases(model: nn.Module) -> dict[str, set[str]]:
+    """Name → all names of the same parameter."""
+    names: dict[int, set[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), set()).add(name)
+    return {name: tied for tied in names.values() for name in tied}

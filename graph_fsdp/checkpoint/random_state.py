@@ -1,0 +1,39 @@
+"""The random states of a rank: torch's, of the CPU and of the device, Python's, and NumPy's if it is used."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def random_state(model: nn.Module) -> dict[str, Any]:
+    """Tensors of uint8 and a tuple of numbers."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    device = device_of(model)
+    if device is not None:
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def set_random_state(model: nn.Module, state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    device = device_of(model)
+    if device is not None and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The accelerator that the model is on."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator()
+    return device if accelerator is not None and device.type == accelerator.type else None

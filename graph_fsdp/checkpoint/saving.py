@@ -1,0 +1,169 @@
+"""Saving a training: at once, or in the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from graph_fsdp.checkpoint import folder
+from graph_fsdp.checkpoint.group import Ranks
+from graph_fsdp.checkpoint.state import copied, optimizers_of, training_state
+from graph_fsdp.checkpoint.storage import Writer, access_of
+from graph_fsdp.errors import CheckpointError
+from graph_fsdp.safetensors_files import AnyPath
+
+
+class PendingSave:
+    """A save that was begun. One that is not ``asynchronous`` is done already."""
+
+    def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
+        self.path, self._future, self._told = path, future, False
+
+    def done(self) -> bool:
+        """Whether it has ended on this rank, in whatever way."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait for its end; the folder of the checkpoint, which is complete then.
+
+        Raises:
+            CheckpointError: it failed, on all ranks alike. What was there before is as it was.
+            TimeoutError: it takes longer than ``timeout`` seconds, and goes on.
+        """
+        try:
+            self._future.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            raise TimeoutError(f"{self.path} is still being saved after {timeout} s") from error
+        except CheckpointError:
+            self._told = True
+            raise
+        return self.path
+
+    def end(self) -> None:
+        """Wait, and raise what nobody was told of."""
+        if not (self._told and self._future.done()):
+            self.result()
+
+
+_last: PendingSave | None = None
+
+
+def save(
+    path: AnyPath,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+    keep: int | None = None,
+    overwrite: bool = False,
+) -> PendingSave:
+    """Save a training as a checkpoint of ``torch.distributed.checkpoint``. All ranks of the model call it.
+
+    It is written to a temporary folder beside ``path``, which one rank renames when all have written: a program that is
+    killed at any time leaves complete checkpoints only. All files are readable by the user alone.
+
+    Args:
+        path: the folder of the checkpoint, on a file system that all hosts share.
+        model: compiled by graph_fsdp, or any other, as one with ``fully_shard``. Keys are its own names.
+        optimizer: one, or several.
+        extra: what else is to be remembered, by name: the step, where the data has got to. Numbers, text, lists, dicts
+            and tensors; of what has a ``state_dict()`` and a ``load_state_dict()``, as a scheduler, that state. The
+            first rank's is saved, and all ranks' parts of DTensors.
+        asynchronous: copy the values to the CPU's memory, and return while they are written. One save is under way at a
+            time: another, or a load, first waits for it, and raises its error if ``result()`` has not.
+        keep: remove all but so many of the newest checkpoints, this one included, that graph_fsdp has written and whose
+            names differ from this one's in their numbers only. After this one is complete.
+        overwrite: replace a checkpoint of this name, once the new one is complete.
+
+    Raises:
+        CheckpointError: on all ranks, when one could not write its part, or ``path`` is there already. What was there
+            is as before.
+        TypeError, ValueError: a wrong argument; before anything is written.
+    """
+    global _last
+    finish_pending()
+    ranks = Ranks.of(model)
+    final = Path(os.path.abspath(path))
+    tree: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        _check(final, extra, keep)
+        tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, access_of(model))
+    except Exception as error:  # whatever it is, the other ranks are told
+        problem = error
+    ranks.agree([str(final), f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}"], problem)
+    temporary = _begin(final, overwrite, ranks)
+    writer = Writer(temporary, final, len(ranks.ranks), keep)
+    if asynchronous:
+        tree = copied(tree)
+        executor = concurrent.futures.ThreadPoolExecutor(1, "graph_fsdp-save")
+        future = executor.submit(_write, tree, writer, ranks)
+        executor.shutdown(wait=False)
+        _last = PendingSave(final, future)
+        return _last
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        _write(tree, writer, ranks)
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    done.set_result(None)
+    return PendingSave(final, done)
+
+
+def finish_pending() -> None:
+    """Wait for the save under way, and raise its error if nobody was told of it."""
+    global _last
+    pending, _last = _last, None
+    if pending is not None:
+        pending.end()
+
+
+def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> None:
+    if path.name.startswith("."):
+        raise ValueError(f"path: {path.name!r} begins with a dot, as temporary folders do; choose another name")
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+        raise TypeError(f"extra must be a dict of values by name, got {type(extra).__name__}")
+    if keep is None:
+        return
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, or None for all, got {keep!r}")
+    if folder.series(path.name) == path.name:
+        raise ValueError(
+            f"keep={keep}: {path.name!r} has no number, so that no other checkpoint can be of its series; name it as "
+            "step_100"
+        )
+
+
+def _begin(path: Path, overwrite: bool, ranks: Ranks) -> Path:
+    """The temporary folder, made by the first rank."""
+    said = ""
+    if ranks.is_first:
+        try:
+            if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
+            said = f"+{folder.begin(path)}"
+        except (OSError, CheckpointError) as error:
+            said = f"-{error}"
+    said = ranks.first_says(said)
+    if said.startswith("-"):
+        raise CheckpointError(said[1:])
+    return Path(said[1:])
+
+
+def _write(tree: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
+    try:
+        dcp.save(tree, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    except (Exception, CheckpointException) as error:
+        if ranks.is_first:
+            shutil.rmtree(writer.temporary, ignore_errors=True)  # a full disk gets its space back
+        raise ranks.told(error) from error
