@@ -170,6 +170,7 @@ HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
         _H100,
+        dataclasses.replace(_H100, name="h200", memory_bandwidth=4.8e12, memory=140 * GIB),
         dataclasses.replace(
             _H100,
             name="h100_500w",
@@ -180,7 +181,6 @@ HARDWARE: dict[str, Hardware] = {
             attention_efficiency=0.34 * 0.6 / 0.7,
             attention_backward_efficiency=0.32 * 0.6 / 0.7,
         ),
-        dataclasses.replace(_H100, name="h200", memory_bandwidth=4.8e12, memory=140 * GIB),
         Hardware(
             "a100",
             _tera(half=312.0, fp32=19.5, fp64=19.5),

@@ -209,11 +209,10 @@ def test_options_that_are_none(option: str, value: str, message: str, capsys: py
 
 
 def test_the_command_searches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", f"{folder}/own.py:model", "--mesh", "16", "--seq", "16", "--search", "--memory", "80GB"]
+    arguments = ["plan", f"{folder}/own.py:model", "--mesh", "8", "--seq", "16", "--search", "--memory", "80GB"]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["memory"] == 80 * 10**9 and len(found["candidates"]) + len(found["refused"]) == 2 * 3 * 2 * 3
-    assert {tuple(c["choice"]["mesh_shape"]) for c in found["candidates"]} == {(16,), (2, 8)}
+    assert found["memory"] == 80 * 10**9 and len(found["candidates"]) + len(found["refused"]) == 3 * 2 * 3
     assert found["best"] in found["front"]
 
 

@@ -43,7 +43,9 @@ def test_every_combination_is_planned_with_its_options() -> None:
         shown.append(count)
         return choices
 
-    found = searched(reshards=(True, False), checkpointings=(None, "unit"), buckets=("unit", "none"), progress=progress)
+    found = searched(
+        mesh_shapes=[(8,), (2, 8)], reshards=(True, False), checkpointings=(None, "unit"), progress=progress
+    )
     assert len(found.candidates) == 8 and shown == [8] and not found.refused
     for reshard, checkpointing in ((True, None), (False, "unit")):
         one = graph_fsdp.plan(
