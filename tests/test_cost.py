@@ -366,17 +366,17 @@ def test_grouped_query_attention_counts_the_heads_of_the_queries(heads: int) -> 
 
 
 def test_attention_has_its_own_efficiencies_and_executes_what_a_causal_mask_leaves() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]
+    def attend(causal: bool) -> Callable[..., Tensor]:
+        return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]
 
     inputs = [tensor(1, 32, 8192, 128)] * 3
     flops = 4 * 32 * 8192 * 8192 * 128
-    took = {c: seconds(trace(lambda q, k, v, c=c: attend(q, k, v, c), *inputs)) for c in (True, False)}
+    took = {c: seconds(trace(attend(c), *inputs)) for c in (True, False)}
     peak = H100.flops[torch.bfloat16]
     assert H100.attention_efficiency is not None and H100.attention_backward_efficiency is not None
     assert took[False] == pytest.approx(flops / (peak * H100.attention_efficiency) + H100.launch, rel=1e-6)
     assert took[True] == pytest.approx(flops / 2 / (peak * H100.attention_efficiency) + H100.launch, rel=1e-6)
-    graph = trace(lambda q, k, v: attend(q, k, v, True), *inputs)
+    graph = trace(attend(True), *inputs)
     unknown = CostModel(dataclasses.replace(H100, attention_efficiency=None), GROUPS)
     assert sum(unknown.graph_seconds(graph).values()) == pytest.approx(flops / (peak * 0.7) + H100.launch, rel=1e-6)
 
