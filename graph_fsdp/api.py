@@ -186,6 +186,7 @@ def compile(
             param_init_fn=param_init_fn,
             checkpoint=checkpoint,
             passes=passes,
+            regions=regions,
             fullgraph=fullgraph,
             dynamic=dynamic,
             on_host_fallback=on_host_fallback,

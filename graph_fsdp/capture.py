@@ -44,6 +44,7 @@ from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.pieces import Pieces
+from graph_fsdp.recompilation import Call, CaptureKey, why_captured
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
@@ -99,6 +100,8 @@ class Engine:
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
         self._inputs: dict[str, Tensor] = {}
+        self._call: Call | None = None  # that is under way
+        self._layout: Any = None  # see ``CaptureKey``
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
@@ -138,7 +141,7 @@ class Engine:
                 stack.enter_context(self.pieces.forward_call())
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())
-            self._inputs = inputs
+            self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
                 return differentiable_once(self.storage.without_placeholders(outputs))
@@ -151,7 +154,7 @@ class Engine:
                 python_inspect.signature(entry.function).bind(module, *args, **kwargs)  # a wrong call: its TypeError
                 raise graph_break(error, entry) from error
             finally:
-                self._inputs = {}
+                self._inputs, self._call = {}, None
 
     def _function_compiled(self, entry: Entry) -> Callable[..., Any]:
         """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
@@ -172,7 +175,9 @@ class Engine:
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
         ``_function_compiled``."""
-        captured = CapturedGraph(len(self.graphs), self.spec)
+        key = CaptureKey(settings, entry.unit, entry.name, self._layout)
+        cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        captured = CapturedGraph(len(self.graphs), self.spec, cause)
         context = PassContext(
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )

@@ -168,7 +168,11 @@ def _load(
     wanted: list[tuple[str, Tensor]] = []
     for tensor, key in matched.key_of.items():
         parameter = storage.by_placeholder.get(id(tensor))
-        if parameter is not None:
+        if parameter is not None and not storage.reads_in_place:
+            full = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype)
+            files.read([(key, full)])  # one after the other: no more than one is whole on the host
+            storage.fill(parameter, full)
+        elif parameter is not None:
             parameter.filled = True
             wanted.append((key, parameter.shard))
         else:

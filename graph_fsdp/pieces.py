@@ -32,6 +32,7 @@ from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import GIVEN, add_stage
 from graph_fsdp.passes.share import Sharing
 from graph_fsdp.passes.stage import Snapshot
+from graph_fsdp.recompilation import Cause
 from graph_fsdp.report import CapturedGraph
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class Pieces:
         engine, base = self._engine, made.context
         begin = time.perf_counter()
         kept = tuple(base.kept)
-        captured = CapturedGraph(len(engine.graphs), engine.spec)
+        cause = Cause("shared", f"takes or gives what other pieces gather: {sharing.key()}")
+        captured = CapturedGraph(len(engine.graphs), engine.spec, cause)
         context = dataclasses.replace(
             base,
             sharing=dataclasses.replace(sharing, kept=kept),

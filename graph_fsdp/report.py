@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -25,6 +25,7 @@ from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
+from graph_fsdp.recompilation import FIRST_CALL, Cause
 from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.trace_events import ScheduledGraph, predicted_trace
@@ -63,6 +64,7 @@ class GraphView:
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
         self.graph: Graph | None = None  # after all passes
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
+        self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
         self.nodes = 0
 
     @functools.cached_property
@@ -94,6 +96,13 @@ class GraphView:
                 f"the {self.phase} graph is not run by XLA; hlo() is of models compiled with backend='xla'"
             )
         return self.hlo_of()
+
+    def compiled_by_xla(self) -> list[str]:
+        """A line that says how often and why, where XLA runs the graph."""
+        if not self.xla_compilations:
+            return []
+        causes = "; ".join(map(str, self.xla_compilations))
+        return [f"  compiled by XLA {len(self.xla_compilations)}x: {causes}"]
 
     def predicted(self) -> str:
         """One line on the timeline."""
@@ -137,10 +146,11 @@ class GraphView:
 
 @dataclass
 class CapturedGraph:
-    """Everything of one captured graph: recompilations are captures of their own."""
+    """Everything of one captured graph: recompilations are captures of their own. ``cause``: why it was captured."""
 
     index: int
     spec: ModelSpec
+    cause: Cause = FIRST_CALL
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
@@ -150,6 +160,7 @@ class CapturedGraph:
         self.add_graph(graph, context)
         view = self.view(graph.phase)
         view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
+        view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
             view.whole, view.slots = True, SlotTable()
         else:
@@ -189,6 +200,11 @@ class GraphReport:
         self.kept_nbytes = kept_nbytes
         self.collectives = dict(counter.collectives)
         self.regions, self.compiled_regions = regions.regions, regions.compiled
+
+    @property
+    def captures(self) -> list[CapturedGraph]:
+        """All captures, in order: each has the views of its graphs, and the cause of its being captured."""
+        return self.graphs
 
     @property
     def capture(self) -> GraphView:
@@ -286,6 +302,8 @@ class GraphReport:
         if self.kept_nbytes:
             lines += [f"gradients that are not reduced yet: {self.kept_nbytes:,} bytes"]
         for captured in self.graphs:
+            if captured.cause.kind != "first":
+                lines += ["", f"graph {captured.index} was captured because {captured.cause}"]
             for phase, view in captured.views.items():
                 if not view.nodes:  # a graph that other graphs are made of
                     continue
@@ -294,6 +312,7 @@ class GraphReport:
                 lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
                 if view.whole:
                     lines += ["  compiled whole: the compiler allocates the buffers"]
+                    lines += view.compiled_by_xla()
                 elif view.buckets:
                     lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
                 if view.memory is not None:

@@ -54,6 +54,8 @@ class Storage:
     In between, whoever gives the model other values than its own puts them in: ``fill`` and ``keep_whole``.
     """
 
+    reads_in_place = True  # a file's rows can be read into the shards
+
     def __init__(
         self,
         model: nn.Module,

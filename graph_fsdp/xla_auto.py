@@ -30,6 +30,7 @@ from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
+from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaStorage
@@ -92,16 +93,14 @@ class GlobalEngine(Engine):
         self.mesh, self.global_mesh = storage.xla_mesh, global_mesh(storage.xla_mesh)
         self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
         self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
-        self._call: tuple[Any, ...] | None = None  # that is traced
         self._told = False  # that no input is sharded
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = compat.tree_map_only(Tensor, compat_xla.plain, (args, kwargs))
-        self._call = (entry.function, args, kwargs)
-        try:
-            return super().run(entry, module, *args, **kwargs)
-        finally:
-            self._call = None
+        return super().run(entry, module, *args, **kwargs)
+
+    def checkpoint_access(self) -> XlaTensors:
+        return XlaTensors(self.storage)
 
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
@@ -112,7 +111,7 @@ class GlobalEngine(Engine):
         if not context.batch_inputs and not self._told and self.mesh.size > 1:
             self._told = True
             assert self._call is not None
-            warn_unsharded(*self._call)
+            warn_unsharded(self._call.function, self._call.args, self._call.kwargs)
         return substituted
 
     def _is_batch(self, node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from graph_fsdp.passes.activation_checkpointing import with_activation_checkpoin
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.runtime.backends import XlaBackend
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
+from graph_fsdp.runtime.xla.placement import read_placement
 from graph_fsdp.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, trace_marks, with_constraints
@@ -47,6 +48,7 @@ def compile_on_xla(
     param_init_fn: Callable[[nn.Module], Any] | None,
     checkpoint: Safetensors | AnyPath | Sequence[AnyPath] | None,
     passes: PassPipeline | None,
+    regions: str,
     fullgraph: bool,
     dynamic: bool | None,
     on_host_fallback: OnHostFallback,
@@ -57,9 +59,14 @@ def compile_on_xla(
     process drives all of them, so there is nobody to agree with."""
     xla_validate.environment()
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
+    if regions == "whole":
+        raise ValueError("regions='whole': backend='xla' compiles every graph in one piece; leave it out")
+    if not fullgraph and not auto:
+        raise UnsupportedError(
+            "fullgraph=False: with backend='xla' the graph of one device's rows cannot be left for Python and entered "
+            "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'"
+        )
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
-    if checkpoint is not None:
-        raise UnsupportedError("checkpoint: backend='xla' reads no files; load_state_dict after graph_fsdp.compile")
     parallel, device = XlaMesh.of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
@@ -71,6 +78,7 @@ def compile_on_xla(
             )
         if p.device.type not in ("cpu", "xla", "meta"):
             raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
+        _check_unmarked(name, p, parallel)
     units = find_units(model, auto_wrap_policy, ignored)
     put_values = initial_values(
         model,
@@ -80,6 +88,7 @@ def compile_on_xla(
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
         shard_dims={},
+        checkpoint=checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint),
     )
     pipeline = passes if passes is not None else default_pipeline()
     if checkpointing is not None:
@@ -110,6 +119,18 @@ def compile_on_xla(
         trace_marks(model, shard_output, mesh)
     become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
+
+
+def _check_unmarked(name: str, p: nn.Parameter, mesh: XlaMesh) -> None:
+    """A tensor of XLA's that is divided cannot be given another sharding."""
+    if p.device.type != "xla":
+        return
+    (spec,) = compat_xla.sharding_specs([p.detach()])
+    if read_placement(spec, mesh.ranks) not in (mesh.sharded, mesh.whole):
+        raise ValueError(
+            f"parameter {name!r} is sharded as {spec} by mark_sharding; pass the model as it was before that, or "
+            "torch_xla.distributed.spmd.clear_sharding each parameter"
+        )
 
 
 def _named_groups(spec: ModelSpec, mesh: XlaMesh) -> ModelSpec:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
+from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_storage import LocalViews, XlaStorage
 
 
@@ -62,18 +64,24 @@ class XlaEngine(Engine):
             self._told = True
             warn_unsharded(entry.function, args, kwargs)
         # Graphs are of the local view, whose shapes do not tell how the inputs are sharded.
-        self._compiled = self._functions.setdefault(views.signature, {})
+        self._compiled, self._layout = self._functions.setdefault(views.signature, {}), views.signature
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
         finally:
             self._views = before
 
+    def checkpoint_access(self) -> XlaTensors:
+        return XlaTensors(self.storage)
+
     def _compile_graph(
         self, settings: Any, entry: Function, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         self._captures.append(self._describe_inputs(module))
         _clone_outputs(module)
+        if self._call is not None and self._views is not None:  # what the user has called it with, for the report
+            given, named = self._views.back((self._call.args, self._call.kwargs))
+            self._call = replace(self._call, args=given, kwargs=named)
         call = Engine._compile_graph(self, settings, entry, module, example_inputs)
 
         def on_all_devices(*args: Any) -> Any:

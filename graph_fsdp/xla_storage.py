@@ -55,6 +55,8 @@ class XlaParameter:
 class XlaStorage:
     """All parameters of a model. Construction changes nothing; ``install`` changes the model."""
 
+    reads_in_place = False  # what XLA has cannot be written to
+
     def __init__(
         self, model: nn.Module, spec: ModelSpec, originals: dict[str, nn.Parameter],
         names: dict[nn.Parameter, list[str]], mesh: XlaMesh, device: torch.device,

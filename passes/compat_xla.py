@@ -12,7 +12,8 @@
 | ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
   ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
-| ``_XLAC._get_local_shards`` | what one device holds | 2.9 |
+| ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
+| ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
 | ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
 | ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
@@ -24,6 +25,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,6 +119,40 @@ def local_shards(tensor: Tensor) -> list[Tensor]:
     return [shard for shard, _ in _c()._get_local_shards([tensor])[0]]
 
 
+@dataclass(frozen=True)
+class DeviceShard:
+    """What a device of this host holds of a tensor. ``padded``: on the CPU, as large as that of each other device;
+    ``offset`` and ``size``: of the part in the tensor, without the padding."""
+
+    padded: Tensor
+    device: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether no device holds all of it."""
+    (spec,) = sharding_specs([tensor])
+    return spec not in ("", "{replicated}") and not spec.startswith("{maximal")
+
+
+def device_shards(tensor: Tensor) -> list[DeviceShard]:
+    """Of a tensor that is divided. Their memory is their own."""
+    shards, places = _c()._get_local_shards([tensor])[0], _c()._get_local_shard_replica_and_indices([tensor])[0]
+    found = []
+    for (padded, device_name), (_, slices) in zip(shards, places, strict=True):
+        if slices is Ellipsis:  # a tiling of one tile
+            slices = [slice(0, size) for size in tensor.shape]
+        offset, size = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
+        found.append(DeviceShard(padded, device_name, offset, size))
+    return found
+
+
+def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
+    """Give each device what ``device_shards`` had of it, with other values."""
+    _c()._load_local_shards(tensor, [shard.padded for shard in shards], [shard.device for shard in shards])
+
+
 # --- inside of a graph
 
 
@@ -201,8 +237,21 @@ def hlo_of(outputs: Sequence[Tensor]) -> str:
     return str(_c()._get_xla_tensors_hlo(list(outputs)))
 
 
+class ProgramDroppedError(RuntimeError):
+    """torch_xla keeps the programs that ran last, all graphs and all of the lazy ones together."""
+
+
 def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
-    found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    """
+    Raises:
+        ProgramDroppedError: torch_xla does not have the program any more; nothing has run.
+    """
+    try:
+        found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    except RuntimeError as error:
+        if "Failed to get computation by hash" in str(error):
+            raise ProgramDroppedError(str(error)) from error
+        raise
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,26 @@ class BakedInputError(RuntimeError):
     """XLA would not read an argument of a graph again in later runs."""
 
 
+FIRST_RUN = "first run"
+DROPPED = "torch_xla had dropped it for newer programs (XLA_COMPILATION_CACHE_SIZE)"
+FOR_ITS_TEXT = "its HLO was asked for"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One by XLA, of a graph that is captured. ``cause``: why; ``seconds``: how long it took, with what leads to it."""
+
+    cause: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.cause} ({self.seconds:.1f} s)"
+
+
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: how often XLA has compiled it; ``compile_seconds``: how long that took. A graph with operators
-    that run on the host is not compiled but runs lazily, each time anew."""
+    ``compilations``: those by XLA, in order. A graph with operators that run on the host is not compiled but runs
+    lazily, each time anew."""
 
     can_run_on_host = False  # what each device runs by itself cannot
 
@@ -62,7 +78,7 @@ class XlaProgram(WholeProgram):
         if lowered.seeded:
             assert each is not None
             self.entries.append(Entry(each, ()))
-        self.compilations, self.compile_seconds = 0, 0.0
+        self.compilations: list[Compilation] = []
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
         self._descriptions: list[Any] = []  # of the inputs
         self._on_host = False  # whether operators of it are
@@ -77,16 +93,25 @@ class XlaProgram(WholeProgram):
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
             if self._compiled is None and not self._on_host:
-                self._compiled = self._compile(inputs)
+                self._compiled = self._compile(inputs, FIRST_RUN)
             inputs = self._placed(inputs)
-            if self._compiled is None:
-                results = list(self.lowered.module(*inputs))
-            else:
-                key, places = self._compiled
-                read = [inputs[place] if isinstance(place, int) else place for place in places]
-                results = compat_xla.run_compiled(key, read)
+            results = self._run(inputs)
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
+
+    def _run(self, inputs: list[Any]) -> list[Tensor]:
+        if self._compiled is None:
+            return list(self.lowered.module(*inputs))
+        try:
+            return self._replay(inputs)
+        except compat_xla.ProgramDroppedError:
+            self._compiled = self._compile(inputs, DROPPED)
+        return self._replay(inputs)
+
+    def _replay(self, inputs: list[Any]) -> list[Tensor]:
+        assert self._compiled is not None
+        key, places = self._compiled
+        return compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
 
     def _seeds(self) -> Tensor:
         """One number for each device, from the CPU's generator. Consecutive ones are as good as any: hashed."""
@@ -122,7 +147,7 @@ class XlaProgram(WholeProgram):
         compat_xla.sync(wait=True)
         return made
 
-    def _compile(self, inputs: Sequence[Any]) -> tuple[Any, list[int | Tensor]] | None:
+    def _compile(self, inputs: Sequence[Any], cause: str) -> tuple[Any, list[int | Tensor]] | None:
         """What ``run_compiled`` takes; None for a graph with operators that run on the host."""
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
@@ -140,16 +165,17 @@ class XlaProgram(WholeProgram):
             key = compat_xla.compile_pending(outputs)
         finally:
             compat_xla.drop_pending()
-        self.compilations += 1
         self.cache.compiled += 1
-        self.compile_seconds += time.perf_counter() - begin
+        self.compilations.append(Compilation(cause, time.perf_counter() - begin))
         return key, places
 
     def hlo(self) -> OptimizedHlo:
         """What XLA made of the graph, compiled once more for its text."""
         if self._compiled is None:
             raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
+        begin = time.perf_counter()
         found = optimized_hlo(self.lowered.module, self._descriptions)
+        self.compilations.append(Compilation(FOR_ITS_TEXT, time.perf_counter() - begin))
         return replace(found, scheduled=scheduled_collectives(self.graph))
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:

@@ -102,7 +102,6 @@ def options_that_xla_does_not_have_are_refused() -> None:
     refuse(UnsupportedError, "activation_checkpointing", "offload", activation_checkpointing="offload")
     refuse(UnsupportedError, "dynamic=True", dynamic=True)
     refuse(UnsupportedError, "reshard_after_forward=2", reshard_after_forward=2)
-    refuse(UnsupportedError, "checkpoint", "load_state_dict", checkpoint="model.safetensors")
 
 
 @FACTS

@@ -1,0 +1,1 @@
+"""Where people already train: Hugging Face Accelerate and the Trainer of transformers."""

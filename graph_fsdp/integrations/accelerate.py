@@ -1,0 +1,171 @@
+"""Hugging Face Accelerate: a script runs with graph_fsdp when this ``Accelerator`` takes the place of Accelerate's.
+
+::
+
+    from graph_fsdp.integrations.accelerate import Accelerator   # instead of: from accelerate import Accelerator
+
+[Note: the seam]
+Accelerate leaves a model that is an ``FSDPModule`` as it is, and treats it as FSDP2's from then on: in ``accumulate``,
+``clip_grad_norm_``, ``save_state``, ``load_state`` and ``get_state_dict``. So ``prepare`` compiles the model first,
+gives the optimizer the shards in the place of the parameters that it was made with, and calls Accelerate's ``prepare``.
+Accelerate finds an optimizer's parameters by their addresses, and shards without rows have none; so the optimizer is
+given its own again afterwards. Nothing of Accelerate is patched.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule
+
+import graph_fsdp
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.integrations.fsdp_config import check_plugin, compile_arguments, prepare_dtypes
+
+_BACKENDS = {"NO": None, "INDUCTOR": "inductor", "EAGER": "eager"}
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, whose ``prepare`` shards and compiles with ``graph_fsdp.compile``.
+
+    The FSDP configuration is what Accelerate finds: ``fsdp_plugin``, or what ``accelerate launch`` has read from its
+    YAML file; versions 1 and 2. It works on the CPU too, where Accelerate itself ignores an FSDP configuration.
+
+    Args:
+        compile_options: arguments of ``graph_fsdp.compile`` that the configuration does not have (``backend``,
+            ``passes``, ``fullgraph`` and so on), or to be used in the place of what it says.
+        args, kwargs: as of ``accelerate.Accelerator``.
+
+    Raises:
+        UnsupportedError: names a setting that graph_fsdp does not have.
+    """
+
+    def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        given = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+        plugin = given.get("fsdp_plugin")
+        if plugin is not None:
+            check_plugin(plugin)
+        super().__init__(*args, **kwargs)
+        adopt(self, plugin, compile_options)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's. A model that comes with its optimizer is compiled in place; the optimizer, which may have
+        been made before, gets the shards.
+
+        Raises:
+            ValueError: there are several models; a model comes without its optimizer; an optimizer has state already.
+            All that ``graph_fsdp.compile`` raises. Nothing is changed then.
+        """
+        models = [item for item in args if isinstance(item, nn.Module) and not isinstance(item, FSDPModule)]
+        if not models:
+            return self._prepare_compiled(args, device_placement)
+        if len(models) > 1:
+            raise ValueError("prepare: one model with its optimizer at a time, got several models; call it for each")
+        optimizers = [_plain(item) for item in args if isinstance(item, torch.optim.Optimizer)]
+        if not optimizers:
+            raise ValueError("prepare: the model must come together with its optimizer, which is given the shards")
+        if any(optimizer.state for optimizer in optimizers):
+            raise ValueError(
+                "prepare: an optimizer has state of whole parameters; call load_state after prepare instead"
+            )
+        [model] = models
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, self._data_parallel_mesh())
+        arguments.update(self._compile_options)
+        mesh = arguments.pop("mesh")
+        if mesh is None:
+            model.to(self.device)
+        prepare_dtypes(self._fsdp_configuration, model)
+        graph_fsdp.compile(model, mesh, **arguments)
+        shards = dict(model.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [shards[names[p]] if p in names else p for p in group["params"]]
+        return self._prepare_compiled(args, device_placement)
+
+    def _prepare_compiled(self, args: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
+        optimizers = [_plain(item) for item in args if isinstance(item, torch.optim.Optimizer)]
+        groups = [(group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for group, parameters in groups:  # [Note: the seam]
+            group["params"] = parameters
+        return prepared
+
+    def _data_parallel_mesh(self) -> Any:
+        parallelism = self.parallelism_config
+        return None if parallelism is None else self.torch_device_mesh[tuple(parallelism.fsdp_dim_names)]
+
+
+def adopt(
+    accelerator: accelerate.Accelerator,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+    compile_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Make an ``accelerate.Accelerator`` that has prepared nothing yet one of ours, in place.
+
+    Args:
+        plugin: the FSDP configuration; None for the accelerator's own, or that of the environment, which
+            ``accelerate launch`` has set.
+
+    Raises:
+        UnsupportedError: names a setting that graph_fsdp does not have.
+    """
+    state = accelerator.state
+    plugin = plugin or getattr(state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
+    check_plugin(plugin)
+    backend = _dynamo_backend(accelerator)
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled):
+        raise UnsupportedError(
+            "parallelism_config: only dp_replicate_size and dp_shard_size; make a model tensor parallel with "
+            "parallelize_module and call graph_fsdp.compile on it before prepare"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(
+            "mixed_precision: fp8; convert the model with torchao's convert_to_float8_training and use bf16"
+        )
+    configuration = copy.copy(plugin)
+    if accelerator.mixed_precision != "no":
+        configuration.set_mixed_precision(accelerator.mixed_precision)
+    # What Accelerate does with the compiled model is what it does with one of FSDP2, and no more of it.
+    as_fsdp2 = copy.copy(plugin)
+    as_fsdp2.fsdp_version = 2
+    as_fsdp2.auto_wrap_policy = None
+    as_fsdp2.activation_checkpointing = False
+    as_fsdp2.mixed_precision_policy = None
+    if accelerator.num_processes > 1 or state.distributed_type == DistributedType.FSDP:
+        # Each new AcceleratorState starts from the PartialState.
+        state.distributed_type = accelerate.PartialState().distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = as_fsdp2
+    if accelerator.scaler is not None:  # FSDP1's is of flattened parameters
+        options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
+        accelerator.scaler = GradScaler(device=accelerator.device.type, **options)
+    accelerator.__class__ = Accelerator
+    accelerator._fsdp_configuration = configuration
+    accelerator._compile_options = {**({} if backend is None else {"backend": backend}), **(compile_options or {})}
+
+
+def _dynamo_backend(accelerator: accelerate.Accelerator) -> str | None:
+    """What a configuration of ``torch.compile`` asks for, which Accelerate then leaves alone."""
+    dynamo = accelerator.state.dynamo_plugin
+    name = str(getattr(dynamo.backend, "value", dynamo.backend)).upper()
+    if name not in _BACKENDS:
+        raise UnsupportedError(f"dynamo_backend: {name}; graph_fsdp compiles with inductor or eager")
+    if name != "NO":
+        dynamo.backend = type(dynamo.backend)("NO")
+    return _BACKENDS[name]
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,200 @@
+"""What an FSDP configuration of Accelerate says, as arguments of ``graph_fsdp.compile``.
+
+Accelerate keeps an ``fsdp_config`` (of a YAML file, of ``TrainingArguments`` or of a script) in a
+``FullyShardedDataParallelPlugin``, of version 1 (FSDP1) or 2 (FSDP2). Each setting of it is honoured here or refused by
+name: ``docs/accelerate.md`` has the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
+
+# Strategy of FSDP1 → reshard_after_forward. With NO_SHARD nothing is gathered.
+_RESHARD = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "NO_SHARD": None,
+    "HYBRID_SHARD": True,
+    "_HYBRID_SHARD_ZERO2": False,
+}
+
+
+def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuses by name what graph_fsdp does not have.
+
+    Raises:
+        UnsupportedError: says which setting, and what to set instead.
+    """
+    if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise UnsupportedError(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT saves flattened parameters, and there are none; set "
+            "SHARDED_STATE_DICT (each rank's shards) or FULL_STATE_DICT"
+        )
+    if not plugin.limit_all_gathers:
+        raise UnsupportedError(
+            "limit_all_gathers=False: gathers are scheduled ahead of time, never without limit; leave it out. A "
+            "limit in bytes is compile_options={'passes': graph_fsdp.passes.default_pipeline(budget=…)}"
+        )
+
+
+def compile_arguments(
+    plugin: FullyShardedDataParallelPlugin, model: nn.Module, device_type: str, mesh: DeviceMesh | None
+) -> dict[str, Any]:
+    """Arguments of :func:`graph_fsdp.compile` for ``model``, by name.
+
+    Args:
+        plugin: after :func:`check_plugin`.
+        device_type: that the training runs on.
+        mesh: the dimensions of Accelerate's ``ParallelismConfig`` that replicate and shard, if it has one.
+
+    Raises:
+        ValueError: a class to wrap is not in the model, or ``fsdp_ignored_modules`` matches no module.
+    """
+    strategy = _strategy(plugin)
+    reshard = plugin.reshard_after_forward if strategy is None else _RESHARD[strategy.name]
+    if mesh is None and dist.is_initialized():
+        mesh = _mesh(strategy, device_type)
+    return {
+        "mesh": mesh,
+        "auto_wrap_policy": _auto_wrap_policy(plugin, model),
+        "reshard_after_forward": reshard,
+        "mp_policy": _mp_policy(plugin.mixed_precision_policy),
+        "offload_policy": _offload_policy(plugin.cpu_offload),
+        "ignored_params": _ignored(plugin.ignored_modules, model),
+        "activation_checkpointing": _checkpointing(plugin),
+        "sync_module_states": bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading) and mesh is not None,
+        # FSDP1's plugin makes one of its own where states are synchronised: to_empty, which nothing needs here.
+        "param_init_fn": None if plugin.sync_module_states else plugin.param_init_fn,
+        "passes": _pipeline(plugin),
+    }
+
+
+def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Casts what FSDP casts when it wraps a model for mixed precision: trainable parameters to float32, of which
+    ``param_dtype`` is then computed, and, for FSDP1's ``buffer_dtype``, the buffers."""
+    policy = plugin.mixed_precision_policy
+    if policy is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+    dtype = getattr(policy, "buffer_dtype", None)
+    if dtype is not None:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+def _strategy(plugin: FullyShardedDataParallelPlugin) -> ShardingStrategy | None:
+    """FSDP1's; None for a configuration of FSDP2."""
+    for value in (plugin.sharding_strategy, plugin.reshard_after_forward):
+        if plugin.fsdp_version == 1 and isinstance(value, ShardingStrategy):
+            return value
+    return None
+
+
+def _mesh(strategy: ShardingStrategy | None, device_type: str) -> DeviceMesh:
+    world_size = dist.get_world_size()
+    name = strategy.name if strategy is not None else "FULL_SHARD"
+    if name == "NO_SHARD":
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("replicate",))
+    if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # sharded in each node, replicated over nodes
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if world_size % local:
+            raise ValueError(
+                f"fsdp_sharding_strategy: {name} shards in each node, and {local} processes of this node do not divide "
+                f"{world_size}; start as many on each"
+            )
+        return init_device_mesh(device_type, (world_size // local, local), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+
+
+def _auto_wrap_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
+    policy: Any = plugin.auto_wrap_policy
+    function = policy.func if isinstance(policy, functools.partial) else policy
+    if function is transformer_auto_wrap_policy:
+        names = plugin.transformer_cls_names_to_wrap
+        source = "fsdp_transformer_layer_cls_to_wrap"
+        if names is None:
+            names, source = sorted(getattr(model, "_no_split_modules", None) or ()), "_no_split_modules"
+        classes = {type(module).__name__: type(module) for module in model.modules()}
+        missing = [name for name in names if name not in classes]
+        if missing and (source != "_no_split_modules" or len(missing) == len(names)):
+            raise ValueError(f"{source}: the model has no {', '.join(missing)}; it has {', '.join(sorted(classes))}")
+        return {classes[name] for name in names if name in classes} or {type(model)}
+    if function is size_based_auto_wrap_policy:
+        return (
+            functools.partial(function, min_num_params=plugin.min_num_params)
+            if plugin.min_num_params
+            else {type(model)}
+        )
+    return {type(model)} if policy is None else policy  # NO_WRAP: one unit
+
+
+def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if policy is None:
+        return MixedPrecisionPolicy()
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    # Around a model of FSDP1, Accelerate converts outputs to float32.
+    cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
+    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32, cast)
+
+
+def _offload_policy(policy: bool | CPUOffload | OffloadPolicy | None) -> OffloadPolicy:
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    offloaded = policy.offload_params if isinstance(policy, CPUOffload) else bool(policy)
+    return CPUOffloadPolicy() if offloaded else OffloadPolicy()
+
+
+def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module] | None:
+    if modules is None:
+        return None
+    if not isinstance(modules, str):
+        return list(modules)
+    matched = [module for name, module in model.named_modules() if re.fullmatch(modules, name)]
+    if not matched:
+        raise ValueError(
+            f"fsdp_ignored_modules: {modules!r} matches no module of the model; it is a regular expression"
+        )
+    return matched
+
+
+def _checkpointing(plugin: FullyShardedDataParallelPlugin) -> ActivationCheckpointing | None:
+    if not plugin.activation_checkpointing:
+        return None
+    return ActivationCheckpointing("unit", offload=bool(getattr(plugin, "activation_checkpointing_offload", False)))
+
+
+def _pipeline(plugin: FullyShardedDataParallelPlugin) -> Any:
+    """FSDP1's prefetches; None, the default pipeline, for FSDP2, which has none to set. Without forward_prefetch FSDP1
+    starts gathers as early as the host runs ahead, which here is the time from which on they are hidden."""
+    if plugin.fsdp_version != 1:
+        return None
+    prefetch: Any = plugin.backward_prefetch
+    return default_pipeline(prefetch=prefetch, forward_prefetch=1 if plugin.forward_prefetch else "auto")

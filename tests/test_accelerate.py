@@ -1,0 +1,263 @@
+"""Hugging Face Accelerate: a script with our ``Accelerator`` beside the same script with Accelerate's own FSDP2."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import merge_fsdp_weights
+from accelerate_script import make_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+import graph_fsdp
+from graph_fsdp.integrations.fsdp_config import check_plugin, compile_arguments, prepare_dtypes
+
+SCRIPT = Path(__file__).with_name("accelerate_script.py")
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+FSDP1 = {
+    "fsdp_version": 1,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": True,
+    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_use_orig_params": True,
+    "fsdp_activation_checkpointing": True,
+    "fsdp_sync_module_states": False,  # on the CPU Accelerate has no device for it
+    "fsdp_cpu_ram_efficient_loading": False,
+}
+
+
+def launch(folder: Path, config: dict[str, Any], *arguments: str, precision: str = "no") -> dict[str, Any]:
+    """``accelerate launch`` of the script on two processes; what it writes about itself."""
+    folder.mkdir()
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": config,
+        "mixed_precision": precision,
+        "num_machines": 1,
+        "num_processes": 2,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": True,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
+    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(SCRIPT), "--out", str(folder)]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    finished = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, start_new_session=True
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> dict[str, Any]:
+    return launch(folder / "theirs", FSDP2, "--own", "--epochs", "2")
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> dict[str, Any]:
+    return launch(folder / "ours", FSDP2)
+
+
+def test_losses_and_norms_are_those_of_accelerates_fsdp2(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert ours["losses"] == theirs["losses"][: len(ours["losses"])], "bit for bit"
+    assert ours["norms"] == theirs["norms"][: len(ours["norms"])]
+    assert len(ours["norms"]) * 2 == len(ours["losses"]), "gradients are accumulated over two batches"
+    assert ours["sharded"] == theirs["sharded"] == 0.5
+    assert "model.layers.1" in ours["report"], "the layers are the units"
+
+
+def test_a_state_that_accelerates_fsdp2_saved_is_resumed(folder: Path, theirs: dict[str, Any]) -> None:
+    resumed = launch(folder / "resumed", FSDP2, "--resume", str(folder / "theirs" / "state"))
+    assert resumed["losses"] == theirs["losses"][len(resumed["losses"]) :]
+    assert resumed["norms"] == theirs["norms"][len(resumed["norms"]) :]
+
+
+def test_what_was_saved_loads_without_any_sharding(folder: Path, ours: dict[str, Any]) -> None:
+    merge_fsdp_weights(str(folder / "ours" / "state" / "pytorch_model_fsdp_0"), str(folder / "merged"))
+    merged = load_file(folder / "merged" / "model.safetensors")
+    pretrained = load_file(folder / "ours" / "pretrained" / "model.safetensors")
+    assert merged.keys() == pretrained.keys() == make_model().state_dict().keys()
+    for name, value in merged.items():
+        assert torch.equal(value, pretrained[name]), name
+    loaded = type(make_model()).from_pretrained(folder / "ours" / "pretrained")
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], merged["lm_head.weight"])
+
+
+def test_a_configuration_of_fsdp1_trains(folder: Path, ours: dict[str, Any]) -> None:
+    trained = launch(folder / "version1", FSDP1, precision="bf16")
+    difference = max(abs(a - b) for a, b in zip(trained["losses"], ours["losses"], strict=True))
+    assert 0 < difference < 0.02, "computed in bfloat16, from float32 parameters"
+    assert "root            gather       1   4,096" in trained["report"], "gathered in bfloat16"
+    assert "root            kept         1   4,096" in trained["report"], "SHARD_GRAD_OP"
+    assert (folder / "version1" / "state" / "pytorch_model_fsdp.bin").exists(), "FULL_STATE_DICT: one file"
+
+
+# Each setting
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin leaves some of its settings in the environment, for transformers."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+class Model(nn.Sequential):
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block(), nn.Linear(4, 2))
+
+
+def arguments(model: nn.Module | None = None, **settings: Any) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    check_plugin(plugin)
+    return compile_arguments(plugin, model if model is not None else Model(), "cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, True),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ({"sharding_strategy": "NO_SHARD"}, None),
+        ({"sharding_strategy": "HYBRID_SHARD"}, True),
+        ({"sharding_strategy": "HYBRID_SHARD_ZERO2"}, False),
+        ({"fsdp_version": 2, "reshard_after_forward": True}, True),
+        ({"fsdp_version": 2, "reshard_after_forward": False}, False),
+    ],
+)
+def test_strategies(settings: dict[str, Any], expected: bool | None) -> None:
+    assert arguments(**settings)["reshard_after_forward"] is expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "names"),
+    [
+        ("FULL_SHARD", (8,), ("fsdp",)),
+        ("NO_SHARD", (8,), ("replicate",)),
+        ("HYBRID_SHARD", (2, 4), ("replicate", "shard")),
+        ("HYBRID_SHARD_ZERO2", (2, 4), ("replicate", "shard")),
+    ],
+)
+def test_meshes(
+    strategy: str,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    fake_group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = arguments(sharding_strategy=strategy)["mesh"]
+    assert tuple(mesh.shape) == shape and mesh.mesh_dim_names == names
+
+
+def test_wrap_policies() -> None:
+    assert arguments(auto_wrap_policy="transformer_based_wrap")["auto_wrap_policy"] == {Block}, "_no_split_modules"
+    by_name = arguments(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"])
+    assert by_name["auto_wrap_policy"] == {nn.Linear}
+    assert arguments(auto_wrap_policy="no_wrap")["auto_wrap_policy"] == {Model}, "one unit"
+    by_size = arguments(auto_wrap_policy="size_based_wrap", min_num_params=20)["auto_wrap_policy"]
+    assert by_size.keywords == {"min_num_params": 20}
+    with pytest.raises(ValueError, match="fsdp_transformer_layer_cls_to_wrap: the model has no Layer; it has"):
+        arguments(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"])
+
+
+def test_precision_offloading_and_checkpointing() -> None:
+    assert arguments()["mp_policy"] == MixedPrecisionPolicy()
+    policy = arguments(mixed_precision_policy="bf16")["mp_policy"]
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, True)
+    own = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert arguments(fsdp_version=2, mixed_precision_policy=own)["mp_policy"] is own
+    assert type(arguments()["offload_policy"]) is OffloadPolicy
+    assert isinstance(arguments(cpu_offload=True)["offload_policy"], CPUOffloadPolicy)
+    assert isinstance(arguments(fsdp_version=2, cpu_offload=True)["offload_policy"], CPUOffloadPolicy)
+    assert arguments()["activation_checkpointing"] is None
+    assert arguments(activation_checkpointing=True)["activation_checkpointing"].recompute == "unit"
+    offloaded = arguments(fsdp_version=2, activation_checkpointing=True, activation_checkpointing_offload=True)
+    assert offloaded["activation_checkpointing"] == graph_fsdp.ActivationCheckpointing("unit", offload=True)
+
+
+def test_prefetches() -> None:
+    assert arguments(fsdp_version=2)["passes"] is None, "FSDP2 has none to set"
+    printed = {
+        (backward, forward): tuple(
+            a_pass.settings() for a_pass in arguments(backward_prefetch=backward, forward_prefetch=forward)["passes"]
+        )
+        for backward in (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
+        for forward in (False, True)
+    }
+    assert len(set(printed.values())) == 6, printed
+
+
+def test_ignored_modules() -> None:
+    model = Model()
+    assert arguments(model, ignored_modules=[model[2]])["ignored_params"] == [model[2]]
+    assert arguments(model, ignored_modules=r"\d\.linear")["ignored_params"] == [model[0].linear, model[1].linear]
+    with pytest.raises(ValueError, match="fsdp_ignored_modules: 'head' matches no module"):
+        arguments(ignored_modules="head")
+
+
+def test_values_of_one_rank(fake_group: dist.ProcessGroup) -> None:
+    assert not arguments()["sync_module_states"]
+    assert arguments(fsdp_version=2, cpu_ram_efficient_loading=True)["sync_module_states"]
+
+
+def test_one_process_has_all_values() -> None:
+    assert not arguments(fsdp_version=2, cpu_ram_efficient_loading=True)["sync_module_states"]
+
+
+def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dtype() -> None:
+    model = Model().to(torch.float16)
+    model[2].requires_grad_(False)
+    prepare_dtypes(FullyShardedDataParallelPlugin(mixed_precision_policy="bf16"), model)
+    assert model[0].linear.weight.dtype == torch.float32
+    assert model[2].weight.dtype == torch.float16, "frozen"
+    assert model[0].scale.dtype == torch.bfloat16
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(graph_fsdp.UnsupportedError, match="fsdp_state_dict_type: LOCAL_STATE_DICT"):
+        arguments(state_dict_type="LOCAL_STATE_DICT")
+    with pytest.raises(graph_fsdp.UnsupportedError, match="limit_all_gathers=False"):
+        arguments(limit_all_gathers=False)

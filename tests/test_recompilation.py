@@ -1,0 +1,167 @@
+"""Each captured graph says why it was captured: the guard that failed, or the setting that changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MLP
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import graph_fsdp
+from graph_fsdp.recompilation import Cause
+
+
+class Gated(nn.Module):
+    """Dropout makes its graph depend on ``training``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(2))
+
+    def forward(self, x: Tensor, *, scale: int = 1, mask: Tensor | None = None) -> Tensor:
+        x = x.to(self.layers[0][0].weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x * scale if mask is None else x * mask
+
+
+def causes(model: nn.Module) -> list[Cause]:
+    return [capture.cause for capture in graph_fsdp.inspect(model).captures]
+
+
+def compiled(**options: Any) -> Any:
+    model = graph_fsdp.compile(Gated(), backend="eager", **options)
+    model(torch.ones(4, 16))
+    return model
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
+    "batch size": (
+        lambda m: m(torch.ones(6, 16)),
+        ("tensor 'x' size mismatch at index 0. expected 4, actual 6", "x is float32[6, 16] now"),
+    ),
+    "evaluation": (lambda m: m.eval()(torch.ones(4, 16)), ("self.layers.0.1.training == True",)),
+    "no gradients": (lambda m: torch.no_grad()(m)(torch.ones(4, 16)), ("grad_mode",)),
+    "dtype": (
+        lambda m: m(torch.ones(4, 16, dtype=torch.bfloat16)),
+        ("tensor 'x' dtype mismatch. expected Float, actual BFloat16", "x is bfloat16[4, 16] now"),
+    ),
+    "requires_grad": (lambda m: m(torch.ones(4, 16).requires_grad_()), ("tensor 'x' requires_grad mismatch",)),
+    "another argument": (lambda m: m(torch.ones(4, 16), scale=3), ("kwargs",)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recompilation_names_the_guard_that_failed(fake_group: None, change: str) -> None:
+    act, expected = CHANGES[change]
+    model = compiled(dynamic=False)
+    act(model)
+    first, second = causes(model)
+    assert (first.kind, str(first), first.guards) == ("first", "first call", ())
+    assert second.kind == "guard" and [guard.graph for guard in second.guards] == [0]
+    for part in expected:
+        assert part in str(second)
+    assert "args[" not in str(second) and "L['" not in str(second)
+
+
+def test_the_guards_of_all_earlier_graphs_are_named_the_last_that_ran_first(fake_group: None) -> None:
+    model = graph_fsdp.compile(Gated(), backend="eager", dynamic=False)
+    for rows in (4, 6, 8):
+        model(torch.ones(rows, 16))
+    third = causes(model)[2]
+    assert [(guard.graph, guard.guard.split(". ")[1]) for guard in third.guards] == [
+        (1, "expected 6, actual 8"),
+        (0, "expected 4, actual 8"),
+    ]
+    assert str(third).startswith("guards failed of graph 1: tensor 'x' size mismatch"), str(third)
+
+
+def test_a_guard_says_which_line_wanted_it(fake_group: None) -> None:
+    model = compiled()
+    model.eval()(torch.ones(4, 16))
+    (guard,) = causes(model)[1].guards
+    assert guard.where is not None and "dropout.py:" in guard.where and guard.where.endswith(" in forward")
+
+
+def test_keyword_inputs_have_their_names(fake_group: None) -> None:
+    model = graph_fsdp.compile(Gated(), backend="eager", dynamic=False)
+    model(torch.ones(4, 16), mask=torch.ones(4, 16))
+    model(torch.ones(4, 16), mask=torch.ones(1, 16))
+    cause = causes(model)[1]
+    assert "tensor 'mask' size mismatch at index 0. expected 4, actual 1" in str(cause)
+    assert "mask is float32[1, 16] now" in str(cause) and "x is" not in str(cause)
+
+
+def test_a_changed_setting_is_the_cause(fake_group: None) -> None:
+    model = compiled()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(4, 16))
+    cause = causes(model)[1]
+    assert cause.kind == "settings" and cause.guards == ()
+    assert str(cause).startswith("settings changed: unsynced from [] to ['', ")
+
+
+class WithMethod(Gated):
+    def score(self, x: Tensor) -> Tensor:
+        return self.forward(x).mean()
+
+
+def test_each_method_has_a_first_call(fake_group: None) -> None:
+    model: Any = graph_fsdp.compile(WithMethod(), backend="eager")
+    register_fsdp_forward_method(model, "score")
+    model(torch.ones(4, 16))
+    model.score(torch.ones(4, 16))
+    assert list(map(str, causes(model))) == ["first call", "first call of score"]
+
+
+class Broken(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x)
+
+
+def test_the_pieces_of_a_broken_graph(fake_group: None) -> None:
+    model = graph_fsdp.compile(Broken(), backend="eager", fullgraph=False)
+    model(torch.ones(4, 16))
+    model(torch.ones(6, 16))
+    found = causes(model)
+    assert [cause.kind for cause in found] == ["first", "piece", "guard", "guard"]
+    assert [cause.guards[0].graph for cause in found[2:]] == [0, 1], "of the same piece"
+
+
+def test_an_emptied_cache_is_the_cause(fake_group: None) -> None:
+    model = compiled()
+    torch._dynamo.reset()
+    model(torch.ones(4, 16))
+    assert causes(model)[1].kind == "reset"
+
+
+def test_two_models_know_nothing_of_each_other(fake_group: None) -> None:
+    model, other = compiled(), compiled()
+    other(torch.ones(6, 16))
+    assert [[c.kind for c in causes(m)] for m in (model, other)] == [["first"], ["first", "guard"]]
+
+
+def test_a_cause_keeps_neither_the_inputs_nor_the_model(fake_group: None) -> None:
+    model = compiled()
+    x = torch.ones(6, 16)
+    model(x)
+    found, alive = causes(model), [weakref.ref(x), weakref.ref(model)]
+    del model, x
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None] and len(found) == 2
+
+
+def test_the_printed_report_has_the_cause(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    for rows in (4, 6):
+        model(torch.ones(rows, 16)).sum().backward()
+    text = str(graph_fsdp.inspect(model))
+    assert "graph 1" in text and "expected 4, actual 6" in text

@@ -1,0 +1,205 @@
+"""What few programs do with ``backend="xla"``: it works as without XLA, or is refused by a clear error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from facts import Failures, check
+from models import GPT, MLP
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from xla_compare import BOUND, compare, mesh, vectors
+from xla_launch import DEVICES, XlaFacts
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all facts
+
+FACTS = XlaFacts(__name__)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+@FACTS
+def a_graph_break_is_refused_by_the_local_view() -> None:
+    import graph_fsdp
+
+    model = Broken()
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"fullgraph=False: .* or pass sharding='auto'"):
+        graph_fsdp.compile(model, mesh(DEVICES), backend="xla", fullgraph=False)
+    assert type(model) is Broken and model.first.weight.device.type == "cpu"
+
+
+@FACTS
+def pieces_of_the_global_view_train() -> None:
+    import graph_fsdp
+
+    model = compare(Broken(), vectors, fullgraph=False, sharding="auto")
+    captured = [view for c in graph_fsdp.inspect(model).graphs for view in c.views.values() if view.phase == "forward"]
+    assert len(captured) >= 2, captured
+
+
+@FACTS
+def regions_are_whole_already() -> None:
+    import graph_fsdp
+
+    with pytest.raises(ValueError, match=r"regions='whole': .* leave it out"):
+        graph_fsdp.compile(MLP(depth=1), mesh(DEVICES), backend="xla", regions="whole")
+
+
+@FACTS
+def a_device_mesh_of_xla() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh(DEVICES)  # SPMD
+    compare(MLP(depth=1), vectors, axes=init_device_mesh("xla", (DEVICES,)))
+
+
+@FACTS
+def a_device_mesh_of_two_dimensions_replicates() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from graph_fsdp.passes import compat_xla
+
+    mesh(DEVICES)
+    model = compare(MLP(depth=1), vectors, axes=init_device_mesh("xla", (2, DEVICES // 2)))
+    weight = model.model.head.weight.detach()
+    assert {len(shard) for shard in compat_xla.local_shards(weight)} == {-(-len(weight) // 2)}
+
+
+@FACTS
+def a_device_mesh_of_some_devices_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import graph_fsdp
+
+    mesh(DEVICES)
+    with pytest.raises(graph_fsdp.MeshError, match=r"mesh has 2 devices and the XLA program 4"):
+        graph_fsdp.compile(MLP(depth=1), init_device_mesh("xla", (2,)), backend="xla")
+
+
+def same_output(model: nn.Module, reference: nn.Module, axes: Any) -> None:
+    from graph_fsdp.xla import shard_batch
+
+    x, _ = vectors(0)
+    with torch.no_grad():
+        assert (model(shard_batch(x, axes)).cpu() - reference(x)).abs().max() < BOUND
+
+
+@FACTS
+def a_model_that_is_on_xla_stays_the_same_parameters() -> None:
+    import torch_xla.distributed.spmd as xs
+
+    import graph_fsdp
+    from graph_fsdp.passes import compat_xla
+
+    axes = mesh(DEVICES)
+    model = MLP(depth=1)
+    reference = copy.deepcopy(model)
+    model.to("xla")
+    xs.mark_sharding(model.head.weight, axes, (None, None))
+    before = [id(p) for p in model.parameters()]
+    graph_fsdp.compile(model, axes, backend="xla")
+    assert [id(p) for p in model.parameters()] == before
+    same_output(model, reference, axes)
+    for p in model.parameters():
+        assert len(compat_xla.local_shards(p.detach())[0]) == -(-len(p) // DEVICES)
+
+
+@FACTS
+def a_parameter_that_is_divided_otherwise_is_refused() -> None:
+    import torch_xla.distributed.spmd as xs
+
+    import graph_fsdp
+
+    axes = mesh(DEVICES)
+    model = MLP(depth=1).to("xla")
+    xs.mark_sharding(model.head.weight, axes, (None, "fsdp"))
+    with pytest.raises(ValueError, match=r"parameter 'head\.weight' is sharded as .* by mark_sharding"):
+        graph_fsdp.compile(model, axes, backend="xla")
+    xs.clear_sharding(model.head.weight)
+    graph_fsdp.compile(model, axes, backend="xla")
+
+
+def a_unit_by_itself(sharding: str) -> None:
+    import torch_xla
+
+    import graph_fsdp
+    from graph_fsdp.xla import shard_batch
+
+    axes = mesh(DEVICES)
+    model = MLP(depth=2)
+    reference = copy.deepcopy(model)
+    graph_fsdp.compile(model, axes, backend="xla", sharding=sharding)
+    x, _ = vectors(0)
+    for times in (1, 2):
+        found, expected = model.blocks[0](shard_batch(x, axes)), reference.blocks[0](x)
+        assert (found.detach().cpu() - expected).abs().max() < BOUND
+        found.sum().backward()
+        expected.sum().backward()
+        torch_xla.sync()
+        for (name, p), q in zip(reference.blocks[0].named_parameters(), model.blocks[0].parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert (q.grad.cpu() - p.grad).abs().max() < times * 1e-5, name
+    assert model.blocks[1].up.weight.grad is None
+    same_output(model, reference, axes)
+
+
+@FACTS
+def a_unit_by_itself_in_the_local_view() -> None:
+    a_unit_by_itself("manual")
+
+
+@FACTS
+def a_unit_by_itself_in_the_global_view() -> None:
+    a_unit_by_itself("auto")
+
+
+@FACTS
+def gradients_add_up_in_the_global_view() -> None:
+    compare(GPT(depth=1), accumulate=2, sharding="auto")
+
+
+@FACTS
+def units_are_computed_again_in_the_global_view() -> None:
+    import graph_fsdp
+
+    usual = compare(GPT(), sharding="auto", steps=2)
+    again = compare(GPT(), sharding="auto", activation_checkpointing="unit")
+    products = [str(graph_fsdp.inspect(m).backward.program).count("mm.default(") for m in (usual, again)]
+    assert products[1] > products[0], products
+
+
+@FACTS
+def torchs_checkpoint_in_the_global_view() -> None:
+    compare(GPT(depth=1, checkpointed=True), sharding="auto")
+
+
+@FACTS
+def bfloat16_in_the_global_view() -> None:
+    import graph_fsdp
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = compare(MLP(depth=1), vectors, mp_policy=policy, bound=0.1, sharding="auto")
+    assert "torch.bfloat16" in str(graph_fsdp.inspect(model).forward.program)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def failures() -> Failures:
+    return FACTS.check_all(timeout=800)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_four_devices(failures: Failures, name: str) -> None:
+    check(failures, name)
