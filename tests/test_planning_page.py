@@ -56,6 +56,9 @@ def test_the_commands_of_the_page_are_commands() -> None:
 
 def test_published_rows_are_within_what_the_page_says() -> None:
     """Of the results that are kept: compiled rows within 15% in tokens per second."""
+    if not plan_published.RESULTS.exists():
+        assert f"<!-- results/{plan_published.RESULTS.name} -->\nNot measured yet." in PAGE.read_text()
+        return
     result = json.loads(plan_published.RESULTS.read_text())
     rows = {(row["gpus"], row["backend"]): row for row in result["rows"]}
     assert list(rows) == [(gpus, backend) for gpus, backend, *_ in plan_published.ROWS]
