@@ -23,6 +23,7 @@ from graph_fsdp.planning import Plan, plan
 from graph_fsdp.profile_report import Profile
 from graph_fsdp.profiling import profile
 from graph_fsdp.report import GraphReport, inspect
+from graph_fsdp.report_file import SavedReport, load_report
 from graph_fsdp.unshard import unsharded
 
 __version__ = "0.1.0"
@@ -43,12 +44,14 @@ __all__ = [
     "Plan",
     "Profile",
     "RankDisagreement",
+    "SavedReport",
     "SettingError",
     "UnsupportedError",
     "VerificationError",
     "checkpoint",
     "compile",
     "inspect",
+    "load_report",
     "passes",
     "plan",
     "profile",

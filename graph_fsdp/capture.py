@@ -32,6 +32,7 @@ from graph_fsdp.errors import (
     VerificationError,
 )
 from graph_fsdp.extensions import ExtendedGather, describe
+from graph_fsdp.failure import save_failure
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
@@ -100,7 +101,7 @@ class Engine:
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
         self._inputs: dict[str, Tensor] = {}
-        self._call: Call | None = None  # that is under way
+        self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
@@ -147,6 +148,8 @@ class Engine:
                 return differentiable_once(self.storage.without_placeholders(outputs))
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
+                if isinstance(cause, (VerificationError, PassError)):
+                    save_failure(cause, self)
                 if isinstance(cause, (VerificationError, RankDisagreement, PassError, UnsupportedError, ValueError)):
                     raise cause from cause.__cause__
                 raise
@@ -184,8 +187,8 @@ class Engine:
         context.extensions = self.extensions
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
-        self.pipeline.run([Graph(module, "capture")], context)
         self.graphs.append(captured)
+        self.pipeline.run([Graph(module, "capture")], context)
         with collector_paused():
             run = self._through_aot_autograd(module, inputs, context, captured, entry)
 

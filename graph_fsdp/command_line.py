@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from graph_fsdp.commands import plan
+from graph_fsdp.commands import plan, report
 from graph_fsdp.errors import UnsupportedError
 
-_COMMANDS = {"plan": plan}  # each module has SUMMARY and add(parser), which sets what `run` is called
+_COMMANDS = {"plan": plan, "report": report}  # each module has SUMMARY and add(parser), which sets what `run` is called
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,49 +13,66 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from torch import fx
 
-from graph_fsdp.line_diff import line_diff
 from graph_fsdp.parameter_life import ParameterLife, lives
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.memory import CATEGORIES, MemoryProfile
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.report_data import BucketData, ReportData
 from graph_fsdp.source_lines import module_name, source_line
 from graph_fsdp.trace_events import ScheduledGraph, lane_of
 
-if TYPE_CHECKING:
-    from graph_fsdp.report import GraphReport, GraphView
-
-FORMAT = 1  # of the data; a script reads its own
+FORMAT = 2  # of the data; a script reads its own
 _SCRIPTS = ("data.js", "timeline.js", "stages.js", "page.js")
 _MICROSECONDS = 1e6
 
+Schedule = dict[str, Any]
+"""What the page draws of the graphs of one capture, as ``schedule_data`` makes it."""
 
-def html_page(report: GraphReport, views: Sequence[tuple[int, GraphView]], sources: Sequence[GraphView]) -> str:
-    """The page. ``views``: the graphs of the timeline, after all passes, each with the number of its capture.
-    ``sources``: those that they were made of, whose stages are shown too."""
-    data = _Data(report.spec)
-    scheduled = [view.scheduled() for _, view in views]
-    cost = scheduled[0].cost
-    begins = [sum(s.timeline.seconds for s in scheduled[:n]) * _MICROSECONDS for n in range(len(scheduled))]
-    graphs = [
-        {**data.graph(s, view, begin), "stages": _stages(view)}
-        for s, (_, view), begin in zip(scheduled, views, begins, strict=True)
-    ]
-    spec = report.spec
+
+def schedule_data(spec: ModelSpec, capture: int, graphs: Sequence[ScheduledGraph]) -> Schedule:
+    """The timeline, the memory and the parameters of ``graphs``, all of one capture, after all passes."""
+    data = _Data(spec)
+    begins = [sum(s.timeline.seconds for s in graphs[:n]) * _MICROSECONDS for n in range(len(graphs))]
+    return {
+        "capture": capture,
+        "hardware": graphs[0].cost.hardware.name,
+        "graphs": [data.graph(s, begin) for s, begin in zip(graphs, begins, strict=True)],
+        "lives": data.lives(lives(spec, [(capture, s.graph) for s in graphs])),
+        "strings": list(data.strings),
+    }
+
+
+def html_page(report: ReportData, schedule: Schedule | None) -> str:
+    """The page. ``report`` has stages. Without a ``schedule`` it shows what the passes left behind."""
+    timed = schedule or {"capture": -1, "hardware": None, "graphs": [], "lives": {}, "strings": []}
+    of_timeline = {graph["phase"]: graph for graph in timed["graphs"]}
+    graphs, sources = [], []
+    for capture in report["captures"]:
+        title = f"graph {capture['index']}, " if len(report["captures"]) > 1 else ""
+        for graph in capture["graphs"]:
+            named = {"phase": graph["phase"], "title": f"{title}{graph['phase']}", "stages": graph["stages"]}
+            if capture["index"] == timed["capture"] and graph["phase"] in of_timeline:
+                rows = [_row(bucket) for bucket in graph["buckets"]]
+                graphs.append({**of_timeline[graph["phase"]], **named, "rows": rows})
+            elif graph["stages"]:
+                sources.append({**named, "cause": capture["cause"]})
     page = {
         "format": FORMAT,
-        "hardware": cost.hardware.name,
-        "ranks": spec.world_size * spec.replicas,
-        "parameters": len(spec.parameters),
-        "buckets": len(spec.buckets),
+        "hardware": timed["hardware"],
+        "ranks": report["world_size"] * report["replicas"],
+        "parameters": report["parameters"],
+        "buckets": report["buckets"],
+        "error": None if report["error"] is None else f"{report['error']['kind']}: {report['error']['message']}",
+        "captures": [[capture["index"], capture["cause"]] for capture in report["captures"]],
         "graphs": graphs,
-        "sources": [{"phase": view.phase, "stages": _stages(view)} for view in sources],
-        "lives": data.lives(lives(spec, [(index, s.graph) for (index, _), s in zip(views, scheduled, strict=True)])),
-        "strings": list(data.strings),
+        "sources": sources,
+        "lives": timed["lives"],
+        "strings": timed["strings"],
     }
     packed = base64.b64encode(zlib.compress(json.dumps(page, separators=(",", ":")).encode(), 6)).decode()
     return _template().render(
@@ -64,6 +81,14 @@ def html_page(report: GraphReport, views: Sequence[tuple[int, GraphView]], sourc
         script="\n".join(map(_asset, _SCRIPTS)),
         data=packed,
     )
+
+
+def _row(bucket: BucketData) -> list[Any]:
+    free = "kept" if bucket["kept"] else bucket["free"]
+    return [
+        *(bucket["name"], bucket["kind"], bucket["parameters"], bucket["nbytes"], bucket["start"], bucket["wait"]),
+        *(bucket["first_use"], free, bucket["ahead"], bucket["seconds"], bucket["exposed"]),
+    ]
 
 
 class _Data:
@@ -76,7 +101,7 @@ class _Data:
     def string(self, text: str | None) -> int:
         return -1 if text is None else self.strings.setdefault(text, len(self.strings))
 
-    def graph(self, scheduled: ScheduledGraph, view: GraphView, begin: float) -> dict[str, Any]:
+    def graph(self, scheduled: ScheduledGraph, begin: float) -> dict[str, Any]:
         graph, timeline = scheduled.graph, scheduled.timeline
         nodes = graph.nodes
         seconds = scheduled.cost.graph_seconds(graph)
@@ -115,13 +140,6 @@ class _Data:
                 for event in timeline.events
             ],
             "records": {index: self.record(node) for index, node in enumerate(nodes) if dialect.record(node)},
-            "rows": [
-                [
-                    *(self.string(row.name), row.kind, len(row.parameters), row.nbytes),
-                    *(row.start, row.wait, row.first_use, "kept" if row.escapes else row.free),
-                ]
-                for row in view.buckets
-            ],
             "memory": _memory(scheduled.memory, starts) if scheduled.memory is not None else None,
         }
 
@@ -136,23 +154,6 @@ class _Data:
             name: [str(life).split("\n", 1)[0], [[e.phase, e.position, self.string(e.kind)] for e in life.events]]
             for name, life in found.items()
         }
-
-
-def _stages(view: GraphView) -> list[dict[str, Any]]:
-    stages = []
-    before: list[str] = []
-    for stage in view.stages.values():
-        lines = stage.body.splitlines()
-        added: list[str] = []
-        position = 0
-        changes = line_diff(before, lines)
-        for kind, count in changes:
-            if kind == "added":
-                added += lines[position : position + count]
-            position += count if kind != "removed" else 0
-        stages.append({"name": stage.name, "header": stage.header, "changes": changes, "added": added})
-        before = lines
-    return stages
 
 
 def _memory(memory: MemoryProfile, starts: list[float]) -> dict[str, Any]:

@@ -30,8 +30,8 @@ class GuardFailure:
     where: str | None
 
     def __str__(self) -> str:
-        of = f"graph {self.graph}: " if self.graph is not None else ""
-        return f"{of}{self.guard}{f' ({self.where})' if self.where else ''}"
+        of = f"of graph {self.graph} " if self.graph is not None else ""
+        return f"a guard {of}failed: {self.guard}{f' ({self.where})' if self.where else ''}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class _Captured(Protocol):
     def index(self) -> int: ...
     @property
     def cause(self) -> Cause: ...
+    @property
+    def is_complete(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,14 @@ class Call:
 def why_captured(earlier: Sequence[_Captured], key: CaptureKey, call: Call | None, *, breaks: bool = False) -> Cause:
     """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
     be traced in several pieces."""
+    earlier = [capture for capture in earlier if capture.is_complete]
     compilation = compat_recompiles.current_compilation()
     failed = compat_recompiles.failed_guards()
     if failed:
         numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
         guards = tuple(GuardFailure(numbers.get(f.compilation), _readable(f.guard, call), f.where) for f in failed)
         now = _values(" ".join(g.guard for g in guards), call)
-        text = "; ".join([f"guards failed of {', of '.join(map(str, guards))}", *now])
+        text = "; ".join([*map(str, guards), *now])
         return Cause("guard", text, guards, compilation, key)
     kind, text = _unguarded(earlier, key, breaks)
     return Cause(kind, text, (), compilation, key)

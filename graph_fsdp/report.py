@@ -10,41 +10,29 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from torch import fx, nn
+from rich.console import Console, ConsoleOptions, RenderResult
+from torch import nn
 
+from graph_fsdp import report_text
+from graph_fsdp.bucket_rows import ROW_KINDS as ROW_KINDS
+from graph_fsdp.bucket_rows import BucketRow, bucket_rows, plain_table
 from graph_fsdp.files import write_text
-from graph_fsdp.html_report import html_page
+from graph_fsdp.html_report import schedule_data
 from graph_fsdp.parameter_life import ParameterLife, find_life
-from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, Phase
 from graph_fsdp.passes.layout import copies
 from graph_fsdp.passes.memory import MemoryProfile
-from graph_fsdp.passes.offload import find_transfers
 from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.simulate import Timeline, simulate
 from graph_fsdp.passes.slots import SlotTable, slot_table
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Stage
 from graph_fsdp.recompilation import FIRST_CALL, Cause
+from graph_fsdp.report_data import graph_data, report_data
+from graph_fsdp.report_file import SavedReport, is_page
 from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.trace_events import ScheduledGraph, predicted_trace
-
-
-@dataclass(frozen=True)
-class BucketRow:
-    """One gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph; None
-    where the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard."""
-
-    name: str
-    kind: str  # "gather", "kept" (received from forward), "reduce" or "replicate" (reduced again over replicas)
-    parameters: tuple[str, ...]
-    nbytes: int
-    start: int | None
-    wait: int | None
-    first_use: int | None
-    free: int | None
-    escapes: bool
 
 
 class GraphView:
@@ -97,23 +85,22 @@ class GraphView:
             )
         return self.hlo_of()
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return report_text.graph_parts(graph_data(self, stages=False))
+
+    def __str__(self) -> str:
+        return report_text.plain_text(report_text.graph_parts(graph_data(self, stages=False)))
+
     def compiled_by_xla(self) -> list[str]:
         """A line that says how often and why, where XLA runs the graph."""
         if not self.xla_compilations:
             return []
         causes = "; ".join(map(str, self.xla_compilations))
-        return [f"  compiled by XLA {len(self.xla_compilations)}x: {causes}"]
+        return [f"compiled by XLA {len(self.xla_compilations)}x: {causes}"]
 
     def predicted(self) -> str:
         """One line on the timeline."""
-        if self.timeline is None or self.graph is None or self.graph.cost is None:
-            return "predicted: no cost model"
-        t, milliseconds = self.timeline, 1e3
-        return (
-            f"predicted on {self.graph.cost.hardware.name}: {t.seconds * milliseconds:.3f} ms, compute "
-            f"{t.compute * milliseconds:.3f}, communication {t.communication * milliseconds:.3f}, of it exposed "
-            f"{t.exposed * milliseconds:.3f}"
-        )
+        return report_text.predicted(graph_data(self, stages=False))
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
@@ -129,19 +116,8 @@ class GraphView:
         return "\n".join(lines)
 
     def table(self) -> str:
-        header = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
-        rows = [
-            (
-                row.name,
-                row.kind,
-                str(len(row.parameters)),
-                f"{row.nbytes:,}",
-                *("-" if v is None else str(v) for v in (row.start, row.wait, row.first_use)),
-                "kept" if row.escapes else "-" if row.free is None else str(row.free),
-            )
-            for row in self.buckets
-        ]
-        return _columns(header, rows)
+        """The buckets as plain lines."""
+        return plain_table(self.buckets)
 
 
 @dataclass
@@ -169,10 +145,20 @@ class CapturedGraph:
     def add_graph(self, graph: Graph, context: PassContext) -> None:
         view = self.view(graph.phase)
         view.graph = graph
-        view.buckets = _bucket_rows(graph)
+        view.buckets = bucket_rows(graph)
         view.slots = slot_table(graph, context)
         view.copied_nbytes = sum(copies(graph))
         view.nodes = len(graph.fx_graph.nodes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a graph of it came out of the passes; not where a pass failed."""
+        return any(view.nodes for view in self.views.values())
+
+    def all_views(self) -> list[GraphView]:
+        """Of all its graphs, those that others were made of too."""
+        phases = [phase for phase in PHASES if self.stages[phase] or phase in self.views]
+        return [self.views.get(phase) or GraphView(phase, self.stages[phase]) for phase in phases]
 
     def view(self, phase: Phase) -> GraphView:
         if phase not in self.views:
@@ -259,18 +245,24 @@ class GraphReport:
         write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title)))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report on the latest forward and backward graph (or, of a model that has only run without
-        gradients, inference graph) as an HTML page that needs no network: the predicted schedule with the memory held,
-        what holds most of it, the buckets, the graphs after each pass and what each changed, search by parameter.
+        """Write the report to a file, by its suffix.
+
+        ``.html``: a page that needs no network: the predicted schedule of the latest forward and backward graph (or, of
+        a model that has only run without gradients, inference graph) with the memory held and what holds most of it,
+        the buckets, every graph after each pass and what each changed, search by parameter.
+        ``.json``: the same as data, which :func:`graph_fsdp.load_report` and ``graph-fsdp report FILE`` read.
 
         Raises:
-            LookupError: no graph was captured yet, or there is no cost model.
+            ValueError: the suffix is neither.
+            LookupError: no graph was captured yet; for a page, there is no cost model.
             OSError: the file cannot be written.
         """
+        as_page = is_page(path)
         views = self._latest_run()
-        captured = next(c for c in self.graphs if views[0] in c.views.values())
-        sources = [captured.view(phase) for phase in ("capture", "joint") if captured.stages[phase]]
-        write_text(path, html_page(self, [(captured.index, view) for view in views], sources))
+        capture = next(c for c in self.graphs if views[0] in c.views.values())
+        timed = [view.scheduled() for view in views] if as_page or all(view.timeline for view in views) else []
+        schedule = schedule_data(self.spec, capture.index, timed) if timed else None
+        SavedReport(report_data(self, stages=True), schedule).save(path)
 
     def _latest_run(self) -> list[GraphView]:
         for captured in reversed(self.graphs):
@@ -291,49 +283,15 @@ class GraphReport:
             raise KeyError(f"no graph has a stage {stage!r}")
         return "\n".join(found)
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """``rich.print(report)``: as wide as the terminal, in colours."""
+        return report_text.report_parts(report_data(self, stages=False))
+
     def __str__(self) -> str:
-        parameters = list(self.spec.parameters.values())
-        world_size, replicas = self.spec.world_size, self.spec.replicas
-        lines = [
-            f"graph_fsdp: {len(parameters)} parameters in {len(self.spec.buckets)} buckets over "
-            f"{f'{replicas} replicas of ' if replicas > 1 else ''}{world_size} rank{'s' if world_size > 1 else ''}",
-            f"captured graphs: {len(self.graphs)}; {self._compiled()}",
-        ]
-        if self.kept_nbytes:
-            lines += [f"gradients that are not reduced yet: {self.kept_nbytes:,} bytes"]
-        for captured in self.graphs:
-            if captured.cause.kind != "first":
-                lines += ["", f"graph {captured.index} was captured because {captured.cause}"]
-            for phase, view in captured.views.items():
-                if not view.nodes:  # a graph that other graphs are made of
-                    continue
-                lines += ["", f"graph {captured.index}, {phase}: {view.nodes} nodes"]
-                lines += [view.table() if view.buckets else "  nothing gathered or reduced"]
-                lines += [f"  {line}" for line in str(view.slots).splitlines() if view.slots]
-                if view.whole:
-                    lines += ["  compiled whole: the compiler allocates the buffers"]
-                    lines += view.compiled_by_xla()
-                elif view.buckets:
-                    lines += [f"  copied by packing and unpacking: {view.copied_nbytes:,} bytes"]
-                if view.memory is not None:
-                    lines += [f"  {line}" for line in str(view.memory).splitlines()]
-                if view.cuda_graphs is not None:
-                    lines += [f"  {line}" for line in str(view.cuda_graphs).splitlines()]
-                lines += [f"  {view.predicted()}"]
-                total = sum(stage.seconds for stage in view.stages.values()) * 1e3
-                names = ", ".join(view.stages)
-                lines += [f"  passes: {names} ({total:.1f} ms)"]
-        return "\n".join(lines)
+        return report_text.plain_text(report_text.report_parts(report_data(self, stages=False)))
 
-    __repr__ = __str__
-
-    def _compiled(self) -> str:
-        if self.whole:
-            return f"compiled whole: {self.compiled_regions}"
-        return (
-            f"compute regions: {self.regions}, compiled {self.compiled_regions}; "
-            f"most bytes gathered at once: {self.peak_gathered_bytes:,}"
-        )
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def inspect(model: nn.Module) -> GraphReport:
@@ -353,58 +311,3 @@ def engine_of(model: nn.Module) -> Any:
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
     return engine
-
-
-def _bucket_rows(graph: Graph) -> list[BucketRow]:
-    positions = graph.positions()
-
-    def at(node: fx.Node | None) -> int | None:
-        return None if node is None else positions[node]
-
-    rows: dict[int, BucketRow] = {}
-    for g in graph.gathers:
-        kind = "kept" if g.start is None else "gather"
-        times = (at(g.start), at(g.wait), at(next(iter(g.reads), None)), at(g.free))
-        escapes = g.escapes and kind == "gather"
-        rows[positions[g.start or g.buffer]] = BucketRow(g.bucket, kind, g.params, g.nbytes, *times, escapes)
-    for r in graph.reductions:
-        stages = {"reduce": (r.start, r.wait), "replicate": (r.replicate_start, r.replicate_wait)}
-        for kind, (start, wait) in stages.items():
-            if start is not None and wait is not None:
-                first_use = min((positions[user] for user in wait.users if user.op != "output"), default=None)
-                times = (positions[start], positions[wait], first_use, None)
-                nbytes = start.meta["fsdp"].nbytes
-                rows[positions[start]] = BucketRow(r.bucket, kind, r.params, nbytes, *times, False)
-    kept: dict[str, list[fx.Node]] = {}
-    for node in graph.with_role(Role.ACCUMULATE):
-        kept.setdefault(node.meta["fsdp"].bucket, []).append(node)
-    for bucket, nodes in kept.items():
-        params = tuple(node.meta["fsdp"].params[0] for node in nodes)
-        nbytes = sum(node.meta["fsdp"].nbytes for node in nodes)
-        rows[positions[nodes[0]]] = BucketRow(
-            bucket, "keep", params, nbytes, positions[nodes[0]], None, None, None, False
-        )
-    for t in find_transfers(graph):
-        first_use = min((positions[user] for user in t.wait.users if user.op != "output"), default=None)
-        times = (positions[t.start], positions[t.wait], first_use, None)
-        rows[positions[t.start]] = BucketRow(t.bucket, t.kind, t.params, t.nbytes, *times, False)
-    return [rows[position] for position in sorted(rows)]
-
-
-ROW_KINDS = {
-    Role.GATHER_START: "gather",
-    Role.KEPT: "kept",
-    Role.REDUCE_START: "reduce",
-    Role.REPLICATE_START: "replicate",
-}
-
-
-def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    left = 2  # text columns; the others are numbers
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        return "  " + "  ".join(cells).rstrip()
-
-    return "\n".join([line(header), *map(line, rows)])

@@ -40,6 +40,16 @@ def source_line(node: fx.Node) -> SourceLine | None:
 def module_name(node: fx.Node) -> str | None:
     """The module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the model
     itself. None for what belongs to no module."""
+    found = _own_module(node)
+    trace = node.meta.get("stack_trace")
+    if found is not None or not trace:
+        return found
+    # Sums of gradients have a line and no module: that of the gradient which the same line computed.
+    same_line = (_own_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
+    return next((module for module in same_line if module is not None), "")
+
+
+def _own_module(node: fx.Node) -> str | None:
     for key in _MODULE_STACKS:
         stack = node.meta.get(key)
         if stack:
@@ -52,7 +62,9 @@ def _is_users(file: str) -> bool:
 
 
 def _plain(path: str) -> str:
-    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``."""
+    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``; also of a model that a
+    function around it holds (``L['f'].__closure__[0].cell_contents.forward.__self__``)."""
+    path = re.sub(r"^.*\b__self__\b\.?", "", path)
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)

@@ -1,5 +1,5 @@
 """Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py;
-of its C++ compiler: compat_cpp.py.)
+of its C++ compiler: compat_cpp.py; why Dynamo traces again: compat_recompiles.py.)
 
 Supporting a new torch release means reading this file and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -23,6 +23,7 @@ whole test-suite was run.
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
+| ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
@@ -64,6 +65,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +100,7 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     Unsupported,
 )
+from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -143,6 +146,7 @@ __all__ = [
     "chunk_cat",
     "concatenate_meshes",
     "current_fake_mode",
+    "debug_directory",
     "default_store",
     "dynamo_config",
     "fake_process_group",
@@ -582,6 +586,13 @@ def inductor_compile(
     mode = current_fake_mode()
     with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def debug_directory() -> Path | None:
+    """Where torch keeps what it writes for debugging, with ``TORCH_COMPILE_DEBUG=1``; None without."""
+    if os.environ.get("TORCH_COMPILE_DEBUG", "0") != "1":
+        return None
+    return Path(get_debug_dir())
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

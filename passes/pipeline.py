@@ -23,8 +23,9 @@ from graph_fsdp.passes.plan import Plan
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.share import Sharing
 from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.stage import Snapshot, Stage
+from graph_fsdp.passes.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.stage_log import log_stage
+from graph_fsdp.passes.verification_error import VerificationError
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.cost import CostModel, Hardware
@@ -46,6 +47,10 @@ class PipelineError(ValueError):
 
 class PassError(RuntimeError):
     """A pass raised. Says which, on which graph; the pass's own error is the cause."""
+
+    def __init__(self, message: str, pass_name: str = "", phase: str = "") -> None:
+        super().__init__(message)
+        self.pass_name, self.phase = pass_name, phase
 
 
 @dataclass
@@ -309,11 +314,17 @@ class PassPipeline:
                 except ValueError:  # it says itself what the user has to change (a budget)
                     raise
                 except Exception as error:
-                    raise PassError(f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}") from error
+                    add_failed_stage(graph, context, p.name, repr(error))
+                    said = f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}"
+                    raise PassError(said, p.name, graph.phase) from error
                 seconds = time.perf_counter() - begin
                 context.facts[graph.phase] |= frozenset(p.provides)
                 begin = time.perf_counter()
-                verifiers[graph.phase].check(p.name)
+                try:
+                    verifiers[graph.phase].check(p.name)
+                except VerificationError as error:
+                    add_failed_stage(graph, context, p.name, str(error))
+                    raise
                 verify_seconds = time.perf_counter() - begin
                 add_stage(graph, context, p.name, seconds, summary, verify_seconds)
 
@@ -356,4 +367,16 @@ def add_stage(
         name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
     )
     context.stages[graph.phase][name] = stage
+    log_stage(stage)
+
+
+def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str) -> None:
+    """The graph as a pass left it that failed, or that the verifier found fault with; named after the pass."""
+    try:
+        text = readable(graph.fx_graph)
+    except Exception as error:  # a broken graph may be one that cannot be printed; the first error is to be raised
+        text = f"# this graph cannot be printed: {error!r}\n"
+    title = f"{name} (failed)"
+    stage = Stage(title, graph.phase, Snapshot(graph.fx_graph), graph.module, 0.0, reason, text=text)
+    context.stages[graph.phase][title] = stage
     log_stage(stage)

@@ -49,7 +49,7 @@ class Stage:
     activations, batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change.
 
     ``seconds`` is the pass alone, ``verify_seconds`` the verifier after it, ``snapshot_seconds`` the taking of what
-    ``graph`` is made of."""
+    ``graph`` is made of. ``text``: of a graph that a pass broke, which may not be one that runs."""
 
     name: str
     phase: str
@@ -59,6 +59,7 @@ class Stage:
     summary: str | None
     verify_seconds: float = 0.0
     snapshot_seconds: float = 0.0
+    text: str | None = None
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -80,7 +81,7 @@ class Stage:
     @cached_property
     def body(self) -> str:
         """The function alone. ``self`` is a parameter only where the graph refers to constants or subgraphs."""
-        return readable(self.graph)
+        return self.text if self.text is not None else readable(self.graph)
 
     def __repr__(self) -> str:
         return f"Stage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"

@@ -49,7 +49,7 @@ def examples(page: str) -> list[Example]:
     return found
 
 
-def printed(found: Sequence[Example]) -> list[str]:
+def printed(found: Sequence[Example], page: Path = PAGE) -> list[str]:
     """What each prints, run one after the other in one namespace."""
     module = types.ModuleType("passes_md")  # Dynamo imports a model's module by name
     sys.modules[module.__name__] = module
@@ -59,18 +59,18 @@ def printed(found: Sequence[Example]) -> list[str]:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             # As many lines above the code as on the page: tracebacks then point into it.
-            exec(compile("\n" * example.line + example.code, str(PAGE), "exec"), vars(module))
+            exec(compile("\n" * example.line + example.code, str(page), "exec"), vars(module))
         outputs.append(output.getvalue())
     del sys.modules[module.__name__]
     return outputs
 
 
-def accept(found: Sequence[Example], outputs: Sequence[str]) -> None:
-    page = PAGE.read_text()
+def accept(found: Sequence[Example], outputs: Sequence[str], path: Path = PAGE) -> None:
+    page = path.read_text()
     for example, output in reversed(list(zip(found, outputs, strict=True))):
         if example.span != (0, 0):
             page = page[: example.span[0]] + output + page[example.span[1] :]
-    PAGE.write_text(page)
+    path.write_text(page)
 
 
 EXAMPLES = examples(PAGE.read_text())

@@ -87,7 +87,7 @@ def test_times_bytes_and_buckets_are_those_of_the_report(report: GraphReport, pa
         assert sum(row[2] for row in graph["compute"]) == pytest.approx(view.timeline.compute * 1e6, abs=0.1)
         assert graph["memory"]["peak"] == view.memory.peak == max(map(sum, graph["memory"]["values"]))
         assert graph["names"] == [node.name for node in view.graph.nodes]
-        assert [data["strings"][row[0]] for row in graph["rows"]] == [row.name for row in view.buckets]
+        assert [row[0] for row in graph["rows"]] == [row.name for row in view.buckets]
         events = [graph["names"][row[0]] for row in graph["communication"]]
         assert events == [event.node.name for event in view.timeline.events]
 
@@ -229,3 +229,52 @@ def test_searching_a_parameter(page: Any, report: GraphReport) -> None:
     )
     page.fill("#search", "no such name")
     assert page.inner_text("#matches") == "no parameter of this name"
+
+
+# Of a deep model
+
+LAYERS = 300
+
+
+@pytest.fixture(scope="module")
+def deep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep") / "report.html"
+    graph_fsdp.plan(
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))),
+        (torch.ones(4, 8, device="meta"),),
+        mesh_shape=(8,),
+        hardware="h100",
+        loss=torch.sum,
+        auto_wrap_policy={nn.Linear},
+    ).save(path)
+    return path
+
+
+def test_the_page_of_a_deep_model_makes_what_is_looked_at(browser: Any, deep_file: Path) -> None:
+    page = browser.new_page(viewport={"width": 1200, "height": 1400})
+    page.set_default_timeout(SLOW)
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(deep_file.as_uri())
+    page.wait_for_selector("#stages button")
+    rows = page.locator("#buckets tbody tr")
+    assert rows.count() == 200 and page.locator("#code-lines div").count() < 100
+    assert page.evaluate("document.querySelectorAll('*').length") < 5_000
+    page.evaluate("document.querySelector('#bucket-section .scroll').scrollTop = 1e6")
+    page.wait_for_function("document.querySelectorAll('#buckets tbody tr').length > 200")
+
+    name = f"{LAYERS - 10}.weight"
+    page.fill("#search", name)
+    page.keyboard.press("Enter")
+    assert f"{name}: float32[8, 8] of unit {LAYERS - 10}" in page.inner_text("#parameter")
+    everything = page.inner_text("#range")
+    page.click("#parameter tr:has-text('reduce_start')")
+    assert page.inner_text("#range") != everything, "the timeline is where the parameter is reduced"
+    page.wait_for_selector(f"#code-lines .found:has-text('reduce_{LAYERS - 10}')")
+    page.uncheck("#only-changes")
+    page.evaluate("document.getElementById('code').scrollTop = 1e6")
+    page.wait_for_function("document.getElementById('code-lines').textContent.includes('return')")
+    assert page.locator("#code-lines div").count() < 100
+    assert said == []
+    page.close()

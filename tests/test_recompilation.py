@@ -79,7 +79,7 @@ def test_the_guards_of_all_earlier_graphs_are_named_the_last_that_ran_first(fake
         (1, "expected 6, actual 8"),
         (0, "expected 4, actual 8"),
     ]
-    assert str(third).startswith("guards failed of graph 1: tensor 'x' size mismatch"), str(third)
+    assert str(third).startswith("a guard of graph 1 failed: tensor 'x' size mismatch"), str(third)
 
 
 def test_a_guard_says_which_line_wanted_it(fake_group: None) -> None:

@@ -428,26 +428,30 @@ def test_the_report_says_that_graphs_are_whole() -> None:
 graph_fsdp: 10 parameters in 3 buckets over 8 ranks
 captured graphs: 1; compiled whole: 2
 
+  unit                                 params  elements  bytes  bytes of a rank
+  blocks.0 to blocks.1: 2 units, each       4     1,072  4,288              536
+  root                                      2        85    340               68
+
 graph 0, forward: 51 nodes
-  bucket    kind    params  bytes  start  wait  first use  free
-  blocks.0  gather       4  5,120     11    12         14    26
-  blocks.1  gather       4  5,120     13    27         29    41
-  root      gather       2  1,024     28    42         43  kept
+  bucket    kind    params  bytes  start  wait  first use  free  slots  ahead  takes ms  exposed ms
+  blocks.0  gather       4  5,120     11    12         14    26   0, 1      0     0.339       0.339
+  blocks.1  gather       4  5,120     13    27         29    41   1, 2      1     0.339       0.323
+  root      gather       2  1,024     28    42         43  kept      3      1     0.332       0.315
   compiled whole: the compiler allocates the buffers
   predicted on cpu: 1.014 ms, compute 0.037, communication 1.010, of it exposed 0.977
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots
 
 graph 0, backward: 96 nodes
-  bucket    kind    params  bytes  start  wait  first use  free
-  root      kept         2  1,024      -     -         14    26
-  blocks.1  gather       4  5,120     13    28         30    54
-  root      reduce       2     68     27    76         77     -
-  blocks.0  gather       4  5,120     29    56         57    75
-  blocks.1  reduce       4    536     55    81         82     -
-  blocks.0  reduce       4    536     80    88         89     -
+  bucket    kind    params  bytes  start  wait  first use  free  slots  ahead  takes ms  exposed ms
+  root      kept         2  1,024      -     -         14    26      -      -         -           -
+  blocks.1  gather       4  5,120     13    28         30    54   0, 1      1     0.339       0.327
+  root      reduce       2     68     27    76         77     -      -      2     0.331       0.000
+  blocks.0  gather       4  5,120     29    56         57    75   1, 2      1     0.339       0.637
+  blocks.1  reduce       4    536     55    81         82     -      -      1     0.338       0.313
+  blocks.0  reduce       4    536     80    88         89     -      -      0     0.338       0.338
   compiled whole: the compiler allocates the buffers
   predicted on cpu: 1.684 ms, compute 0.069, communication 1.684, of it exposed 1.615
-  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots (T ms)""",
+  passes: partition, just_in_time, bucket, reshard, prefetch, free, slots""",
     )
     assert report.whole and report.peak_gathered_bytes is None
     assert report.collectives == {"all_gather": 5, "reduce": 3}

@@ -1,10 +1,11 @@
 // What the page knows: read once from the deflated JSON.
 async function readData() {
   const packed = atob(document.getElementById("data").textContent.trim());
-  const bytes = Uint8Array.from(packed, (c) => c.charCodeAt(0));
+  const bytes = new Uint8Array(packed.length);
+  for (let n = 0; n < packed.length; n++) bytes[n] = packed.charCodeAt(n);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const data = JSON.parse(await new Response(stream).text());
-  if (data.format !== 1) throw new Error(`the data has format ${data.format}, this page reads 1`);
+  if (data.format !== 2) throw new Error(`the data has format ${data.format}, this page reads 2`);
   return data;
 }
 

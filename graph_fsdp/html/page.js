@@ -1,5 +1,5 @@
 // The page: numbers, search, buckets, and what the parts tell each other.
-const MATCHES = 60;
+const MATCHES = 60, ROWS = 200;
 
 function start(data) {
   const tooltip = document.getElementById("tooltip");
@@ -40,6 +40,9 @@ function start(data) {
 
   for (const [id, act] of [["zoom-in", () => timeline.zoom(0.5)], ["zoom-out", () => timeline.zoom(2)], ["zoom-all", () => timeline.show(0, timeline.end)]])
     document.getElementById(id).addEventListener("click", act);
+  if (data.error) banner(data.error);
+  for (const [index, cause] of data.captures.slice(1)) document.getElementById("causes").append(element("li", `graph ${index} was captured because ${cause}`));
+  document.getElementById("timeline-section").hidden = document.getElementById("bucket-section").hidden = !data.graphs.length;
   numbers(data);
   legend(timeline);
   peaks(data, showNode);
@@ -47,7 +50,14 @@ function start(data) {
   search(data, timeline, stages, graphOf, showNode);
 }
 
+function banner(text) {
+  const box = document.getElementById("error");
+  box.textContent = text;
+  box.hidden = false;
+}
+
 function numbers(data) {
+  if (!data.graphs.length) return;
   const sum = (key) => data.graphs.reduce((total, graph) => total + graph[key], 0) * 1e6;
   const peak = Math.max(...data.graphs.map((graph) => (graph.memory ? graph.memory.peak : 0)));
   const parts = [
@@ -85,14 +95,28 @@ function peaks(data, showNode) {
 
 function buckets(data, showNode) {
   const table = document.getElementById("buckets");
-  table.tHead.append(tableRow(["graph", "bucket", "kind", "parameters", "bytes", "start", "wait", "first use", "free"], "th", 3));
-  const rows = data.graphs.flatMap((graph, g) => graph.rows.map(([name, kind, count, nbytes, begin, wait, use, free]) => {
-    const row = tableRow([graph.phase, data.strings[name], kind, count, formatBytes(nbytes), begin, wait, use, free], "td", 3);
+  const header = ["graph", "bucket", "kind", "parameters", "bytes", "start", "wait", "first use", "free", "ahead", "takes", "exposed"];
+  table.tHead.append(tableRow(header, "th", 3));
+  const time = (seconds) => (seconds === null ? null : formatTime(seconds * 1e6));
+  const rows = data.graphs.flatMap((graph, g) => graph.rows.map((row) => [graph, g, row]));
+  const made = ([graph, g, [name, kind, count, nbytes, begin, wait, use, free, ahead, seconds, exposed]]) => {
+    const row = tableRow([graph.phase, name, kind, count, formatBytes(nbytes), begin, wait, use, free, ahead, time(seconds), time(exposed)], "td", 3);
+    if (exposed) row.lastChild.classList.add("exposed");
     const node = begin ?? wait ?? use;
     if (node !== null) { row.dataset.node = graph.names[node]; row.addEventListener("click", () => showNode(g, node)); }
     return row;
-  }));
-  table.tBodies[0].append(...rows);
+  };
+  // A deep model has thousands of rows: those further down are made when somebody scrolls there.
+  const box = table.parentElement;
+  let shown = 0;
+  const more = () => {
+    if (shown < rows.length && box.scrollTop + 2 * box.clientHeight >= box.scrollHeight) {
+      table.tBodies[0].append(...rows.slice(shown, shown + ROWS).map(made));
+      shown += ROWS;
+    }
+  };
+  box.addEventListener("scroll", more);
+  more();
 }
 
 function search(data, timeline, stages, graphOf, showNode) {

@@ -12,12 +12,12 @@ class Stages {
     this.tabs = document.getElementById("stages");
     this.select = document.getElementById("graph");
     this.only = document.getElementById("only-changes");
-    this.all.forEach((graph, n) => this.select.append(element("option", graph.phase, { value: n })));
+    this.all.forEach((graph, n) => this.select.append(element("option", graph.title, { value: n })));
     this.select.addEventListener("change", () => this.open(+this.select.value));
     this.only.addEventListener("change", () => this.openStage(this.stage));
     this.box.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.box);
-    this.open(data.sources.length);
+    if (this.all.length) this.open(data.graphs.length ? data.sources.length : this.all.length - 1);
   }
 
   open(number, stage = null) {
@@ -116,7 +116,7 @@ class Stages {
   }
 
   showNode(phase, name) {
-    const number = this.all.findIndex((graph) => graph.phase === phase);
+    const number = this.all.findLastIndex((graph) => graph.phase === phase); // the timeline's graphs are the last
     if (number < 0) return;
     if (number !== this.graph) this.open(number);
     let at = this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${name} = `));

@@ -11,13 +11,15 @@ class Timeline {
     this.end = Math.max(...data.graphs.map((g) => g.begin + g.seconds * 1e6), 1e-3);
     this.slices = this.lanes.map((lane, n) => this.collect(lane, n));
     this.peak = Math.max(1, ...data.graphs.map((g) => (g.memory ? g.memory.peak : 0)));
-    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? g.memory.categories : [])))];
+    const held = ({ categories, values }) => categories.filter((_, k) => values.some((row) => row[k]));
+    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? held(g.memory) : [])))];
     this.marked = null; // "graph:node" → true while a parameter is looked at
     this.view = [0, this.end];
     canvas.style.height = `${this.height}px`;
     new ResizeObserver(() => this.draw()).observe(canvas);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     this.listen(onHover, onSelect);
+    this.draw();
   }
 
   // [graph, node, begin, duration, is exposed], sorted by begin.
@@ -60,13 +62,22 @@ class Timeline {
     this.show(at - span / 2, span);
   }
 
-  color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  color(name) { return this.colors[name]; }
   laneColor(lane) { return lane === 0 ? this.color("--compute") : PALETTE[(lane * 2) % PALETTE.length]; }
 
+  // Once per frame, however many events ask for it.
   draw() {
-    const ratio = devicePixelRatio || 1;
     this.width = this.canvas.clientWidth;
-    if (!this.width) return;
+    document.getElementById("range").textContent = `${formatTime(this.view[1] - this.view[0])} of ${formatTime(this.end)}`;
+    if (this.asked || !this.width) return;
+    this.asked = true;
+    requestAnimationFrame(() => { this.asked = false; this.paint(); });
+  }
+
+  paint() {
+    const ratio = devicePixelRatio || 1;
+    const style = getComputedStyle(document.documentElement);
+    this.colors = Object.fromEntries(["--fore", "--faint", "--compute", "--exposed", "--select"].map((name) => [name, style.getPropertyValue(name).trim()]));
     this.canvas.width = this.width * ratio;
     this.canvas.height = this.height * ratio;
     const c = this.canvas.getContext("2d");
@@ -76,8 +87,6 @@ class Timeline {
     this.drawAxis(c);
     this.lanes.forEach((lane, n) => this.drawLane(c, lane, n));
     this.drawMemory(c);
-    const span = this.view[1] - this.view[0];
-    document.getElementById("range").textContent = `${formatTime(span)} of ${formatTime(this.end)}`;
   }
 
   drawAxis(c) {
@@ -136,6 +145,10 @@ class Timeline {
       const { times, values, categories } = graph.memory;
       const first = Math.max(0, lastAtMost(times.length, (n) => times[n], this.view[0]));
       const end = graph.begin + graph.seconds * 1e6;
+      if (end > this.view[0] && graph.begin < this.view[1]) {
+        c.fillStyle = this.color("--faint");
+        c.fillText(graph.phase, Math.max(LABEL, this.x(graph.begin)) + 5, top + 6);
+      }
       let column = -1, most = null, mostTotal = -1;
       const flush = (left, right) => {
         if (most === null) return;

@@ -82,10 +82,11 @@ def interrupted(path: Path, shape: tuple[int, ...], sharding: str) -> tuple[list
 
     model, optimizer, axes = compiled(*shape, sharding=sharding)
     train(model, optimizer, axes, 0, FIRST)
-    checkpoint.save(path, model, optimizer, extra={"step": FIRST})
+    pending = checkpoint.save(path, model, optimizer, extra={"step": FIRST}, asynchronous=sharding == "auto")
     saved = on_cpu(model)
     losses, values = train(model, optimizer, axes, FIRST, MORE), on_cpu(model)
 
+    pending.result()
     again, optimizer, axes = compiled(*shape, sharding=sharding)
     extra = checkpoint.load(path, scrambled(again), optimizer)
     assert extra["step"] == FIRST
