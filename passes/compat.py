@@ -25,6 +25,7 @@ whole test-suite was run.
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
+| ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
@@ -108,6 +109,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd import profiler as autograd_profiler
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
@@ -249,6 +251,11 @@ def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager
     if budget == 1:  # what the user may have set is left alone
         return contextlib.nullcontext()
     return functorch_config.patch(activation_memory_budget=budget)
+
+
+def profiler_is_active() -> bool:
+    """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
+    return autograd_profiler._is_profiler_enabled
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

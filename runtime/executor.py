@@ -30,6 +30,7 @@ from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
+from graph_fsdp.runtime.ranges import ProgramRanges
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -174,6 +175,7 @@ class Program:
         self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.graphs = graphs
+        self.ranges = ProgramRanges(graph)
         self.source, self.constants = _generate(graph, cache, comms, graphs)
         self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
@@ -188,6 +190,7 @@ class Program:
         return self.execute(self._run, self.slots, args)
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
+        run = self.ranges.around(run)
         frame = self._frame(self.counter, slots, self.kept)
         try:
             return run(frame, args)
@@ -329,10 +332,11 @@ def _reduce_plan(node: fx.Node, comms: Comms | None) -> ReducePlan:
     static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
     if node.target is dialect.reduce_scatter_start and dialect.argument(node, "custom"):
         assert comms is not None
-        start = functools.partial(_reduce_by, comms, **static)
+        start: Callable[[Any], Pending] = functools.partial(_reduce_by, comms, **static)
     elif node.target is dialect.reduce_scatter_start:
+        grads = [grad.meta["val"] for grad in dialect.argument(node, "grads")]
         messages = tuple(dialect.argument(node, "messages"))
-        start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
+        start = collectives.ReduceScatter.of(grads, messages=messages, **static).start
     else:
         start = functools.partial(collectives.start_all_reduce, **static)
     return ReducePlan(bucket, "reduce", start, params)
