@@ -38,6 +38,7 @@ from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats
+from graph_fsdp.passes.saved_inputs import save_as_they_were
 from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
@@ -116,6 +117,9 @@ class Engine:
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
+        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
+        # sizes, guards and sources: a program that makes model after model would grow.
+        weakref.finalize(self, compat.FakeTensorMode.cache_clear).atexit = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
@@ -262,15 +266,16 @@ class Engine:
         entry: Entry,
         prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> Callable[..., Any]:
-        engine = _weak(self)  # see ``_function_compiled``
+        # See ``_function_compiled``. None of the functions below may name ``self``: torch 2.9 keeps them.
+        engine, owner = _weak(self), weakref.ref(self)
         partitioned: list[Graph] = []  # until their regions are compiled
         piece: list[tuple[Snapshot | None, str]] = []  # until its program is
-        alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
+        alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            alive.append(self)
+            alive.append(owner())
             joint = prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
@@ -285,6 +290,7 @@ class Engine:
                 )
             forward, backward = map(compat.writes_code_when_asked, (forward, backward))
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+            save_as_they_were(graphs[0], num_fwd_outputs)
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)

@@ -21,6 +21,7 @@ whole test-suite was run.
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
