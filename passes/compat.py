@@ -58,6 +58,7 @@ whole test-suite was run.
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
+| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
 """
@@ -605,6 +606,18 @@ def inductor_compile(
     mode = current_fake_mode()
     with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:
+    """Write a file as ``torch.save`` does for a dict of tensors, with room for their values, which are not written.
+    Where in the file they belong, of tensors that have any elements."""
+    with FakeTensorMode():
+        tensors = {name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
 
 
 def debug_directory() -> Path | None:
