@@ -188,7 +188,7 @@ class Lockstep:
     def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
         """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
         where they are the reason, else None."""
-        if isinstance(error, (RankDisagreement, RankFailure)):  # others know
+        if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
         where = self._running_program(error, program)
         of_others = is_of_process_group(error)

@@ -317,12 +317,12 @@ def one_rank_raises_before_its_program_and_comes_back() -> None:
 
 
 def ranks_raise_in_different_places() -> None:
-    """Of one program: rank 1 waits for a gather that rank 0 has not started, before it comes to its own place."""
+    """Of one program: rank 1 has started a gather that rank 0 has not."""
     model = warm(compiled())
     FAULTS["later" if rank() == 1 else "forward"] = fail
     shards = list(model.parameters())
     first, _ = caught(lambda: step(model))
-    assert isinstance(first, Broken if rank() == 0 else RankFailure), repr(first)
+    assert type(first) is Broken, repr(first)
     for _ in range(2):
         again, _ = caught(lambda: step(model))
         assert isinstance(again, (RankFailure, RankDisagreement)), repr(again)
