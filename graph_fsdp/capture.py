@@ -28,6 +28,7 @@ from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     PassError,
     RankDisagreement,
+    RankFailure,
     UnsupportedError,
     VerificationError,
 )
@@ -38,6 +39,7 @@ from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats
+from graph_fsdp.passes.saved_inputs import save_as_they_were
 from graph_fsdp.passes.segments import find_repeats
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
@@ -61,6 +63,9 @@ log = logging.getLogger(__name__)
 
 # Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
 _ATTEMPTS = 2
+
+# Dynamo wraps what a backend raises; these stay what they are.
+_OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
 
 _engines = itertools.count()
 
@@ -109,13 +114,18 @@ class Engine:
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
-        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules.begin_unshard)
+        self.unsharded = UnshardedUnits(
+            storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
+        )
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
+        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
+        # sizes, guards and sources: a program that makes model after model would grow.
+        weakref.finalize(self, compat.FakeTensorMode.cache_clear).atexit = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
@@ -128,6 +138,13 @@ class Engine:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
+        try:
+            return self._run(entry, module, *args, **kwargs)
+        except BaseException as error:
+            self.schedules.failed_outside(error, entry.name)
+            raise
+
+    def _run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.wait_before_forward is not None:
             self.wait_before_forward.wait()
             self.wait_before_forward = None
@@ -150,7 +167,7 @@ class Engine:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, PassError)):
                     save_failure(cause, self)
-                if isinstance(cause, (VerificationError, RankDisagreement, PassError, UnsupportedError, ValueError)):
+                if isinstance(cause, _OUR_ERRORS):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
@@ -262,15 +279,16 @@ class Engine:
         entry: Entry,
         prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> Callable[..., Any]:
-        engine = _weak(self)  # see ``_function_compiled``
+        # See ``_function_compiled``. None of the functions below may name ``self``: torch 2.9 keeps them.
+        engine, owner = _weak(self), weakref.ref(self)
         partitioned: list[Graph] = []  # until their regions are compiled
         piece: list[tuple[Snapshot | None, str]] = []  # until its program is
-        alive: list[Engine] = []  # until backward is compiled, which the model may not live to see
+        alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
 
         def partition(
             joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            alive.append(self)
+            alive.append(owner())
             joint = prepare(joint)
             primals, tangents = joint_inputs
             context.tangents = slice(len(primals), len(primals) + len(tangents))
@@ -285,6 +303,7 @@ class Engine:
                 )
             forward, backward = map(compat.writes_code_when_asked, (forward, backward))
             graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+            save_as_they_were(graphs[0], num_fwd_outputs)
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)

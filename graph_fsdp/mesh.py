@@ -75,13 +75,18 @@ class DataParallelMesh:
         return tuple(self.mesh.mesh.flatten().tolist())
 
     def subgroup(self, size: int) -> dist.ProcessGroup:
-        """A new group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
-        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one."""
+        """A group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
+        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one, which all models on these ranks share: a
+        process group lives until the program ends."""
         assert self.shard_dim is not None
         ranks = dist.get_process_group_ranks(self.mesh.get_group(self.shard_dim))
         begin = self.shard_rank - self.shard_rank % size
-        # Made by its own ranks alone: those of other slices of a larger mesh may never come here.
-        return dist.new_group(ranks[begin : begin + size], use_local_synchronization=True)
+        members = tuple(ranks[begin : begin + size])
+        key = (self.ranks, members)
+        if key not in _subgroups or not _exists(_subgroups[key]):
+            # Made by its own ranks alone: those of other slices of a larger mesh may never come here.
+            _subgroups[key] = dist.new_group(list(members), use_local_synchronization=True)
+        return _subgroups[key]
 
     def group_shapes(self) -> dict[str, GroupShape]:
         """Group name → where its ranks lie, for the cost model; a group of one rank where nothing shards."""
@@ -135,6 +140,18 @@ class DataParallelMesh:
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         return list(coordinate)
+
+
+# (ranks of the mesh, ranks of the group) → what ``subgroup`` has made.
+_subgroups: dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether it has not been destroyed, as all groups are with the default one."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False
 
 
 # Calls of ``first_ranks_device_type`` so far; all ranks count alike.

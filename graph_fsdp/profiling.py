@@ -9,15 +9,19 @@ run, and each piece of that is averaged over the ranks that have run the same: t
 (a rank with another batch shape has other regions, and the first rank is the one whose graphs decide the plan). A
 collective ends for all ranks at once, so what a rank measures is the collective and the wait for the rank that comes
 last: of each run, the shortest time over the ranks counts. From these figures the first rank makes the profile, and all
-ranks get it. In all three small collectives per mesh dimension, on what one rank has run.
+ranks get it. In all four small collectives per mesh dimension, on what one rank has run, however many ranks there are:
+of the slowest rank, too, only its number and its time are told.
+
+What a rank has measured of its own schedule stays with it: a trace of it is one rank's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,24 +29,36 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.measured_schedule import (
+    median_runs,
+    median_waits,
+    slices_as_measured,
+    slices_as_predicted,
+    typical,
+)
 from graph_fsdp.passes import CostModel, Measurements, compat
 from graph_fsdp.passes.cost import collective_key, op_key
-from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.kernels import Kind, kind_of
-from graph_fsdp.profile_report import CollectiveTime, Profile, RegionTime
+from graph_fsdp.passes.simulate import Timeline, simulate
+from graph_fsdp.profile_report import CollectiveTime, GraphTime, Profile, RegionTime, Schedule
 from graph_fsdp.report import ROW_KINDS, engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.agreement import digest, is_shared
-from graph_fsdp.runtime.regions import Region, Step, cut
+from graph_fsdp.runtime.regions import Region, Step, cut, unit_of
+from graph_fsdp.runtime.schedule_times import ProgramRun, ScheduleRecorder
 from graph_fsdp.runtime.timing import Place, Recorder
+
+_NO_RANK = 2**31  # higher than any
 
 
 def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **kwargs: Any) -> Profile:
     """Run ``model(*batch, **kwargs)`` and its backward, and time each compute region and each collective.
 
-    All ranks must call it at once, as they would call the model; they get equal profiles. While it runs, collectives
-    are waited for where they start, so steps take longer than in training.
+    All ranks must call it at once, as they would call the model; they get equal profiles, each with the schedule that
+    it has measured itself (:meth:`Profile.save_trace`). In half of the steps collectives are waited for where they
+    start, which takes longer than training: then nothing runs beside them, and their times are their own. In the other
+    half the model runs as in training, with marks around regions, starts and waits.
 
     A model in training mode runs forward and backward: of the output, if it is a tensor, of its ``loss``, if it has
     one, else of all its tensors; the sum of it is differentiated. In evaluation mode, under ``torch.no_grad()`` and
@@ -54,7 +70,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
 
     Args:
         model: compiled by graph_fsdp. It may be called for the first time here.
-        steps: timed calls, 1 or more; the median over them counts.
+        steps: timed calls of each kind, 1 or more; the median over them counts.
         warmup: calls before these, 1 or more: graphs are captured and compiled in the first one.
 
     Raises:
@@ -71,7 +87,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     _check_count("steps", steps)
     _check_count("warmup", warmup)
     device = engine.storage.device
-    recorder = Recorder(device)
+    recorder, schedules = Recorder(device), ScheduleRecorder(device)
     with _restored(model, device):
         for _ in range(warmup):
             _step(model, batch, kwargs)
@@ -79,18 +95,30 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
             for _ in range(steps):
                 _step(model, batch, kwargs)
                 recorder.read()
+        with schedules.recording(engine.programs.values()):
+            for _ in range(steps):
+                _step(model, batch, kwargs)
+                schedules.end_step()
     if not recorder.seconds:
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
     ran = _Ran.of(recorder, engine.programs)
+    ran.add_schedule(schedules.steps)
     groups = _groups(engine)
     ran.share(groups, device)
     made = ran.profile(engine.cost, len(engine.schedules.ranks), steps) if _decides(engine) else None
-    if not groups:
-        assert made is not None
-        return made
-    return Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
+    if groups:
+        made = Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
+    assert made is not None
+    return dataclasses.replace(made, schedule=_schedule(engine, recorder, schedules))
+
+
+def _schedule(engine: Any, recorder: Recorder, schedules: ScheduleRecorder) -> Schedule:
+    runs, spec = typical(schedules.steps), engine.spec
+    alone = {place: statistics.median(seconds) for place, seconds in recorder.seconds.items()}
+    rank = dist.get_rank() if is_shared(engine.schedules.ranks) else 0
+    return Schedule(rank, slices_as_measured(runs, alone, spec), slices_as_predicted(runs, engine.cost, spec))
 
 
 def _check_count(name: str, value: Any) -> None:
@@ -145,14 +173,16 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class _Ran:
-    """What a rank has run, by names that other ranks which ran the same have too. ``regions``: name → median seconds.
-    ``collectives``: name → seconds of each run."""
+    """What a rank has run, by names that other ranks which ran the same have too. ``means``: name → median seconds,
+    of regions, and of waits for collectives and of whole runs in steps as in training. ``collectives``: name → seconds
+    of each run. ``slowest``: name of a region → the rank on which it took longest, and its seconds there."""
 
     def __init__(self) -> None:
         self.graphs: dict[Program, tuple[int, Phase]] = {}
         self.steps: dict[str, tuple[Program, int, Step]] = {}
-        self.regions: dict[str, float] = {}
+        self.means: dict[str, float] = {}
         self.collectives: dict[str, list[float]] = {}
+        self.slowest: dict[str, tuple[int, float]] = {}
 
     @classmethod
     def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> _Ran:
@@ -166,30 +196,48 @@ class _Ran:
         return ran
 
     def _add(self, graph: str, place: Place, step: Step, seconds: list[float]) -> None:
+        count = len(self.steps)
         if isinstance(step, Region):
-            count = len(self.regions)
             name = f"{graph} region {count} {digest([op_key(n) for n in step.nodes if n.op == 'call_function'])}"
-            self.regions[name] = statistics.median(seconds)
+            self.means[name] = statistics.median(seconds)
         else:
-            count = len(self.collectives)
             name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
             self.collectives[name] = seconds
         self.steps[name] = (*place, step)
 
+    def add_schedule(self, steps: Sequence[Sequence[ProgramRun]]) -> None:
+        waits, runs = median_waits(steps), median_runs(steps)
+        for name in self.collectives:
+            self.means[f"wait {name}"] = waits.get(self.steps[name][:2], 0.0)
+        for program, seconds in runs.items():
+            self.means[self._run_name(program)] = seconds
+
+    def _run_name(self, program: Program) -> str:
+        """By what was run first in it: another rank may have captured this graph as another of its graphs."""
+        return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
+
     def share(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
         """Replace this rank's seconds by those of all. See *times that all ranks share*."""
+        rank = dist.get_rank() if groups else 0
         if not groups:
+            self.slowest = {name: (rank, self.means[name]) for name in self.steps if name in self.means}
             return
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
-        names, run_names = json.loads(_broadcast(json.dumps([list(self.regions), list(runs)]), groups))
-        counted = [float(name in self.regions) for name in names]
-        summed = [self.regions.get(name, 0.0) for name in names]
+        names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
+        counted = [float(name in self.means) for name in names]
+        summed = [self.means.get(name, 0.0) for name in names]
+        own = [self.means.get(name, -1.0) for name in names]
+        longest = _all_reduce(own, dist.ReduceOp.MAX, groups, device)
+        ranks = [rank if mine == most else _NO_RANK for mine, most in zip(own, longest, strict=True)]
         totals = _all_reduce(summed + counted, dist.ReduceOp.SUM, groups, device)
-        shortest = _all_reduce([runs.get(n, float("inf")) for n in run_names], dist.ReduceOp.MIN, groups, device)
-        if names == list(self.regions) and run_names == list(runs):  # as on the first rank, which makes the profile
+        shortest = [runs.get(n, float("inf")) for n in run_names]
+        least = _all_reduce([*map(float, ranks), *shortest], dist.ReduceOp.MIN, groups, device)
+        if names == list(self.means) and run_names == list(runs):  # as on the first rank, which makes the profile
             means = [total / count for total, count in zip(totals[: len(names)], totals[len(names) :], strict=True)]
-            self.regions = dict(zip(names, means, strict=True))
-            values = iter(shortest)
+            self.means = dict(zip(names, means, strict=True))
+            found = zip(names, least, longest, strict=False)
+            self.slowest = {name: (int(slow), seconds) for name, slow, seconds in found if name in self.steps}
+            values = iter(least[len(names) :])
             self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
 
     def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
@@ -201,9 +249,10 @@ class _Ran:
         compute: dict[str, list[float]] = {}
         regions: list[RegionTime] = []
         total = measured = 0.0
-        for name, seconds in self.regions.items():
-            program, index, region = self.steps[name]
-            assert isinstance(region, Region)
+        for name, (program, index, region) in self.steps.items():
+            if not isinstance(region, Region):
+                continue
+            seconds = self.means[name]
             if program not in modelled:
                 modelled[program] = model.graph_seconds(program.graph)
                 predicted[program] = cost.graph_seconds(program.graph)
@@ -215,18 +264,31 @@ class _Ran:
                 compute.setdefault(op_key(node), []).append(seconds * shares[node] / region_total)
             expected = sum(predicted[program][node] for node in region.nodes)
             first = next((node for node in region.nodes if node in shares), region.nodes[0])
-            regions.append(RegionTime(*self.graphs[program], index, _unit(region), first.name, expected, seconds))
-        collectives, by_key = self._collective_times(cost)
+            what = (*self.graphs[program], index, unit_of(region), first.name)
+            regions.append(RegionTime(*what, expected, seconds, *self.slowest[name]))
+        timelines = {program: simulate(program.graph, cost) for program in self._programs()}
+        graphs = [
+            GraphTime(*self.graphs[program], timeline.seconds, self.means[self._run_name(program)])
+            for program, timeline in timelines.items()
+        ]
+        collectives, by_key = self._collective_times(cost, timelines)
         return Profile(
             Measurements(_means(compute), _means(by_key), measured / total if measured and total else 1.0),
             regions,
             collectives,
+            graphs,
             hardware=cost.hardware.name,
             ranks=ranks,
             steps=steps,
         )
 
-    def _collective_times(self, cost: CostModel) -> tuple[list[CollectiveTime], dict[str, list[float]]]:
+    def _programs(self) -> list[Program]:
+        return list(dict.fromkeys(program for program, _, _ in self.steps.values()))
+
+    def _collective_times(
+        self, cost: CostModel, timelines: Mapping[Program, Timeline]
+    ) -> tuple[list[CollectiveTime], dict[str, list[float]]]:
+        exposed = {event.node: event.exposed for timeline in timelines.values() for event in timeline.events}
         rows: list[CollectiveTime] = []
         by_key: dict[str, list[float]] = {}
         for name, runs in self.collectives.items():
@@ -234,16 +296,10 @@ class _Ran:
             assert isinstance(node, fx.Node)
             seconds, record = statistics.median(runs), node.meta["fsdp"]
             by_key.setdefault(collective_key(node), []).append(seconds)
-            kind, expected = ROW_KINDS[record.role], cost.collective_seconds(node)
-            rows.append(CollectiveTime(*self.graphs[program], kind, record.bucket, record.nbytes, expected, seconds))
+            what = (*self.graphs[program], ROW_KINDS[record.role], record.bucket, record.nbytes)
+            times = (cost.collective_seconds(node), seconds, exposed[node], self.means[f"wait {name}"])
+            rows.append(CollectiveTime(*what, *times))
         return rows, by_key
-
-
-def _unit(region: Region) -> str:
-    """The units whose parameters a region computes with; "" where it computes with none."""
-    records = [node.meta.get("fsdp") for node in [*region.inputs, *region.nodes]]
-    roles = (Role.GATHER_WAIT, Role.UNPACK)
-    return ", ".join(dict.fromkeys(r.unit or "root" for r in records if r is not None and r.role in roles))
 
 
 def _means(values: dict[str, list[float]]) -> dict[str, float]:

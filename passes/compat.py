@@ -16,15 +16,18 @@ whole test-suite was run.
 | ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
+| ``_inductor.runtime.cache_dir_utils.default_cache_dir`` | making it for the user alone | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
+| ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
@@ -55,6 +58,7 @@ whole test-suite was run.
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
+| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
 """
@@ -108,6 +112,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.autograd import profiler as autograd_profiler
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
@@ -147,6 +152,7 @@ __all__ = [
     "concatenate_meshes",
     "current_fake_mode",
     "debug_directory",
+    "default_inductor_cache_directory",
     "default_store",
     "dynamo_config",
     "fake_process_group",
@@ -249,6 +255,11 @@ def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager
     if budget == 1:  # what the user may have set is left alone
         return contextlib.nullcontext()
     return functorch_config.patch(activation_memory_budget=budget)
+
+
+def profiler_is_active() -> bool:
+    """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
+    return autograd_profiler._is_profiler_enabled
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -549,6 +560,15 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return joint_graph_passes(module) or module
 
 
+def default_inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = Path(default_cache_dir()).absolute()
+    told = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor itself writes the default there
+    return default if told is None or Path(told).absolute() == default else None
+
+
 def inductor_cache_directory() -> Path | None:
     """Where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none, or where
     nothing can be written."""
@@ -586,6 +606,18 @@ def inductor_compile(
     mode = current_fake_mode()
     with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:
+    """Write a file as ``torch.save`` does for a dict of tensors, with room for their values, which are not written.
+    Where in the file they belong, of tensors that have any elements."""
+    with FakeTensorMode():
+        tensors = {name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
 
 
 def debug_directory() -> Path | None:

@@ -23,6 +23,7 @@ ranks, and "after" is after the second.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,72 @@ def keep_shard(
     return kept
 
 
+@dataclass(frozen=True)
+class ReduceScatter:
+    """The reduction of a bucket's gradients but for their values: what is the same in every run of a program.
+    ``messages``: of each, how many gradients, and where in the result their chunks begin and how many elements they
+    have. ``length``: of the result."""
+
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+    op: dist.ReduceOp.RedOpType
+    before: float | None
+    after: float | None
+    messages: tuple[tuple[int, int, int], ...]
+    length: int
+    is_pair: bool
+
+    @classmethod
+    def of(
+        cls,
+        grads: Sequence[Tensor],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        replicas: int = 1,
+        messages: Sequence[int] = (),
+        factor: float | None = None,
+        summed: bool = False,
+    ) -> ReduceScatter:
+        """For gradients of these shapes; the other arguments as ``start_reduce_scatter`` takes them."""
+        world = group.size()
+        op, before, after = mean_of(dtype, world * replicas, factor, summed)
+        offsets = dialect.reduced_offsets(grads, dtype, world, messages)
+        numels = dialect.chunk_numels(grads, world)
+        found, first = [], 0
+        for count in messages or [len(grads)]:
+            found.append((count, offsets[first], sum(numels[first : first + count])))
+            first += count
+        is_pair = _is_pair(group, grads[0].device)
+        after = after if replicas == 1 else None
+        return cls(dtype, group, op, before, after, tuple(found), offsets[-1], is_pair)
+
+    def start(self, grads: Sequence[Tensor]) -> Pending:
+        out = grads[0].new_empty(self.length, dtype=self.dtype)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        for count, begin, numel in self.messages:
+            sent = self._message(grads[first : first + count], numel)
+            pairs.append((out[begin : begin + numel], sent))
+            first += count
+        if self.is_pair:
+            divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
+            return _exchange_reduce_scatter(out, pairs, self.group, divisor)
+        works = compat.grouped_reduce_scatter(pairs, self.op, self.group)
+        return Pending(out, finish_reduction(works, out, self.after, keep_alive=pairs))
+
+    def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:
+        """What a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between two
+        ranks, a gradient by itself whose type the reduction's holds exactly is not cast yet."""
+        first, world = grads[0], self.group.size()
+        uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
+        sent_as = first.dtype if uncast else self.dtype
+        as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, world)
+        sent = first.view(-1) if as_it_is else _packed(grads, self.dtype, world, numel)
+        if self.before is not None:
+            sent = sent / self.before if as_it_is else sent.div_(self.before)
+        return sent
+
+
 def start_reduce_scatter(
     grads: Sequence[Tensor],
     dtype: torch.dtype,
@@ -186,36 +253,7 @@ def start_reduce_scatter(
     """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``. With
     ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
     only read, until the wait."""
-    world = group.size()
-    op, before, after = mean_of(dtype, world * replicas, factor, summed)
-    offsets = dialect.reduced_offsets(grads, dtype, world, messages)
-    out = grads[0].new_empty(offsets[-1], dtype=dtype)
-    is_pair = _is_pair(group, out.device)
-    pairs: list[tuple[Tensor, Tensor]] = []
-    begin = 0
-    for count in messages or [len(grads)]:
-        sent = _message(grads[begin : begin + count], dtype, world, before, uncast=is_pair)
-        pairs.append((out[offsets[begin] : offsets[begin] + len(sent) // world], sent))
-        begin += count
-    after = after if replicas == 1 else None
-    if is_pair:
-        return _exchange_reduce_scatter(out, pairs, group, 2.0 if op == dist.ReduceOp.AVG else after)
-    works = compat.grouped_reduce_scatter(pairs, op, group)
-    return Pending(out, finish_reduction(works, out, after, keep_alive=pairs))
-
-
-def _message(
-    grads: Sequence[Tensor], dtype: torch.dtype, world: int, divisor: float | None, uncast: bool = False
-) -> Tensor:
-    """What a reduction sends: the ranks' chunks one behind the other, flat. ``uncast``: a gradient by itself, whose
-    type the reduction's holds exactly, is not cast yet."""
-    first = grads[0]
-    uncast = uncast and divisor is None and torch.promote_types(first.dtype, dtype) is dtype
-    as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, first.dtype if uncast else dtype, world)
-    sent = grads[0].view(-1) if as_it_is else pack_gradients(grads, dtype, world)
-    if divisor is not None:
-        sent = sent / divisor if as_it_is else sent.div_(divisor)
-    return sent
+    return ReduceScatter.of(grads, dtype, group, replicas, messages, factor, summed).start(grads)
 
 
 def _exchange_reduce_scatter(
@@ -238,8 +276,11 @@ def _exchange_reduce_scatter(
 
 def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
     """Full gradients → rank-major chunks, padded with zeros, in ``dtype``; flat."""
-    numel = world * sum(dialect.chunk_numels(grads, world))
-    packed = torch.empty(world, numel // world, dtype=dtype, device=grads[0].device)
+    return _packed(grads, dtype, world, sum(dialect.chunk_numels(grads, world)))
+
+
+def _packed(grads: Sequence[Tensor], dtype: torch.dtype, world: int, numel: int) -> Tensor:
+    packed = torch.empty(world, numel, dtype=dtype, device=grads[0].device)
     compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
     return packed.view(-1)
 
@@ -283,6 +324,7 @@ def finish_reduction(
     return finish
 
 
+@functools.cache  # asked for in every reduction of every run
 def mean_of(
     dtype: torch.dtype, ranks: int, factor: float | None = None, summed: bool = False
 ) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:

@@ -28,8 +28,10 @@ from graph_fsdp.runtime import collectives, custom_collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
+from graph_fsdp.runtime.failure import OUT_OF_STEP
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
+from graph_fsdp.runtime.ranges import ProgramRanges
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
@@ -139,11 +141,24 @@ class Frame:
         self.slots.free(buffer)
 
     def close(self) -> None:
-        """End of the run, orderly or not. Collectives that are still under way may write into the run's buffers:
-        they end before those go."""
+        """End of the run. What is still under way may write into the run's buffers: it ends before those go."""
         try:
             while self.pending:
                 self.pending.popitem()[1].finish()
+            self.copies.close()
+        finally:
+            self.slots.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End of a run that raised ``error``, which nothing that fails here hides. Collectives in which other ranks do
+        not take part are not waited for: the process group holds their memory until they end."""
+        try:
+            while self.pending and not isinstance(error, OUT_OF_STEP):
+                try:
+                    self.pending.popitem()[1].finish()
+                except OUT_OF_STEP:
+                    break
+            self.pending.clear()
             self.copies.close()
         finally:
             self.slots.close()
@@ -174,6 +189,7 @@ class Program:
         self.check: Callable[[], None] | None = None  # before each run
         self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
         self.graphs = graphs
+        self.ranges = ProgramRanges(graph)
         self.source, self.constants = _generate(graph, cache, comms, graphs)
         self._frame: MakeFrame = Frame
         namespace: dict[str, Any] = dict(self.constants)
@@ -188,11 +204,15 @@ class Program:
         return self.execute(self._run, self.slots, args)
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
+        run = self.ranges.around(run)
         frame = self._frame(self.counter, slots, self.kept)
         try:
-            return run(frame, args)
-        finally:
-            frame.close()
+            outputs = run(frame, args)
+        except BaseException as error:
+            frame.abandon(error)
+            raise
+        frame.close()
+        return outputs
 
     @contextlib.contextmanager
     def instrumented(self, regions: Mapping[str, Compiled], frame: MakeFrame) -> Iterator[None]:
@@ -329,10 +349,11 @@ def _reduce_plan(node: fx.Node, comms: Comms | None) -> ReducePlan:
     static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
     if node.target is dialect.reduce_scatter_start and dialect.argument(node, "custom"):
         assert comms is not None
-        start = functools.partial(_reduce_by, comms, **static)
+        start: Callable[[Any], Pending] = functools.partial(_reduce_by, comms, **static)
     elif node.target is dialect.reduce_scatter_start:
+        grads = [grad.meta["val"] for grad in dialect.argument(node, "grads")]
         messages = tuple(dialect.argument(node, "messages"))
-        start = functools.partial(collectives.start_reduce_scatter, messages=messages, **static)
+        start = collectives.ReduceScatter.of(grads, messages=messages, **static).start
     else:
         start = functools.partial(collectives.start_all_reduce, **static)
     return ReducePlan(bucket, "reduce", start, params)

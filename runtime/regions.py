@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +17,14 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors, mutated_inputs
 from graph_fsdp.passes.kernels import is_view
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
+
+_PARAMETERS = frozenset({Role.GATHER_WAIT, Role.KEPT, Role.UNPACK})
+_REDUCTIONS = frozenset({Role.REDUCE_START, Role.ACCUMULATE})
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
@@ -60,6 +64,18 @@ class Region:
             copy.meta = dict(node.meta)
         graph.output(tuple(copies[node] for node in self.outputs))
         return fx.GraphModule(self.owner, graph)
+
+
+def unit_of(region: Region) -> str:
+    """The units whose gathered parameters a region computes with, in order; of a region that computes with none, those
+    whose gradients it makes for a reduction. "" where there are none either."""
+    found = _units([*region.inputs, *region.nodes], _PARAMETERS)
+    return found or _units([user for node in region.outputs for user in node.users], _REDUCTIONS)
+
+
+def _units(nodes: Iterable[fx.Node], roles: Set[Role]) -> str:
+    records = (node.meta.get("fsdp") for node in nodes)
+    return ", ".join(dict.fromkeys(r.unit or "root" for r in records if r is not None and r.role in roles))
 
 
 Step = Region | fx.Node  # a region, or a node that the executor runs itself

@@ -14,6 +14,7 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.stage import readable
 from graph_fsdp.runtime.functional import ShardSlice, lower
+from graph_fsdp.runtime.ranges import recording
 from graph_fsdp.runtime.region_cache import RegionCache
 from graph_fsdp.runtime.regions import Compiled
 from graph_fsdp.runtime.slots import GatheredBytes
@@ -50,4 +51,8 @@ class WholeProgram:
             self.counter.count(kind, count)
         inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
-        return self.function(inputs)
+        open_range = recording()
+        if open_range is None:
+            return self.function(inputs)
+        with open_range(f"FSDP::{self.graph.phase}"):
+            return self.function(inputs)

@@ -371,6 +371,14 @@ def test_nothing_to_divide() -> None:
         graph_fsdp.compile(MLP(), mesh_of(8, names=("replicate",)), reshard_after_forward=2)
 
 
+def test_models_share_the_groups_that_they_reshard_to() -> None:
+    def group(size: int) -> str:
+        model = graph_fsdp.compile(MLP(), mesh_of(8), backend="eager", reshard_after_forward=size)
+        return model._graph_fsdp.spec.reshard_group
+
+    assert group(2) == group(2) != group(4), "a process group has threads and files, and nobody destroys it"
+
+
 def test_evaluation_keeps_no_shards() -> None:
     model = graph_fsdp.compile(MLP(), mesh_of(8), backend="eager", reshard_after_forward=2)
     with torch.no_grad():

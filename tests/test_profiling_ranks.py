@@ -14,13 +14,14 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
+from graph_fsdp.profiling import _Ran
 
 FACTS = Facts(__name__)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2)
+    return FACTS.check_on(2, timeout=240)
 
 
 def of_all_ranks(found: graph_fsdp.Profile) -> list[graph_fsdp.Profile]:
@@ -40,6 +41,31 @@ def all_ranks_hold_the_same_profile_bit_for_bit() -> None:
     assert first == second and first.to_json() == second.to_json()
     assert found.ranks == 2 and len(found.measurements.collectives) >= 4
     assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
+
+
+@FACTS
+def each_rank_has_the_schedule_that_it_has_measured() -> None:
+    found = graph_fsdp.profile(graph_fsdp.compile(MLP(), backend="eager"), torch.ones(4, 16), steps=2, warmup=1)
+    schedules = [profile.schedule for profile in of_all_ranks(found)]
+    assert [s.rank for s in schedules if s is not None] == [0, 1]
+    first, second = ([(x.name, x.category, x.lane) for x in s.measured] for s in schedules if s is not None)
+    assert first == second and schedules[0].predicted == schedules[1].predicted
+
+
+@FACTS
+def of_each_region_the_slowest_rank_is_named_and_the_mean_is_taken() -> None:
+    rank = dist.get_rank()
+    ran = _Ran()
+    ran.means = {"a": 1.0 + rank, "b": 4.0 - 2 * rank, "wait": 3.0 * rank}
+    ran.steps = dict.fromkeys(("a", "b"))
+    ran.collectives = {"gather": [5.0 - rank, 1.0 + rank]}
+    if rank == 1:
+        ran.means["on one rank alone"] = 9.0
+    ran.share([dist.group.WORLD], torch.device("cpu"))
+    if rank == 0:
+        assert ran.means == {"a": 1.5, "b": 3.0, "wait": 1.5}
+        assert ran.slowest == {"a": (1, 2.0), "b": (0, 4.0)}
+        assert ran.collectives == {"gather": [4.0, 1.0]}
 
 
 @FACTS

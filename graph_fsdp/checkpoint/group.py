@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.runtime.agreement import is_shared
+from graph_fsdp.runtime.failure import gone
 
 # For a rank to come and to write its part: another one waits that long, and then fails.
 TIMEOUT_SECONDS = 1800.0
@@ -76,7 +77,7 @@ class Ranks:
             try:
                 dist.all_gather_object(everyone, mine, group=self.group)
             except RuntimeError as error:
-                raise problem or no_answer(error) from error
+                raise problem or no_answer(error, self.ranks) from error
             for rank, (_, message) in zip(self.ranks, everyone, strict=True):
                 if message is not None:
                     raise problem or CheckpointError(f"rank {rank}: {message}")
@@ -97,13 +98,13 @@ class Ranks:
         try:
             dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
         except RuntimeError as error:
-            raise no_answer(error) from error
+            raise no_answer(error, self.ranks) from error
         return box[0]
 
     def told(self, error: BaseException) -> CheckpointError:
         """An error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
         if not isinstance(error, CheckpointException):
-            return no_answer(error) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
+            return no_answer(error, self.ranks) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
         failures = {self.ranks[index]: failure[0] for index, failure in sorted(error.failures.items())}
         first, reason = next(iter(failures.items()))
         if self.group is None:
@@ -116,8 +117,10 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def no_answer(error: BaseException) -> CheckpointError:
-    return CheckpointError(f"a rank has failed or does not answer while ranks save or load together: {error}")
+def no_answer(error: BaseException, ranks: Sequence[int]) -> CheckpointError:
+    known = gone(ranks)
+    which = f" ({known})" if known else ""
+    return CheckpointError(f"a rank has failed or does not answer while ranks save or load together{which}: {error}")
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,0 +1,85 @@
+"""Buffers that forward writes to: backward computes with what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graph_fsdp
+
+
+class Gated(nn.Module):
+    """The gradient of ``gain`` depends on a buffer after it was written to, that of ``scale`` on what it was before."""
+
+    count: Tensor
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("level", torch.ones(3))
+        self.gain, self.scale = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = (self.level * 2)[1:] * self.scale
+        self.level.mul_(0.5)
+        self.count.add_(1)
+        return torch.tanh(x + self.gain * (self.count % 3).to(x.dtype)) + before.sum() * self.level
+
+
+def gradients(wrap: Callable[[nn.Module], nn.Module]) -> tuple[list[dict[str, Tensor]], nn.Module]:
+    torch.manual_seed(0)
+    model = wrap(Gated())
+    found = []
+    for _ in range(3):  # the buffers are others each time
+        model(torch.linspace(-1, 1, 12).view(4, 3)).square().mean().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    return found, model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "eager"},
+        {"backend": "eager", "activation_checkpointing": "unit"},
+        {"backend": "eager", "activation_checkpointing": 0.0},
+        {"backend": "inductor"},
+        {"backend": "inductor", "regions": "whole"},
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_gradients_are_those_of_the_buffers_as_they_were(options: dict[str, Any]) -> None:
+    expected, _ = gradients(lambda model: model)
+
+    def compiled(model: nn.Module) -> nn.Module:
+        return graph_fsdp.compile(model, **options)
+
+    found, model = gradients(compiled)
+    for right, actual in zip(expected, found, strict=True):
+        torch.testing.assert_close(actual, right)
+    code = graph_fsdp.inspect(model).forward.stages["partition"].code
+    assert "as_it_was = torch.ops.aten.clone" in code
+
+
+def test_what_backward_does_not_need_is_not_copied() -> None:
+    class Counts(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return self.linear(x)
+
+    model = graph_fsdp.compile(Counts(), backend="eager")
+    model(torch.ones(2, 3)).sum().backward()
+    code = graph_fsdp.inspect(model).forward.stages["partition"].code
+    assert "aten.copy_" in code and "clone" not in code
