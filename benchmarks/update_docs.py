@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/performance.md`` and ``docs/xla.md`` anew from ``benchmarks/results``.
+"""Write the tables of ``docs/performance.md``, ``planning.md`` and ``xla.md`` anew from ``benchmarks/results``.
 
     python benchmarks/update_docs.py
 
@@ -17,7 +17,7 @@ from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
 NOT_MEASURED = "Not measured yet.\n"
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "xla.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "planning.md", "xla.md"))
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,7 +28,8 @@ def section(path: Path) -> str:
     result = json.loads(path.read_text())
     table = importlib.import_module(result["benchmark"]).table(result)
     plot = f"![{path.stem}](images/{path.stem}.svg)\n\n" if (IMAGES / f"{path.stem}.svg").exists() else ""
-    return f"{plot}```\n{result['command']}\n```\n{machine_line(result)}.\n\n{table.markdown()}\n"
+    machine = machine_line(result) if "machine" in result else f"Predicted with torch {result['torch']}"
+    return f"{plot}```\n{result['command']}\n```\n{machine}.\n\n{table.markdown()}\n"
 
 
 def updated(page: str) -> str:

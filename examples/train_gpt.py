@@ -2,7 +2,13 @@
 
     python examples/train_gpt.py
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py --steps 20
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 \\
+        examples/train_gpt.py --checkpoint runs
     python examples/train_gpt.py --backend xla      # one process has all XLA devices of its host
+
+With `--checkpoint` it resumes by itself from the last complete checkpoint, on any number of ranks that divides the rows
+of a step: when torchrun restarts it after a rank has died, or when it is started again. (The variable gives restarted
+ranks a new store: in the old one they could take what dead ranks left for each other's.)
 
 The text is the Python standard library's own source, or any file or folder given by `--text`.
 """
@@ -29,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import graph_fsdp
+from graph_fsdp import checkpoint
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,6 +54,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="bytes per sequence")
     parser.add_argument("--eval-batches", type=int, default=16, help="validation batches per rank")
     parser.add_argument("--report", type=Path, help="write every graph after every pass to this file")
+    parser.add_argument("--checkpoint", type=Path, help="folder: save there, and resume from what is there")
+    parser.add_argument("--checkpoint-every", type=int, default=20, help="steps")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints that are kept")
     return parser.parse_args()
 
 
@@ -120,6 +130,31 @@ def validation_loss(model: nn.Module, data: Tensor, args: argparse.Namespace, ra
     return mean_over_ranks(torch.stack(losses).mean())
 
 
+class Data:
+    """Windows of the text, drawn for all ranks at once: those of a step do not depend on how many ranks share them."""
+
+    def __init__(self, text: Tensor, rows: int, args: argparse.Namespace) -> None:
+        self.text, self.rows, self.args = text, rows, args
+        self.draws = torch.Generator().manual_seed(args.seed * 1_000_003)
+
+    def next(self, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(self.text) - self.args.context, (self.rows,), generator=self.draws)
+        return windows(self.text, starts.chunk(world)[rank], self.args)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"rows": self.rows, "draws": self.draws.get_state()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.rows = int(state["rows"])
+        self.draws.set_state(state["draws"])
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, folder: Path | None) -> int:
+    """Load the last complete checkpoint, if there is one. The step that it was saved after."""
+    newest = checkpoint.latest(folder) if folder else None
+    return checkpoint.load(newest, model, optimizer, extra={"data": data})["step"] if newest else 0
+
+
 def write_report(report: graph_fsdp.GraphReport, path: Path) -> None:
     with path.open("w") as file:
         print(report, file=file)
@@ -147,9 +182,8 @@ def main() -> None:
         if args.device != "cpu":
             args.device = f"{args.device}:{os.environ['LOCAL_RANK']}"
 
-    # Every rank makes the same weights, and draws its own windows of the text.
+    # Every rank makes the same weights, and draws the same windows of the text, of which it takes its own.
     torch.manual_seed(args.seed)
-    draws = torch.Generator().manual_seed(args.seed * 1_000_003 + rank)
     training, validation = load_text(args.text)
     config = GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context)
     model = GPT(config).to("cpu" if args.backend == "xla" else args.device)
@@ -160,21 +194,29 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), foreach=True)
 
+    data = Data(training, args.batch * world, args)
+    done = resume(model, optimizer, data, args.checkpoint)
+    if data.rows % world:
+        raise ValueError(
+            f"{data.rows} rows of a step cannot be shared out equally among {world} ranks; start on others"
+        )
+
     def say(line: str) -> None:
         if rank == 0:
             tqdm.write(line)
             sys.stdout.flush()
 
     say(f"{size:,} parameters on {world * devices} x {args.device}, {args.backend}; {len(training):,} bytes of text")
+    if done:
+        say(f"resumed after step {done}")
     terminal = sys.stderr.isatty()
-    bar = tqdm(total=args.steps, unit="step", disable=rank != 0 or not terminal)
+    bar = tqdm(total=args.steps, initial=done, unit="step", disable=rank != 0 or not terminal)
     start = time.perf_counter()
-    for step in range(1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        starts = torch.randint(len(training) - args.context, (args.batch,), generator=draws)
         optimizer.zero_grad()
-        loss = model(*windows(training, starts, args))
+        loss = model(*data.next(rank, world))
         loss.backward()
         optimizer.step()
         if args.backend == "xla":
@@ -183,15 +225,21 @@ def main() -> None:
         bar.update()
         bar.set_postfix(loss=f"{mean:.3f}")
         if not terminal:
-            say(f"step {step} loss {mean:.4f}")
-        if step == 1:
+            say(f"step {step} loss {mean:.6f}")
+        if args.checkpoint and (step % args.checkpoint_every == 0 or step == args.steps):
+            extra = {"step": step, "data": data}
+            path = args.checkpoint / f"step_{step}"
+            saving = checkpoint.save(path, model, optimizer, extra=extra, keep=args.keep, asynchronous=True)
+            if step == args.steps:
+                saving.result()
+        if step == done + 1:
             say(f"first step, compilation included: {time.perf_counter() - start:.1f} s")
             start = time.perf_counter()
     seconds = time.perf_counter() - start
     bar.close()
 
-    if args.steps > 1:
-        tokens = (args.steps - 1) * args.batch * args.context * world
+    if args.steps > done + 1:
+        tokens = (args.steps - done - 1) * data.rows * args.context
         say(f"{tokens / seconds:,.0f} tokens per second over {seconds:.1f} s")
     say(memory_line(model, optimizer))
     if args.report and rank == 0:

@@ -58,7 +58,7 @@ def compile(
     passes: PassPipeline | None = None,
     backend: str = "inductor",
     regions: Literal["cut", "whole"] = "cut",
-    sharding: Literal["manual", "auto"] = "manual",
+    sharding: Literal["manual", "auto", "replicas"] = "manual",
     shard_output: Callable[[Any, Any], Any] | None = None,
     fullgraph: bool = True,
     dynamic: bool | None = None,
@@ -131,7 +131,9 @@ def compile(
             the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
         sharding: with ``backend="xla"``: ``"manual"``, each device runs the graph of its rows, with our collectives in
             the verified order; ``"auto"``, XLA's partitioner divides the graph of the global batch, as torch_xla's
-            FSDPv2 lets it, under constraints in the places of the collectives.
+            FSDPv2 lets it, under constraints in the places of the collectives; ``"replicas"``, SPMD is off and this
+            process (on XLA's CPU client: thread) is one of ``torch_xla.launch``'s, with one device: parameters then
+            become its rows, plain tensors filled up with zeros to ``ceil(rows / n)``.
         shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
             marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
             rows is sharded over them.
@@ -190,7 +192,7 @@ def compile(
             fullgraph=fullgraph,
             dynamic=dynamic,
             on_host_fallback=on_host_fallback,
-            auto=sharding == "auto",
+            sharding=sharding,
             shard_output=shard_output,
         )
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)

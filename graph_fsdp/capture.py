@@ -28,6 +28,7 @@ from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     PassError,
     RankDisagreement,
+    RankFailure,
     UnsupportedError,
     VerificationError,
 )
@@ -62,6 +63,9 @@ log = logging.getLogger(__name__)
 
 # Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
 _ATTEMPTS = 2
+
+# Dynamo wraps what a backend raises; these stay what they are.
+_OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
 
 _engines = itertools.count()
 
@@ -110,7 +114,9 @@ class Engine:
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
-        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules.begin_unshard)
+        self.unsharded = UnshardedUnits(
+            storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
+        )
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
@@ -132,6 +138,13 @@ class Engine:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
+        try:
+            return self._run(entry, module, *args, **kwargs)
+        except BaseException as error:
+            self.schedules.failed_outside(error, entry.name)
+            raise
+
+    def _run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.wait_before_forward is not None:
             self.wait_before_forward.wait()
             self.wait_before_forward = None
@@ -154,7 +167,7 @@ class Engine:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, PassError)):
                     save_failure(cause, self)
-                if isinstance(cause, (VerificationError, RankDisagreement, PassError, UnsupportedError, ValueError)):
+                if isinstance(cause, _OUR_ERRORS):
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:

@@ -6,10 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from graph_fsdp.commands import plan, report
-from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.commands import consolidate, inspect_checkpoint, plan, report
+from graph_fsdp.errors import CheckpointError, UnsupportedError
 
-_COMMANDS = {"plan": plan, "report": report}  # each module has SUMMARY and add(parser), which sets what `run` is called
+# Each module has SUMMARY and add(parser), which sets what `run` is called.
+_COMMANDS = {
+    "plan": plan,
+    "report": report,
+    "consolidate": consolidate,
+    "inspect-checkpoint": inspect_checkpoint,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         chosen.run(chosen)
-    except (ValueError, TypeError, UnsupportedError, OSError) as error:
+    except (ValueError, TypeError, UnsupportedError, CheckpointError, OSError) as error:
         print(f"graph-fsdp: {error}", file=sys.stderr)
         return 2
     return 0

@@ -7,6 +7,7 @@ from graph_fsdp.passes.prefetch import BudgetError
 from graph_fsdp.passes.settings import SettingError
 from graph_fsdp.passes.verification_error import VerificationError
 from graph_fsdp.runtime.agreement import RankDisagreement
+from graph_fsdp.runtime.failure import RankFailure
 from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PassError",
     "PipelineError",
     "RankDisagreement",
+    "RankFailure",
     "SettingError",
     "UnsupportedError",
     "VerificationError",

@@ -134,8 +134,11 @@ def _hint(value: Any) -> str:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """All floating-point tensors in ``value``, a tree of them, in ``dtype``."""
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    """All floating-point tensors in ``value``, a tree of them, in ``dtype``. One that is in it already is not touched:
+    a layer that hands on what its cast has not changed could not be traced for its equals (``passes/repeat.py``)."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
+    )
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
+from graph_fsdp.runtime.failure import RankFailure
 from graph_fsdp.runtime.lockstep import InStep, Runnable, RunnableProgram, lockstep_of
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -107,6 +108,15 @@ class Schedules:
         if self.lockstep is not None and gathers:
             what = f"of unit {unit or 'root'!r}"
             self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
+
+    def failed_outside(self, error: BaseException, method: str) -> None:
+        """A forward, or another method, raised ``error``. Other ranks may wait for this one."""
+        if self.lockstep is not None:
+            self.lockstep.failed_outside(error, f"{method} of {self._model}")
+
+    def failed_unshard(self, error: BaseException) -> RankFailure | None:
+        """Waiting for the gathers of ``begin_unshard`` raised ``error``; what to raise in its place, if anything."""
+        return self.lockstep.failed(error) if self.lockstep is not None else None
 
     @property
     def _model(self) -> str:

@@ -46,9 +46,16 @@ class _Gathering:
 class UnshardedUnits:
     """Which units of a model are whole, and their parameters."""
 
-    def __init__(self, storage: Storage, counter: GatheredBytes, begin: Callable[[str, list[str]], None]) -> None:
-        """``begin``: called with a unit and its gathers before they start; it keeps the ranks in step."""
-        self.storage, self.counter, self._begin = storage, counter, begin
+    def __init__(
+        self,
+        storage: Storage,
+        counter: GatheredBytes,
+        begin: Callable[[str, list[str]], None],
+        failed: Callable[[BaseException], Exception | None],
+    ) -> None:
+        """``begin``: called with a unit and its gathers before they start; it keeps the ranks in step. ``failed``:
+        called with what waiting for them raised; what to raise in its place, if anything."""
+        self.storage, self.counter, self._begin, self._failed = storage, counter, begin, failed
         self.members: dict[str, list[ShardedParameter]] = {}
         for p in storage.parameters.values():
             self.members.setdefault(p.spec.unit, []).append(p)
@@ -116,7 +123,7 @@ class UnshardedUnits:
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for pending, bucket, members in gathering.buckets:
-                pending.finish()
+                self._wait(pending)
                 for p in members:
                     whole[p.spec.name] = _cut_out(pending.buffer, p.spec, bucket.offsets[p.spec.name])
             for p in self.members[unit]:
@@ -130,6 +137,15 @@ class UnshardedUnits:
                 self.storage.set_whole(p, parameter)
                 self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
+
+    def _wait(self, pending: Pending) -> None:
+        try:
+            pending.finish()
+        except BaseException as error:
+            cause = self._failed(error)
+            if cause is None:
+                raise
+            raise cause from error
 
     def before_forward(self) -> None:
         """Gather what is to be whole in this forward, and see that nothing whole is stale."""

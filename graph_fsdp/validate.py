@@ -59,8 +59,13 @@ def model(model: Any) -> None:
 
 def sharding(sharding: object, shard_output: object, backend: str) -> None:
     """Who divides a graph among XLA's devices."""
-    if sharding not in ("manual", "auto"):
-        raise ValueError(f"sharding must be 'manual' or 'auto', got {sharding!r}")
+    if sharding not in ("manual", "auto", "replicas"):
+        raise ValueError(f"sharding must be 'manual', 'auto' or 'replicas', got {sharding!r}")
+    if sharding == "replicas" and backend != "xla":
+        raise ValueError(
+            f"sharding='replicas' is for one process per XLA device and takes backend='xla'; backend is {backend!r}, "
+            "which always has one process per device: leave sharding out"
+        )
     if sharding == "auto" and backend != "xla":
         raise ValueError(f"sharding='auto' lets XLA divide the model and takes backend='xla'; backend is {backend!r}")
     if shard_output is not None and sharding != "auto":

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from graph_fsdp.passes import compat, compat_xla
 from graph_fsdp.xla_mesh import XlaMesh
+from graph_fsdp.xla_replicas import ShardMetadata, full_state_dict, shard_metadata
 
-__all__ = ["shard_batch"]
+__all__ = ["ShardMetadata", "full_state_dict", "shard_batch", "shard_metadata"]
 
 
 def shard_batch(batch: Any, mesh: Any = None) -> Any:

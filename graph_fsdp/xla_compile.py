@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 from graph_fsdp.xla_auto import GlobalEngine, ShardOutput, trace_marks, with_constraints
 from graph_fsdp.xla_engine import XlaEngine
 from graph_fsdp.xla_mesh import XlaMesh
+from graph_fsdp.xla_replicas import (
+    AmongReplicas,
+    ReplicaEngine,
+    ReplicaMesh,
+    ReplicaStorage,
+    check_threads,
+    put_replicas_values,
+)
 from graph_fsdp.xla_storage import XlaStorage
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,22 +60,29 @@ def compile_on_xla(
     fullgraph: bool,
     dynamic: bool | None,
     on_host_fallback: OnHostFallback,
-    auto: bool,
+    sharding: Literal["manual", "auto", "replicas"],
     shard_output: ShardOutput | None,
 ) -> Model:
-    """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program. One
-    process drives all of them, so there is nobody to agree with."""
-    xla_validate.environment()
+    """What ``graph_fsdp.compile`` does after it has checked its arguments, for the devices of an XLA program: of one
+    process that drives all of them, so that there is nobody to agree with, or of one replica."""
+    replicas, auto = sharding == "replicas", sharding == "auto"
+    xla_validate.environment(replicas)
     checkpointing = ActivationCheckpointing.of(activation_checkpointing)
     if regions == "whole":
         raise ValueError("regions='whole': backend='xla' compiles every graph in one piece; leave it out")
-    if not fullgraph and not auto:
+    if not fullgraph and sharding == "manual":
         raise UnsupportedError(
             "fullgraph=False: with backend='xla' the graph of one device's rows cannot be left for Python and entered "
             "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'"
         )
     _refuse(offload_policy, reshard_after_forward, shard_placement_fn, checkpointing, dynamic)
-    parallel, device = XlaMesh.of(mesh), compat_xla.device()
+    if replicas and checkpoint is not None:
+        raise UnsupportedError(
+            "checkpoint: sharding='replicas' reads no files; load the model before graph_fsdp.compile"
+        )
+    if replicas:
+        check_threads(fullgraph)
+    parallel, device = (ReplicaMesh if replicas else XlaMesh).of(mesh), compat_xla.device()
     ignored = validate.ignored_parameters(model, ignored_params)
     names = parameter_names(model)
     for p, (name, *_) in names.items():
@@ -83,7 +98,7 @@ def compile_on_xla(
     put_values = initial_values(
         model,
         {unit.module for unit in units},
-        None,
+        AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) and sync_module_states else None,  # type: ignore[arg-type]
         torch.device("cpu"),
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
@@ -99,9 +114,12 @@ def compile_on_xla(
     cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
     spec = _named_groups(pipeline.arrange(spec, cost), parallel)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
-    storage = XlaStorage(model, spec, originals, names, parallel, device)
-    put_values(storage)  # type: ignore[arg-type]
-    engine = (GlobalEngine if auto else XlaEngine)(
+    storage = (ReplicaStorage if replicas else XlaStorage)(model, spec, originals, names, parallel, device)
+    if isinstance(storage, ReplicaStorage):
+        put_replicas_values(model, storage, put_values, sync_module_states)
+    else:
+        put_values(storage)  # type: ignore[arg-type]
+    engine = {"manual": XlaEngine, "auto": GlobalEngine, "replicas": ReplicaEngine}[sharding](
         original_forward(model),
         spec,
         storage,

@@ -74,6 +74,14 @@ class XlaStorage:
         self.active = False
         self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
 
+    def _needs_stand_in(self, p: ParameterSpec) -> bool:
+        """Whether the model, as it is traced, sees another tensor than the parameter."""
+        return p.param_dtype is not p.dtype
+
+    def _shape(self, p: ParameterSpec) -> torch.Size:
+        """Of the registered parameter."""
+        return torch.Size(p.shape)
+
     def placement(self, p: ParameterSpec) -> Placement:
         return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
@@ -101,7 +109,7 @@ class XlaStorage:
                 # Exchanged, so that whoever holds the parameter (``nn.LSTM``, an optimizer) finds the value in it.
                 compat.swap(p.shard, p.value.requires_grad_(p.shard.requires_grad))
                 p.value = None
-            if p.spec.param_dtype is not p.spec.dtype:
+            if self._needs_stand_in(p.spec):
                 p.stand_in = compat_xla.without_memory(  # type: ignore[assignment]
                     p.spec.shape, p.spec.param_dtype, self.device, p.shard.requires_grad, nn.Parameter
                 )
@@ -163,20 +171,23 @@ class XlaStorage:
                 compat_xla.mark_sharding(p.shard, placement.devices, placement.tiles)
 
     def _replace(self, p: XlaParameter, found: Any) -> None:
-        expected = (torch.Size(p.spec.shape), p.spec.dtype, self.device)
+        expected = (self._shape(p.spec), p.spec.dtype, self.device)
         if not isinstance(found, nn.Parameter) or (found.shape, found.dtype, found.device) != expected:
             raise ParameterChangedError(
                 f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a parameter of shape "
-                f"{tuple(p.spec.shape)} and type {p.spec.dtype} on {self.device}; copy into the parameter"
+                f"{tuple(self._shape(p.spec))} and type {p.spec.dtype} on {self.device}; copy into the parameter"
             )
         self.by_placeholder.pop(id(p.placeholder), None)
-        placement = self.placement(p.spec)
-        if read_placement(compat_xla.sharding_specs([found])[0], self.xla_mesh.ranks) != placement:
-            compat_xla.mark_sharding(found, placement.devices, placement.tiles)
+        self._place(p, found)
         p.shard = found
         for module, leaf in p.owners:
             module._parameters[leaf] = found
         self.by_placeholder[id(p.placeholder)] = p
+
+    def _place(self, p: XlaParameter, found: nn.Parameter) -> None:
+        placement = self.placement(p.spec)
+        if read_placement(compat_xla.sharding_specs([found])[0], self.xla_mesh.ranks) != placement:
+            compat_xla.mark_sharding(found, placement.devices, placement.tiles)
 
     def inputs_after_refresh(self) -> dict[str, Tensor]:
         """Parameter name → the parameter, which the graphs take."""

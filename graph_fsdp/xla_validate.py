@@ -18,21 +18,44 @@ from graph_fsdp.passes import compat_xla
 _TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"
 
 
-def environment() -> None:
-    """Whether this process can run anything of the backend at all.
+def environment(replicas: bool = False) -> None:
+    """Whether this process can run anything of the backend at all. ``replicas``: as one of several that have a device
+    each.
 
     Raises:
-        UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is off.
-        MeshError: torch.distributed, or a launcher, counts other processes than XLA.
+        UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is off, or on for replicas.
+        MeshError: torch.distributed, or a launcher, counts other processes than XLA; or this one is no replica.
     """
     check_versions(torch.__version__, _installed("torch_xla"))
+    if replicas:
+        _replica()
+        return
     if not compat_xla.is_spmd():
         raise UnsupportedError(
             "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
-            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device"
+            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device; or pass "
+            "sharding='replicas' in each of the processes that torch_xla.launch starts, one per device"
         )
     launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
     check_world_sizes(launched, compat_xla.process_count())
+
+
+def _replica() -> None:
+    if compat_xla.is_spmd():
+        raise UnsupportedError(
+            "sharding='replicas' has one process run one device, and SPMD is on, with which one process runs all "
+            "devices of its host; leave out torch_xla.runtime.use_spmd(), or pass sharding='manual'"
+        )
+    found, devices = compat_xla.replica_count(), compat_xla.device_count()
+    if dist.is_initialized():
+        check_replica_counts(dist.get_world_size(), found)
+    elif validate.world_size_of_environment() > 1:
+        check_replica_counts(validate.world_size_of_environment(), found)
+    if found != devices:
+        raise MeshError(
+            f"mesh: XLA has {devices} devices, and this process is no replica of theirs but a world of {found}; with "
+            "sharding='replicas' start the training with torch_xla.launch(function), which calls it for each device"
+        )
 
 
 def options(backend: str, on_host_fallback: Any) -> None:
@@ -63,6 +86,16 @@ def check_world_sizes(launched: int, found: int) -> None:
             f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found}, so they would not "
             "train one model together; start one process per host, which has all of its devices (on XLA's CPU client: "
             "python without torchrun, and CPU_NUM_DEVICES devices)"
+        )
+
+
+def check_replica_counts(launched: int, found: int) -> None:
+    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: XLA's replicas."""
+    if launched != found:
+        raise MeshError(
+            f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found} replicas, so they "
+            "would not train one model together; start one process per device that XLA knows of: torch_xla.launch("
+            "function), or torchrun on TPU hosts (on XLA's CPU client each process of torchrun is a world of its own)"
         )
 
 

@@ -16,6 +16,7 @@ whole test-suite was run.
 | ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
 | ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
+| ``_inductor.runtime.cache_dir_utils.default_cache_dir`` | making it for the user alone | 2.9, 2.13 |
 | ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
 | ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
@@ -57,6 +58,7 @@ whole test-suite was run.
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
+| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
 """
@@ -150,6 +152,7 @@ __all__ = [
     "concatenate_meshes",
     "current_fake_mode",
     "debug_directory",
+    "default_inductor_cache_directory",
     "default_store",
     "dynamo_config",
     "fake_process_group",
@@ -557,6 +560,15 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return joint_graph_passes(module) or module
 
 
+def default_inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = Path(default_cache_dir()).absolute()
+    told = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor itself writes the default there
+    return default if told is None or Path(told).absolute() == default else None
+
+
 def inductor_cache_directory() -> Path | None:
     """Where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none, or where
     nothing can be written."""
@@ -594,6 +606,18 @@ def inductor_compile(
     mode = current_fake_mode()
     with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
         return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:
+    """Write a file as ``torch.save`` does for a dict of tensors, with room for their values, which are not written.
+    Where in the file they belong, of tensors that have any elements."""
+    with FakeTensorMode():
+        tensors = {name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
 
 
 def debug_directory() -> Path | None:

@@ -15,7 +15,11 @@
 | ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
 | ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
 | ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
+| ``runtime.world_size``, ``runtime.addressable_runtime_device_count``, ``_XLAC._xla_get_default_device_ordinal`` |
+  replicas: processes or threads with a device each | 2.9 |
+| ``core.xla_model.xla_real_devices`` | waiting for one replica's device alone | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
+| ``_functorch.aot_autograd.AOTConfig`` (torch) | backward that is compiled at once | torch 2.9 |
 | ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
 """
 
@@ -24,12 +28,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import unittest.mock
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import aot_autograd
 
 # Reads of a value on the host, which every program does that prints its loss.
 _HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
@@ -72,6 +78,22 @@ def device_count() -> int:
 def process_count() -> int:
     """Processes of the whole program, each with the devices of its host (SPMD)."""
     return int(_runtime().process_count())
+
+
+def replica_count() -> int:
+    """Replicas of the whole program, each with one device: processes, or threads of one. 1 in a process that nothing
+    started as one of several."""
+    return int(_runtime().world_size())
+
+
+def local_device_count() -> int:
+    """Devices of this process. More than one, without SPMD: each has a thread."""
+    return int(_runtime().addressable_runtime_device_count())
+
+
+def ordinal() -> int:
+    """Of the replica that this thread runs, or that this thread of autograd computes gradients of."""
+    return int(_c()._xla_get_default_device_ordinal())
 
 
 def device() -> torch.device:
@@ -193,8 +215,14 @@ def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
 def sync(wait: bool = False) -> None:
     """Compute everything that is pending."""
     torch_xla().sync(wait=wait, reset_scope=False)
-    if wait:
-        _c()._xla_wait_device_ops([])
+    if wait:  # not for other replicas' devices, which may be waiting for this one
+        _c()._xla_wait_device_ops([] if is_spmd() else _own_device())
+
+
+def _own_device() -> list[str]:
+    """As the client names it: ``CPU:0``."""
+    found: list[str] = importlib.import_module("torch_xla.core.xla_model").xla_real_devices([device()])
+    return found
 
 
 def pending(tensors: Sequence[Tensor]) -> bool:
@@ -265,6 +293,22 @@ def fallback_counts() -> dict[str, int]:
     metrics = importlib.import_module("torch_xla.debug.metrics")
     executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
     return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
+
+
+# --- tracing
+
+
+@contextlib.contextmanager
+def backward_compiled_with_forward() -> Iterator[None]:
+    """For a time AOTAutograd compiles backward where it compiles forward, and not when it first runs, in a thread of
+    autograd and under metrics that all threads share."""
+    kind = aot_autograd.AOTConfig
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return kind(*args, **{**kwargs, "force_non_lazy_backward_lowering": True})
+
+    with unittest.mock.patch.object(aot_autograd, "AOTConfig", eager):
+        yield
 
 
 # --- tensors without memory

@@ -2,9 +2,10 @@
 
 **Compute** (Williams et al. 2009, the roofline). A kernel takes the longer of its arithmetic and its memory traffic:
 
-    seconds = max(FLOPs / (peak(dtype) · matmul_efficiency), bytes / (memory_bandwidth · memory_efficiency)) + launch
+    seconds = max(FLOPs / (peak(dtype) · efficiency), bytes / (memory_bandwidth · memory_efficiency)) + launch
 
-What a kernel is, and what it reads and writes, ``kernels.py`` says.
+What a kernel is, and what it reads and writes, ``kernels.py`` says. The efficiency is that of matrix multiplications,
+or of attention, forward or backward, whose FLOPs are those that a causal mask leaves.
 
 **Collectives** (Thakur, Rabenseifner, Gropp 2005). A group of n ranks lies on m islands with l = n / m of it on each.
 An all-gather of B bytes brings (n-1)/n · B to every rank, and (n-l)/n · B to every island, through the adapters of
@@ -37,7 +38,7 @@ from torch import fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.graph import Graph, iterate_tensors
 from graph_fsdp.passes.hardware import Hardware
-from graph_fsdp.passes.kernels import Kind, Work, graph_work, value_nbytes
+from graph_fsdp.passes.kernels import Arithmetic, Kind, Work, graph_work, value_nbytes
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,17 @@ class CostModel:
             if seconds is not None:
                 return seconds
         hardware = self.hardware
-        arithmetic = work.flops / (hardware.peak_flops(work.dtype) * hardware.matmul_efficiency)
+        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * self._efficiency(work))
         traffic = self._traffic_seconds(work.read + work.written)
         return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale
+
+    def _efficiency(self, work: Work) -> float:
+        hardware = self.hardware
+        if work.arithmetic is Arithmetic.MATMUL:
+            return hardware.matmul_efficiency
+        forward = work.arithmetic is Arithmetic.ATTENTION
+        own = hardware.attention_efficiency if forward else hardware.attention_backward_efficiency
+        return own or hardware.matmul_efficiency / 2
 
     def _traffic_seconds(self, nbytes: int) -> float:
         return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)
@@ -253,6 +262,16 @@ class CostModel:
         share a launch, and each has its steps."""
         return min((a.steps for a in self._algorithms(group)), default=0.0)
 
+    def levels(self, group: str) -> frozenset[str]:
+        """The levels of the network that the group's collectives use: "intra", "inter"."""
+        size, local = self._shape(group).size, self._local(group)
+        return frozenset(name for name, used in (("intra", local > 1), ("inter", size > local)) if used)
+
+    def _local(self, group: str) -> int:
+        """Ranks of a group that lie on one island."""
+        shape = self._shape(group)
+        return max(1, min(shape.size, self.hardware.island // shape.stride))
+
     def _shape(self, group: str) -> GroupShape:
         if group not in self.groups:
             known = ", ".join(map(repr, self.groups)) or "none"
@@ -261,7 +280,7 @@ class CostModel:
 
     def _algorithms(self, group: str) -> tuple[_Algorithm, ...]:
         shape, hardware = self._shape(group), self.hardware
-        n, local = shape.size, max(1, min(shape.size, hardware.island // shape.stride))
+        n, local = shape.size, self._local(group)
         if n == 1:
             return ()
         islands = -(-n // local)

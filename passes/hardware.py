@@ -5,6 +5,7 @@ Peaks are the vendors', dense (no sparsity); what real kernels reach of them is 
 | entry | source |
 |---|---|
 | h100, h200 | NVIDIA H100 and H200 data sheets (SXM5; their FLOP/s "with sparsity" are halved here) |
+| h100_500w | an H100 SXM5 with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W: pytorch/torchtitan's page, below |
 | a100 | NVIDIA A100 80GB data sheet (SXM4) |
 | b200 | NVIDIA HGX B200 data sheet (1000 W) |
 | mi300x | AMD Instinct MI300X data sheet; 7 Infinity Fabric links of 64 GB/s per direction |
@@ -15,6 +16,13 @@ Peaks are the vendors', dense (no sparsity); what real kernels reach of them is 
 - ``float32`` is IEEE float32 as torch computes it by default (no TF32), except on TPUs, where XLA's default precision
   multiplies float32 in one bfloat16 pass. With ``torch.set_float32_matmul_precision("high")`` make a copy whose
   ``flops[torch.float32]`` is the device's TF32 peak: half of its bfloat16 peak on NVIDIA and Intel.
+- ``h100_500w``: hosts of ``benchmarks/llama3_h100_202412_torchtitan.md`` in pytorch/torchtitan. What kernels reach of
+  the data sheet's peaks there is from pytorch/ao's ``roofline_utils.py`` of the same time and variant (0.6 of the
+  arithmetic, 0.92 of the bandwidth); the power limit takes as much from attention as from matrix multiplications.
+- Attention on Hopper is FlashAttention-2, which torch runs there: 333 TFLOP/s in forward, causal, and 318 in backward
+  at a head dimension of 128 and 8,192 tokens (Shah et al. 2024, figures 5 and 6: H100 SXM5).
+- ``interference`` on Hopper: 20 of 132 multiprocessors, what DeepSeek-V3's report (2024, section 3.2.2) gives to
+  communication.
 - ``inter`` is one network adapter of the usual node per device: 400 Gbit/s (a100: 200 Gbit/s).
 - ``max1550`` is one of the card's two stacks: what torch.xpu calls a device, unless it is told otherwise.
 - TPU ``intra`` is one axis of the torus, both directions: the mesh axis that parameters are sharded over.
@@ -67,6 +75,9 @@ class Hardware:
     joined by ``intra`` (a node, an NVLink domain, a pod slice). inter: what one device has to other islands.
     host: what one device has to the memory of its host's CPU, for copies of shards that are kept there.
     overlaps: collectives run beside compute, on engines or processors of their own; False where they take its cores.
+    attention_efficiency, attention_backward_efficiency: what flash attention reaches of the peak, of the FLOPs that a
+    causal mask leaves; None is half of matmul_efficiency. interference: in [0, 1), the part of the device's processors
+    that a running collective takes from compute; the clock of ``graph_fsdp.planning.simulator`` counts it on demand.
     Raises ValueError on figures that cannot be.
     """
 
@@ -82,12 +93,19 @@ class Hardware:
     inter: Link
     collective_launch: float = 10e-6
     overlaps: bool = True
+    attention_efficiency: float | None = None
+    attention_backward_efficiency: float | None = None
+    interference: float = 0.0
     host: Link = field(default_factory=lambda: Link(32e9, 10e-6))  # PCIe 4.0, 16 lanes
 
     def __post_init__(self) -> None:
         _check_positive(self, "memory_bandwidth", "memory", "island")
         _check_at_least_zero(self, "launch", "collective_launch")
         _check_fraction(self, "matmul_efficiency", "memory_efficiency")
+        given = ("attention_efficiency", "attention_backward_efficiency")
+        _check_fraction(self, *(name for name in given if getattr(self, name) is not None))
+        if not 0 <= self.interference < 1:
+            raise ValueError(f"{_label(self)}: interference must be 0 or more and below 1, got {self.interference!r}")
         if torch.float32 not in self.flops or min(self.flops.values()) <= 0:
             raise ValueError(
                 f"{_label(self)}: flops must give positive FLOP/s per dtype, torch.float32 among them (it stands in "
@@ -143,6 +161,9 @@ _H100 = Hardware(
     island=8,
     intra=Link(450e9, latency=2e-6, efficiency=0.75),
     inter=_NDR,
+    attention_efficiency=0.34,
+    attention_backward_efficiency=0.32,
+    interference=20 / 132,
 )
 
 HARDWARE: dict[str, Hardware] = {
@@ -150,6 +171,16 @@ HARDWARE: dict[str, Hardware] = {
     for hardware in (
         _H100,
         dataclasses.replace(_H100, name="h200", memory_bandwidth=4.8e12, memory=140 * GIB),
+        dataclasses.replace(
+            _H100,
+            name="h100_500w",
+            memory_bandwidth=2.4e12,
+            memory=96 * GIB,
+            matmul_efficiency=0.6,
+            memory_efficiency=0.92,
+            attention_efficiency=0.34 * 0.6 / 0.7,
+            attention_backward_efficiency=0.32 * 0.6 / 0.7,
+        ),
         Hardware(
             "a100",
             _tera(half=312.0, fp32=19.5, fp64=19.5),

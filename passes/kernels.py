@@ -8,7 +8,8 @@ Three kinds of nodes:
   in one kernel with what is computed from its result by way of a matrix multiplication. A group reads each value from
   outside once and writes what is used outside; of a large group Inductor makes several kernels, which move as much;
 - kernels of their own: whatever torch has a FLOP formula for (matrix multiplications, convolutions, attention), and
-  operators that nothing fuses with (sorts, scatters).
+  operators that nothing fuses with (sorts, scatters, whatever computes with complex numbers, for which Inductor
+  generates no code).
 
 Without fusion (the eager backend) each node that is not free is a kernel.
 """
@@ -82,20 +83,34 @@ _ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
 )
 
 
+_IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
+
+
 class Kind(enum.Enum):
     FREE = "free"
     FUSIBLE = "fusible"
     KERNEL = "kernel"
 
 
+class Arithmetic(enum.Enum):
+    """Which efficiency of the hardware a kernel's arithmetic has."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+
+
 @dataclass
 class Work:
-    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in; ``read`` and
-    ``written`` are bytes; ``launches`` is 1 on the first node of each kernel."""
+    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in; ``executed`` the
+    part of them that a kernel computes, which is half under a causal mask; ``read`` and ``written`` are bytes;
+    ``launches`` is 1 on the first node of each kernel."""
 
     kind: Kind
     flops: int = 0
     dtype: torch.dtype = torch.float32
+    arithmetic: Arithmetic = Arithmetic.MATMUL
+    executed: float = 1.0
     read: int = 0
     written: int = 0
     launches: int = 0
@@ -125,7 +140,7 @@ def kind_of(node: fx.Node) -> Kind:
         return Kind.FREE
     if _flop_formula(operator) is not None or operator in _SCATTERS:
         return Kind.KERNEL
-    if isinstance(node.target, compat.HigherOrderOperator):
+    if isinstance(node.target, compat.HigherOrderOperator) or _is_complex(node):
         return Kind.KERNEL
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
     constant = not any(map(_has_tensor, node.all_input_nodes))
@@ -137,6 +152,12 @@ def _has_tensor(node: fx.Node) -> bool:
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 
+def _is_complex(node: fx.Node) -> bool:
+    return any(
+        tensor.is_complex() for n in (node, *node.all_input_nodes) for tensor in iterate_tensors(n.meta.get("val"))
+    )
+
+
 def _flop_formula(operator: Any) -> Any:
     return compat.flop_registry.get(operator) or CPU_ATTENTION_FORMULAS.get(operator)
 
@@ -144,8 +165,7 @@ def _flop_formula(operator: Any) -> Any:
 def node_flops(node: fx.Node) -> int:
     """Floating point operations of a call by torch's formulas (``torch.utils.flop_counter``), 0 where it has none.
 
-    Attention is counted without its mask, as torch does: twice the work of a causal kernel. At the efficiency of
-    matrix multiplications that is about what causal flash attention takes.
+    Attention is counted without its mask, as torch does: twice what a causal kernel executes (``Work.executed``).
     """
     formula = _flop_formula(packet(node)) if node.op == "call_function" else None
     if formula is None:
@@ -155,6 +175,12 @@ def node_flops(node: fx.Node) -> int:
     if packet(node) in _ATTENTION:
         args = _with_equal_heads(args)
     return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
+
+
+def _is_causal(node: fx.Node) -> bool:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    index = names.index("is_causal")
+    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", False))
 
 
 def _with_hints(value: Any) -> Any:
@@ -201,6 +227,10 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
         launched.add(kernel)
         if mine.kind is Kind.KERNEL:
             mine.flops, mine.dtype = node_flops(node), _compute_dtype(node)
+            if packet(node) in _ATTENTION:
+                backward = packet(node) in _IN_BACKWARD
+                mine.arithmetic = Arithmetic.ATTENTION_BACKWARD if backward else Arithmetic.ATTENTION
+                mine.executed = 0.5 if _is_causal(node) else 1.0
         for source, most in _reads(node, sizes):
             root = roots[source]
             if kernels[root] is kernel:

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
+from graph_fsdp.runtime.private_files import FILE, FOLDER
+
 Result = TypeVar("Result")
 
 _POLL_SECONDS = 0.01
@@ -50,8 +52,8 @@ def divide(
 def _acquire(path: Path, stack: contextlib.ExitStack) -> bool:
     """Take the lock for as long as ``stack`` lives. False while another process has it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(FileLock(path).acquire(timeout=0))
+        path.parent.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+        stack.enter_context(FileLock(path, mode=FILE).acquire(timeout=0))
     except Timeout:
         return False
     except (OSError, NotImplementedError):  # an unwritable folder, a file system without locks

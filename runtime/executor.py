@@ -28,6 +28,7 @@ from graph_fsdp.runtime import collectives, custom_collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
+from graph_fsdp.runtime.failure import OUT_OF_STEP
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
 from graph_fsdp.runtime.ranges import ProgramRanges
@@ -140,11 +141,24 @@ class Frame:
         self.slots.free(buffer)
 
     def close(self) -> None:
-        """End of the run, orderly or not. Collectives that are still under way may write into the run's buffers:
-        they end before those go."""
+        """End of the run. What is still under way may write into the run's buffers: it ends before those go."""
         try:
             while self.pending:
                 self.pending.popitem()[1].finish()
+            self.copies.close()
+        finally:
+            self.slots.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End of a run that raised ``error``, which nothing that fails here hides. Collectives in which other ranks do
+        not take part are not waited for: the process group holds their memory until they end."""
+        try:
+            while self.pending and not isinstance(error, OUT_OF_STEP):
+                try:
+                    self.pending.popitem()[1].finish()
+                except OUT_OF_STEP:
+                    break
+            self.pending.clear()
             self.copies.close()
         finally:
             self.slots.close()
@@ -193,9 +207,12 @@ class Program:
         run = self.ranges.around(run)
         frame = self._frame(self.counter, slots, self.kept)
         try:
-            return run(frame, args)
-        finally:
-            frame.close()
+            outputs = run(frame, args)
+        except BaseException as error:
+            frame.abandon(error)
+            raise
+        frame.close()
+        return outputs
 
     @contextlib.contextmanager
     def instrumented(self, regions: Mapping[str, Compiled], frame: MakeFrame) -> Iterator[None]:

@@ -19,6 +19,11 @@ other devices the host does not wait for collectives: there the rank that compar
 the others end by the timeout of their process group, or by their launcher.
 
 Models on the same ranks share one past, so that ranks that run different models are found too.
+
+[Note: programs that raise]
+A rank that raises in the middle of a program has not started the collectives behind that place, and others may wait
+there for ever. It says so in the store, and they raise a ``RankFailure`` (``failure.py``). Where all ranks raised in
+the same place they are still in step: before its next program, a rank that raised compares that place with the others.
 """
 
 from __future__ import annotations
@@ -37,6 +42,16 @@ import torch.distributed as dist
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime import agreement
 from graph_fsdp.runtime.agreement import RankDisagreement, digest, first_difference, listed, prefix_of, wait
+from graph_fsdp.runtime.failure import (
+    CollectiveFailed,
+    Failure,
+    Failures,
+    RankFailure,
+    described,
+    ended,
+    is_of_process_group,
+    place,
+)
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
 _DEPTH = 4  # programs of the past that a prediction looks at
@@ -80,7 +95,11 @@ class Lockstep:
         self._past: tuple[str, ...] = ()
         self._predictions: dict[tuple[str, ...], str] = {}
         self._running = ""  # key of the program that began last
-        self._failure = ""
+        self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
+        self._stopped = ""  # where the program raised that began last
+        self._troubled = False  # one of these, or this rank has announced a failure
+        self.failures = Failures(ranks, store, self._base)
+        self.failures.publish_process()
         self._compared = -1  # position of the last comparison
         self._compiled = 0  # how often this rank has waited for others to compile
 
@@ -94,17 +113,19 @@ class Lockstep:
 
         Raises:
             RankDisagreement: other ranks are about to run another program.
+            RankFailure: other ranks have failed and cannot run this one.
         """
         global _current
-        if self._failure:
-            raise RankDisagreement(self._failure)
+        if self._troubled:
+            self._recover()
         past = self._past
         if self._predictions.get(past) != key:
             try:
-                if self._predicted() != key:
+                if self._stopped or self._predicted() != key:
                     self._compare(key)
             finally:
                 self.position += 1
+                self._stopped = ""
             self._learn(key)
         else:
             self.position += 1
@@ -115,20 +136,24 @@ class Lockstep:
     def compiling(self) -> None:
         """To be called before this rank waits for others to compile what they have not run before. Another rank may
         be in the program that is predicted here, and learns of it."""
-        if self._failure:
-            raise RankDisagreement(self._failure)
+        self._raise_again()
         self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {dist.get_rank()}")
         self._compiled += 1
 
     def check_refused(self) -> None:
-        """While this rank waits: raises RankDisagreement if another one runs a program here."""
+        """While this rank waits: raises RankDisagreement if another one runs a program here, RankFailure if it has
+        failed."""
         self._raise_announced(self.position)
+        self._raise_failures(self.position, "compile with this rank")
 
     def look_for_others(self) -> None:
-        """From within a collective that takes long: raises RankDisagreement if another rank does not run it."""
-        if self._failure:
-            raise RankDisagreement(self._failure)
+        """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
+        RankFailure if it failed."""
+        self._raise_again()
         here = self.position - 1
+        failure = self.failures.preventing(here)
+        if failure is not None:
+            self._fail(str(self._programs[self._running]), str(failure), here)
         if self._compared == here:  # all ranks are in this program
             return
         self._raise_announced(here)
@@ -147,7 +172,9 @@ class Lockstep:
         found = {rank: self.store.get(name).decode() for rank, name in names.items() if self.store.check([name])}
         if not found:
             return ""
-        other, key = next(iter(found.items()))
+        other, (key, _, stopped) = next((rank, value.partition("\n")) for rank, value in found.items())
+        if stopped:
+            return f"rank {other} has raised in {stopped}"
         return self._difference(list(found), key, other, self._running, dist.get_rank())
 
     def _compiling_at(self, position: int) -> str:
@@ -157,6 +184,66 @@ class Lockstep:
             return ""
         at, rank = self.store.get(name).decode().split()
         return rank if int(at) == position else ""
+
+    def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
+        """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
+        where they are the reason, else None."""
+        if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
+            return None
+        where = self._running_program(error, program)
+        of_others = is_of_process_group(error)
+        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
+        self._troubled = True
+        self.failures.announce(mine)
+        if of_others:
+            self._failure = RankFailure(self.failures.call_the_roll(mine))
+            return self._failure
+        # Whether a collective was started that raised in its start, only this rank knows.
+        self._stopped = f"{where} on rank {mine.rank}" if " start of " in where else where
+        self._past = (f"failed at {self.position}",)  # which nothing was predicted from
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised on rank {mine.rank} in {where}")
+        return None
+
+    def failed_outside(self, error: BaseException, where: str) -> None:
+        """To be called when a forward raised outside of a program: other ranks may run one."""
+        own = self.failures.mine
+        if own is not None and own.position == self.position - 1:  # the program has told
+            return
+        if not isinstance(error, (RankDisagreement, RankFailure)):
+            self._troubled = True
+            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
+
+    def _running_program(self, error: BaseException, program: Any) -> str:
+        where = place(error, program) if program is not None else ""
+        return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
+
+    def _recover(self) -> None:
+        """A rank that has failed runs something again."""
+        self._raise_again()
+        if not self._stopped:
+            self.failures.withdraw()
+            self._troubled = False
+
+    def _raise_again(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def _raise_failures(self, position: int, to_do: str) -> None:
+        """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
+        failure = self.failures.preventing(position)
+        why = str(failure) if failure is not None else ended(self.store, self.ranks)
+        if why:
+            self._fail(f"the wait for others to {to_do}", why, position)
+
+    def _fail(self, where: str, why: str, position: int) -> None:
+        me = dist.get_rank()
+        self._failure = RankFailure(
+            f"rank {me} cannot end {where}, because {why}; start all ranks again from the last complete checkpoint"
+        )
+        self._troubled = True
+        self.failures.announce(Failure(me, position, True, True, where, why))
+        self._raise_again()
 
     def _predicted(self) -> str | None:
         for length in range(len(self._past), -1, -1):
@@ -177,9 +264,10 @@ class Lockstep:
         self.comparisons += 1
         prefix, me = self._prefix(self.position), dist.get_rank()
         verdict = f"{prefix}/verdict"
-        self.store.set(f"{prefix}/{me}", key)
+        self.store.set(f"{prefix}/{me}", f"{key}\n{self._stopped}" if self._stopped else key)
         if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self.store.check([verdict]):
-            self._announce(self.position, self._verdict(prefix), all_came=True)
+            stopped, difference = self._verdict(prefix)
+            self._announce(self.position, stopped or difference, all_came=not stopped)
             if self._compared >= 0:  # everyone has read that one
                 self._forget(self._compared, "arrived", "verdict")
         elif wait(self.store, [verdict], TIMEOUT_SECONDS, functools.partial(self._refuse_compiling, key)):
@@ -187,6 +275,9 @@ class Lockstep:
         self._compared = self.position
         self._forget(self.position, str(me))
         self._raise_announced(self.position)
+        if self._stopped:
+            self.failures.withdraw()
+            self._troubled = False
 
     def _announce(self, position: int, message: str, all_came: bool = False) -> None:
         """A verdict for every rank that is, or comes, here: "" for equal programs. ``all_came``: no rank has started
@@ -197,12 +288,15 @@ class Lockstep:
         name = f"{self._prefix(position)}/verdict"
         if self.store.check([name]):
             all_came, message = json.loads(self.store.get(name))
-            self._failure = "" if all_came else message
+            if message and not all_came:
+                self._failure, self._troubled = RankDisagreement(message), True
             if message:
                 raise RankDisagreement(message)
 
     def _refuse_compiling(self, key: str) -> None:
-        """While this rank compares: another one that compiles here waits for it in vain."""
+        """While this rank compares: another one that compiles here waits for it in vain, and one that has failed does
+        not come."""
+        self._raise_failures(self.position, f"run {self._programs[key]}")
         rank = self._compiling_at(self.position)
         if rank:
             text = (
@@ -210,15 +304,22 @@ class Lockstep:
             )
             self._announce(self.position, text)
 
-    def _verdict(self, prefix: str) -> str:
+    def _verdict(self, prefix: str) -> tuple[str, str]:
+        """Where ranks raised in different places, and how what they are about to run differs; "" for nothing."""
         names = [f"{prefix}/{rank}" for rank in self.ranks]
-        keys = dict(zip(self.ranks, (value.decode() for value in self.store.multi_get(names)), strict=True))
+        values = [value.decode().partition("\n") for value in self.store.multi_get(names)]
+        keys = {rank: key for rank, (key, _, _) in zip(self.ranks, values, strict=True)}
+        stops = {rank: stopped for rank, (_, _, stopped) in zip(self.ranks, values, strict=True)}
         first = self.ranks[0]
+        elsewhere = next((rank for rank in self.ranks if stops[rank] != stops[first]), None)
+        if elsewhere is not None:
+            told = [f"rank {rank} {_raised_in(stops[rank])}" for rank in (first, elsewhere)]
+            return f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again", ""
         different = [rank for rank in self.ranks if keys[rank] != keys[first]]
         if not different:
-            return ""
+            return "", ""
         rank = different[0]
-        return f"{self._difference(different, keys[rank], rank, keys[first], first)}; {_ADVICE}"
+        return "", f"{self._difference(different, keys[rank], rank, keys[first], first)}; {_ADVICE}"
 
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
         """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
@@ -246,6 +347,10 @@ class Lockstep:
                 self.store.delete_key(f"{self._prefix(position)}/{name}")
 
 
+def _raised_in(stopped: str) -> str:
+    return f"raised in {stopped}" if stopped else "did not raise"
+
+
 _lockstep_of: dict[tuple[int, ...], Lockstep] = {}
 _current: Lockstep | None = None  # that of the program that began last
 
@@ -268,7 +373,13 @@ class InStep:
 
     def __call__(self, args: list[Any]) -> Any:
         self.lockstep.begin(self.key)
-        return self.program(args)
+        try:
+            return self.program(args)
+        except BaseException as error:
+            cause = self.lockstep.failed(error, self.program)
+            if cause is None:
+                raise
+            raise cause from error
 
 
 def finish(work: Any, device: torch.device) -> None:
@@ -282,7 +393,7 @@ def finish(work: Any, device: torch.device) -> None:
         try:
             work.wait(patience)
             return
-        except RuntimeError:
+        except RuntimeError as error:
             if work.is_completed():
-                raise
+                raise CollectiveFailed(str(error)) from error
         lockstep.look_for_others()

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -49,12 +49,14 @@ def run_ranks(
     timeout: float = 120,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
+    lost: Collection[int] = (),
 ) -> list[Result]:
     """Call ``function(*args)`` on ``world_size`` ranks and return their results in the order of ranks.
 
     ``function`` must be importable (defined at the top of a module); arguments and results are pickled,
     tensors in results arrive on the CPU. ``backend`` is that of the default process group, made before the
-    call and destroyed after it; None leaves that to the function. ``env`` adds environment variables.
+    call and destroyed after it; None leaves that to the function. ``env`` adds environment variables. Ranks in ``lost``
+    may die or stop, and have no results.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), exited, or the ranks took more than
@@ -69,10 +71,11 @@ def run_ranks(
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = _environment(root, store.port, world_size, env or {})
         with _processes(directory, world_size, environment) as ranks:
-            _wait(ranks, directory, time.monotonic() + timeout, timeout)
+            _wait(ranks, directory, time.monotonic() + timeout, timeout, lost)
         return [
             torch.load(directory / f"result{rank}.pt", map_location="cpu", weights_only=False)
             for rank in range(world_size)
+            if rank not in lost
         ]
 
 
@@ -88,6 +91,9 @@ def _import_path(function: Callable[..., object]) -> tuple[str, Path]:
 
 
 def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
+    here = Path(__file__).resolve().parent
+    tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
+    path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -97,7 +103,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(path),
     }
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo looks up the host's name, which may not resolve
@@ -136,20 +142,22 @@ def _processes(
             print(_log(directory, rank), end="")  # pytest shows it with a failing test
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], directory: Path, deadline: float, timeout: float) -> None:
+def _wait(
+    ranks: list[subprocess.Popen[bytes]], directory: Path, deadline: float, timeout: float, lost: Collection[int]
+) -> None:
     """Return when all ranks have left a result and exited; raise at the first failure."""
     finishing = False
     while True:
         _raise_failures(directory, len(ranks))
         exits = [_exit_code(process) for process in ranks]
-        results = [(directory / f"result{rank}.pt").exists() for rank in range(len(ranks))]
+        results = [rank in lost or (directory / f"result{rank}.pt").exists() for rank in range(len(ranks))]
         for rank, code in enumerate(exits):
-            if code is not None and (code != 0 or not results[rank]):
+            if rank not in lost and code is not None and (code != 0 or not results[rank]):
                 _raise_failures(directory, len(ranks))
                 what = f"died of signal {-code}" if code < 0 else f"exited with code {code}"
                 where = "after" if results[rank] else "without"
                 raise RuntimeError(f"rank {rank} {what} {where} a result; {_last_output(directory, rank)}")
-        if all(code == 0 for code in exits):
+        if all(code == 0 for rank, code in enumerate(exits) if rank not in lost):
             return
         if all(results) and not finishing:
             finishing = True

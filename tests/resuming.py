@@ -37,6 +37,7 @@ class Training:
         self.model = wrap(make())
         self.optimizer: Optimizer = AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = StepLR(self.optimizer, 2, gamma=0.5)
+        self.average = {name: torch.zeros_like(p.detach()) for name, p in self.model.named_parameters()}
         self.step = 0
 
     def train(self, until: int) -> list[float]:
@@ -53,6 +54,9 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    self.average[name].mul_(0.5).add_(parameter)
             mean = loss.detach().clone()
             if not alone:
                 dist.all_reduce(mean)
@@ -61,19 +65,24 @@ class Training:
         return losses
 
     def extra(self) -> dict[str, Any]:
-        return {"step": self.step, "schedule": self.schedule, "position": {"file": ("a.txt", 3), 7: torch.arange(3)}}
+        position = {"file": ("a.txt", 3), 7: torch.arange(3)}
+        return {"step": self.step, "schedule": self.schedule, "position": position, "average": self.average}
 
     def save(self, path: Path, **options: Any) -> checkpoint.PendingSave:
         return checkpoint.save(path, self.model, self.optimizer, extra=self.extra(), **options)
 
     def load(self, path: Path, **options: Any) -> dict[str, Any]:
-        found = checkpoint.load(path, self.model, self.optimizer, extra={"schedule": self.schedule}, **options)
+        found = checkpoint.load(
+            path, self.model, self.optimizer, extra={"schedule": self.schedule, "average": self.average}, **options
+        )
         self.step = found["step"]
+        self.average = found["average"]
         return found
 
     def values(self) -> dict[str, Tensor]:
         """All of the model's and the optimizer's, whole."""
         found = {name: whole(value) for name, value in self.model.state_dict().items()}
+        found |= {f"average of {name}": whole(value) for name, value in self.average.items()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
             found |= {f"{names[parameter]}: {key}": whole(value) for key, value in state.items()}

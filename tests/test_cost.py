@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -362,3 +363,28 @@ def test_grouped_query_attention_counts_the_heads_of_the_queries(heads: int) -> 
     call = graph.call_function(attention, (q, k, v))
     call.meta["val"] = (torch.empty(1, 8, 16, 4, device="meta"), torch.empty(1, 8, 16, device="meta"))
     assert node_flops(call) == 2 * (2 * 8 * 16 * 16 * 4)
+
+
+def test_attention_has_its_own_efficiencies_and_executes_what_a_causal_mask_leaves() -> None:
+    def attend(causal: bool) -> Callable[..., Tensor]:
+        return lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)[0]
+
+    inputs = [tensor(1, 32, 8192, 128)] * 3
+    flops = 4 * 32 * 8192 * 8192 * 128
+    took = {c: seconds(trace(attend(c), *inputs)) for c in (True, False)}
+    peak = H100.flops[torch.bfloat16]
+    assert H100.attention_efficiency is not None and H100.attention_backward_efficiency is not None
+    assert took[False] == pytest.approx(flops / (peak * H100.attention_efficiency) + H100.launch, rel=1e-6)
+    assert took[True] == pytest.approx(flops / 2 / (peak * H100.attention_efficiency) + H100.launch, rel=1e-6)
+    graph = trace(attend(True), *inputs)
+    unknown = CostModel(dataclasses.replace(H100, attention_efficiency=None), GROUPS)
+    assert sum(unknown.graph_seconds(graph).values()) == pytest.approx(flops / (peak * 0.7) + H100.launch, rel=1e-6)
+
+
+def test_complex_numbers_are_not_fused() -> None:
+    def rotated(x: Tensor, angles: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.cos()) * angles).sin()
+
+    inputs = tensor(64, 2, dtype=torch.float32), tensor(64, dtype=torch.complex64)
+    work = graph_work(trace(rotated, *inputs), fused=True)
+    assert sum(w.launches for w in work.values()) == 3

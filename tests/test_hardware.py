@@ -32,6 +32,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones_and_the_way_out(n
         ({"island": 0}, "island must be above 0"),
         ({"launch": -1e-6}, "launch must be 0 or more seconds"),
         ({"matmul_efficiency": 70.0}, r"matmul_efficiency must be in \(0, 1\], got 70.0"),
+        ({"attention_efficiency": 34.0}, r"attention_efficiency must be in \(0, 1\], got 34.0"),
+        ({"interference": 1.0}, "interference must be 0 or more and below 1, got 1.0"),
         ({"flops": {torch.bfloat16: 1e15}}, "torch.float32 among them"),
         ({"flops": {torch.float32: 0.0}}, "flops must give positive FLOP/s"),
     ],

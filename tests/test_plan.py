@@ -122,6 +122,11 @@ def model_and_inputs():
 
 def nothing():
     return None
+
+def reads_values():
+    layer = nn.Linear(4, 4)
+    layer.largest = layer.weight.max().item()
+    return layer
 """
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
@@ -134,6 +139,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "own.py").write_text(MODEL)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "other.json").write_text(json.dumps({**CONFIG, "model_type": "no_such_model"}))
+    (tmp_path / "bert.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
     return tmp_path
 
 
@@ -167,6 +174,14 @@ def test_the_command_prints_a_summary_and_writes_the_report(folder: Path, capsys
         (["no.json"], "model: there is no file"),
         (["own.py"], "is no JSON"),
         (["other.json"], "has model_type 'no_such_model', which transformers"),
+        (["bert.json"], "bert.json is of BertForMaskedLM, which is no causal language model"),
+        (["t5.json"], "t5.json is of t5, which is no causal language model"),
+        (["own.py:reads_values"], "model: cannot be built on the meta device, where tensors have no values"),
+        (["own.py:model", "--mesh", "12"], "mesh_shape: 12 does not divide into nodes of 8 h100"),
+        (["own.py:model", "--mesh", "8x6"], "mesh_shape: 8x6 does not divide into nodes of 8 h100"),
+        (["own.py:model", "--straggler", "0.5"], "straggler: says how many times slower the slowest rank computes"),
+        (["own.py:model", "--memory", "80GB"], "--memory: says what a search must fit into; give --search too"),
+        (["own.py:model", "--search", "--report", "a.html"], "--report: is of one plan, and --search makes several"),
         (["own.py:model", "--report", "no/such/folder.html"], "path: cannot be written"),
     ],
 )
@@ -179,7 +194,34 @@ def test_bad_commands(
     assert message in err and err.count("\n") == 1 and "Traceback" not in err
 
 
-def test_a_mesh_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--mesh", "8by8", "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS"),
+        ("--memory", "80 gallons", "'80 gallons' is no size: give bytes, or a number with"),
+        ("--seq", "0", "'0' is no count: give a whole number, 1 or more"),
+    ],
+)
+def test_options_that_are_none(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "own.py:model", "--mesh", "8by8"])
-    assert "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS" in capsys.readouterr().err
+        main(["plan", "own.py:model", option, value])
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_searches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", f"{folder}/own.py:model", "--mesh", "8", "--seq", "16", "--search", "--memory", "80GB"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"] == 80 * 10**9 and len(found["candidates"]) + len(found["refused"]) == 3 * 2 * 3
+    assert found["best"] in found["front"]
+
+
+def test_conditions_and_what_the_optimizer_does_lengthen_the_step() -> None:
+    plain = planned()
+    assert planned(straggler=1.5).optimizer_seconds == pytest.approx(1.5 * plain.optimizer_seconds)
+    assert planned(straggler=1.5).step_seconds > plain.step_seconds
+    assert planned(optimizer="adamw_foreach").optimizer_seconds == pytest.approx(20 / 7 * plain.optimizer_seconds)
+    assert planned(clip_gradients=True).optimizer_seconds == pytest.approx(10 / 7 * plain.optimizer_seconds)
+    made = planned(contention=True)
+    assert made.summary()["conditions"] == {"straggler": 1.0, "contention": True}
+    assert "with contention" in str(made) and made.backward.timeline is not plain.backward.timeline

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from launch import run_ranks
 from models import CLASSES, GPT, HUGGING_FACE_CASES, MLP, SEQUENCE, VOCABULARY, WIDTH, MLPBlock, UnevenBlock, llama
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp.capture import PassesHaveRun
@@ -280,6 +281,15 @@ def test_other_layers_are_traced_whole_and_the_log_says_why(name: str, caplog: p
     with caplog.at_level(logging.INFO, "graph_fsdp"):
         (check_equal if name in ("watched", "written") else trace_once)(make, inputs, backend="eager")
     assert reason in "\n".join(caplog.messages)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_layers_whose_casts_change_nothing_are_traced_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each layer casts the rotary tables that the one before it was given, which are in the dtype already."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with caplog.at_level(logging.INFO, "graph_fsdp"):
+        check_equal(lambda: llama(DEPTH), TEXT, backend="eager", mp_policy=policy)
+    assert "3 layers have 1 traces" in caplog.messages
 
 
 @pytest.mark.usefixtures("fake_group")

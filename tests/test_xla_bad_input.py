@@ -59,7 +59,7 @@ def test_without_torch_xla_nothing_is_changed() -> None:
     ("options", "words"),
     [
         ({"sharding": "auto"}, "sharding='auto' lets XLA divide the model and takes backend='xla'"),
-        ({"sharding": "global"}, "sharding must be 'manual' or 'auto', got 'global'"),
+        ({"sharding": "global"}, "sharding must be 'manual', 'auto' or 'replicas', got 'global'"),
         ({"shard_output": print}, "shard_output says how XLA divides outputs"),
         ({"shard_output": 3, "sharding": "auto", "backend": "xla"}, "shard_output must be a function of the output"),
     ],

@@ -27,9 +27,12 @@ _MASK = (1 << 64) - 1
 
 
 def spans_sums(path: Path, spans: Iterable[Span]) -> dict[Span, int]:
-    """The sums of parts of a file. Raises CheckpointError where the file is shorter."""
+    """The sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
     wanted = list(spans)
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there") from error
     end = max((offset + length for offset, length in wanted), default=0)
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes and should have {end:,}: it is cut off")

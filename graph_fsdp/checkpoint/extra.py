@@ -30,15 +30,17 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def take_apart(value: Any, path: Path) -> tuple[Any, dict[Path, Tensor]]:
-    """A copy of a value with None in place of its tensors, and these by their paths, which begin with ``path``, that of
-    the value.
+def take_apart(value: Any, name: str) -> tuple[Any, dict[Path, Tensor]]:
+    """A copy of a value with None in place of its tensors, and these by their paths in it. ``name``: of the value.
 
     Raises:
         TypeError: something of it could not be loaded without unpickling objects of any class.
     """
     tensors: dict[Path, Tensor] = {}
-    return _take_apart(value, path, tensors), tensors
+    try:
+        return _take_apart(value, (), tensors), tensors
+    except TypeError as error:
+        raise TypeError(f"{name}{error}") from None
 
 
 def _take_apart(value: Any, path: Path, tensors: dict[Path, Tensor]) -> Any:
@@ -108,5 +110,5 @@ def tensor_keys(tensors: Mapping[Path, Tensor]) -> dict[str, Path]:
 
 
 def _shown(path: Path) -> str:
-    """As in Python: extra['loader'][0]."""
-    return "".join([str(path[0]), *(f"[{part!r}]" for part in path[1:])])
+    """As in Python: ['loader'][0]."""
+    return "".join(f"[{part!r}]" for part in path)

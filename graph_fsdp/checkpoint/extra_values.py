@@ -34,7 +34,7 @@ class ExtraValues:
             raise CheckpointError(
                 f"{checkpoint.path} has no extra {listed(unknown)}; it has {listed(sorted(self.structure)) or 'none'}"
             )
-        _, here = extras.take_apart({name: extras.state_of(value) for name, value in given.items()}, ())
+        _, here = extras.take_apart({name: extras.state_of(value) for name, value in given.items()}, EXTRA)
         for name, path in paths.items():
             at = f"{EXTRA}.tensors.{name}"
             entry = checkpoint.entries.get(at)
@@ -49,7 +49,7 @@ class ExtraValues:
                 value = torch.empty(entry.size, dtype=entry.properties.dtype)
             self.tensors[path] = self.wanted[at] = value
 
-    def set(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """After the tensors were read into: what has a state gets it. All that was saved."""
         found = {name: extras.put_together(value, self.tensors, (name,)) for name, value in self.structure.items()}
         for name, value in self.given.items():

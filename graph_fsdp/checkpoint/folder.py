@@ -76,13 +76,19 @@ def latest(folder: AnyPath) -> Path | None:
 
 
 def _age(path: Path) -> tuple[int, int, str]:
+    sequence = _sequence(path)
+    if sequence is None:
+        return (0, (path / METADATA).stat().st_mtime_ns, path.name)
+    return (1, sequence, path.name)
+
+
+def _sequence(path: Path) -> int | None:
+    """None where nothing says it, or what does is damaged, of which ``load`` speaks."""
     try:
         header = Header.read(path)
-    except CheckpointError:  # ``load`` says so when it comes to it
-        header = None
-    if header is None:
-        return (0, (path / METADATA).stat().st_mtime_ns, path.name)
-    return (1, header.sequence, path.name)
+    except CheckpointError:
+        return None
+    return None if header is None else header.sequence
 
 
 def series(name: str) -> str:
@@ -108,9 +114,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def next_sequence(folder: Path) -> int:
-    found = latest(folder)
-    header = Header.read(found) if found is not None else None
-    return 1 if header is None else header.sequence + 1
+    return 1 + max((_sequence(path) or 0 for path in complete(folder)), default=0)
 
 
 def commit(temporary: Path, path: Path, keep: int | None) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from graph_fsdp.errors import CheckpointError
+from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.runtime.agreement import is_shared
+from graph_fsdp.runtime.failure import gone
 
 # For a rank to come and to write its part: another one waits that long, and then fails.
 TIMEOUT_SECONDS = 1800.0
@@ -35,7 +36,18 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
         """All ranks that hold a part of the model's parameters; all ranks there are, if nothing is a DTensor. The first
-        call for some ranks makes their group: each of them has to come."""
+        call for some ranks makes their group: each of them has to come.
+
+        Raises:
+            UnsupportedError: the model is one of XLA's replicas, whose parts nothing says the places of.
+        """
+        engine = getattr(model, "_graph_fsdp", None)
+        if engine is not None and getattr(engine.storage, "is_of_replica", False):
+            raise UnsupportedError(
+                "graph_fsdp.checkpoint has no parts of models compiled with sharding='replicas'; save "
+                "graph_fsdp.xla.full_state_dict(model), or each replica's state_dict() with "
+                "graph_fsdp.xla.shard_metadata(model)"
+            )
         if not dist.is_available() or not dist.is_initialized():
             return cls((0,), None)
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
@@ -65,7 +77,7 @@ class Ranks:
             try:
                 dist.all_gather_object(everyone, mine, group=self.group)
             except RuntimeError as error:
-                raise problem or no_answer(error) from error
+                raise problem or no_answer(error, self.ranks) from error
             for rank, (_, message) in zip(self.ranks, everyone, strict=True):
                 if message is not None:
                     raise problem or CheckpointError(f"rank {rank}: {message}")
@@ -86,13 +98,13 @@ class Ranks:
         try:
             dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
         except RuntimeError as error:
-            raise no_answer(error) from error
+            raise no_answer(error, self.ranks) from error
         return box[0]
 
     def told(self, error: BaseException) -> CheckpointError:
         """An error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
         if not isinstance(error, CheckpointException):
-            return no_answer(error) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
+            return no_answer(error, self.ranks) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
         failures = {self.ranks[index]: failure[0] for index, failure in sorted(error.failures.items())}
         first, reason = next(iter(failures.items()))
         if self.group is None:
@@ -105,8 +117,10 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def no_answer(error: BaseException) -> CheckpointError:
-    return CheckpointError(f"a rank has failed or does not answer while ranks save or load together: {error}")
+def no_answer(error: BaseException, ranks: Sequence[int]) -> CheckpointError:
+    known = gone(ranks)
+    which = f" ({known})" if known else ""
+    return CheckpointError(f"a rank has failed or does not answer while ranks save or load together{which}: {error}")
 
 
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -85,9 +85,9 @@ def load(
     except BaseException:
         optimizer_values.undo()
         raise
-    model_values.set()
-    optimizer_values.set()
-    found = extra_values.set()
+    model_values.finish()
+    optimizer_values.finish()
+    found = extra_values.finish()
     if random_values is not None:
         set_random_state(model, random_values)
     return found

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.checkpoint.state import leaves
 from graph_fsdp.errors import CheckpointError
 
 _SHOWN = 8
@@ -35,7 +36,9 @@ class ModelValues:
             )
         problems: list[str] = []
         absent: list[str] = []
-        for name, value in self.state.items():
+        known: set[str] = set()
+        for container, place, value, name in leaves(self.state, ""):  # what is no tensor may be of several entries
+            known.add(name)
             entry = entries.get(name)
             if entry is None:
                 absent.append(name)
@@ -48,10 +51,11 @@ class ModelValues:
                 else:
                     self.wanted[start + name] = value
             else:
-                self.state[name] = checkpoint.value(start + name)
-        read = {name for name in self.state if name not in absent}
-        missing = [name for name in absent if not (_aliases(model).get(name, set()) & read)]
-        unexpected = [name for name in entries if name not in self.state]
+                container[place] = checkpoint.value(start + name)
+        read = known.difference(absent)
+        tied = _aliases(model)
+        missing = [name for name in absent if not (tied.get(name, set()) & read)]
+        unexpected = [name for name in entries if name not in known]
         if unexpected:
             problems.insert(0, f"Unexpected key(s) in state_dict: {listed(unexpected)}.")
         if missing:
@@ -62,7 +66,7 @@ class ModelValues:
                 f"Error(s) in loading state_dict for {type(model).__name__} from {checkpoint.path}:\n\t{lines}"
             )
 
-    def set(self) -> None:
+    def finish(self) -> None:
         """After the tensors were read into: what modules do when a state is loaded."""
         set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
 

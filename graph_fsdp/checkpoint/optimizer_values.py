@@ -9,7 +9,7 @@ gradient, are taken away again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.model_values import listed, unfit
-from graph_fsdp.checkpoint.state import parameter_names
+from graph_fsdp.checkpoint.state import leaves, parameter_names
 from graph_fsdp.errors import CheckpointError
 
 _GROUPS = "param_groups"
@@ -75,10 +75,12 @@ class OptimizerValues:
         self._state = {}
         for optimizer in self.optimizers:
             if optimizer.state:
-                self._state.update(get_optimizer_state_dict(self.model, optimizer)["state"])
+                state = get_optimizer_state_dict(self.model, optimizer)["state"]
+                assert isinstance(state, dict)
+                self._state.update(state)
         problems: list[str] = []
         known: set[str] = set()
-        for container, place, value, path in _leaves(self._state, ""):
+        for container, place, value, path in leaves(self._state, ""):
             known.add(path)
             entry = self._states.get(path)
             if entry is None:
@@ -106,7 +108,7 @@ class OptimizerValues:
             optimizer.state.clear()
             optimizer.state.update(state)
 
-    def set(self) -> None:
+    def finish(self) -> None:
         """After the tensors were read into."""
         for optimizer in self.optimizers:
             groups = [self._saved_group(group) for group in optimizer.param_groups]
@@ -181,18 +183,3 @@ def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
-    """What torch.distributed.checkpoint has as entries: (container, place in it, value, path)."""
-    items: Iterator[tuple[Any, Any]] = iter(value.items()) if isinstance(value, Mapping) else enumerate(value)
-    for place, item in items:
-        key = f"{path}.{place}" if path else str(place)
-        if isinstance(item, Mapping) or (isinstance(item, list) and _has_entries(item)):
-            yield from _leaves(item, key)
-        else:
-            yield value, place, item, key
-
-
-def _has_entries(value: list[Any]) -> bool:
-    return any(isinstance(item, (Tensor, Mapping)) or (isinstance(item, list) and _has_entries(item)) for item in value)

@@ -106,6 +106,8 @@ def save(
     temporary = _begin(final, overwrite, ranks)
     writer = Writer(temporary, final, len(ranks.ranks), keep)
     if asynchronous:
+        if ranks.group is None:  # for good: what is ignored for a while only is so for all threads
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
         tree = copied(tree)
         executor = concurrent.futures.ThreadPoolExecutor(1, "graph_fsdp-save")
         future = executor.submit(_write, tree, writer, ranks)

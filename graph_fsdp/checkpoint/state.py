@@ -11,7 +11,7 @@ Each rank gives its parts of DTensors and its random states. All else is the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,9 +34,9 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
     return found
 
 
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """The names by which optimizers' states are saved: those of the model without what wrappers put into them."""
-    names: dict[nn.Parameter, str] = {}
+    names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name.replace("_orig_mod.", "").removeprefix("module.")
     return names
@@ -58,9 +58,9 @@ def training_state(
     if optimizers:
         tree[OPTIMIZER] = _optimizer_state(model, optimizers)
     for key, value in tree.items():
-        extras.take_apart(value, (key,))
+        extras.take_apart(value, key)
     if extra:
-        structure, tensors = extras.take_apart({key: extras.state_of(value) for key, value in extra.items()}, ())
+        structure, tensors = extras.take_apart({key: extras.state_of(value) for key, value in extra.items()}, EXTRA)
         keys = extras.tensor_keys(tensors)
         tree[EXTRA] = {
             "structure": extras.encode(structure, keys),
@@ -121,3 +121,18 @@ def copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copied(item) for item in value)
     return value
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
+    """What torch.distributed.checkpoint has as entries: (container, place in it, value, path)."""
+    items: Iterator[tuple[Any, Any]] = iter(value.items()) if isinstance(value, Mapping) else enumerate(value)
+    for place, item in items:
+        key = f"{path}.{place}" if path else str(place)
+        if isinstance(item, Mapping) or (isinstance(item, list) and _has_entries(item)):
+            yield from leaves(item, key)
+        else:
+            yield value, place, item, key
+
+
+def _has_entries(value: list[Any]) -> bool:
+    return any(isinstance(item, (Tensor, Mapping)) or (isinstance(item, list) and _has_entries(item)) for item in value)

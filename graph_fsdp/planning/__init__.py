@@ -1,6 +1,20 @@
 """Planning: what a model would do on a cluster that is not there."""
 
 from graph_fsdp.planning.prediction import Plan, plan
+from graph_fsdp.planning.search import Candidate, Choice, Search, search
+from graph_fsdp.planning.simulator import Conditions, memory_over_time, run
 from graph_fsdp.planning.tracing import Traced, trace
 
-__all__ = ["Plan", "Traced", "plan", "trace"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Conditions",
+    "Plan",
+    "Search",
+    "Traced",
+    "memory_over_time",
+    "plan",
+    "run",
+    "search",
+    "trace",
+]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.planning.tracing import built_on_meta
 
 Inputs = dict[str, Tensor] | tuple[Any, ...]
 
@@ -27,7 +28,9 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
             ``config.json``: a causal language model, trained on ``batch`` rows of ``length`` tokens.
 
     Raises:
-        ValueError: there is no such file or function, or the configuration's architecture is not known.
+        ValueError: there is no such file or function, or the configuration's architecture is not known, or is no
+            causal language model.
+        UnsupportedError: what the function does needs more than the meta device, or transformers is not there.
     """
     path, separator, name = model.rpartition(":")
     if not separator or model.endswith(".json"):
@@ -35,8 +38,7 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
     function = getattr(_module(path), name, None)
     if not callable(function):
         raise ValueError(f"model: {path} has no function {name!r}")
-    with torch.device("meta"):
-        made = function()
+    made = built_on_meta(function)
     if isinstance(made, nn.Module):
         return lambda: _built(function), _tokens(batch, length)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
@@ -84,6 +86,7 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.M
         raise ValueError(
             f"model: {path} has model_type {kind!r}, which transformers {transformers.__version__} has not"
         )
+    _check_causal(path, kind, fields.get("architectures"))
     config = known[kind].from_dict({**fields, "use_cache": False})
 
     def build() -> nn.Module:
@@ -92,6 +95,18 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.M
 
     tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
     return build, {"input_ids": tokens, "labels": tokens}
+
+
+def _check_causal(path: Path, kind: str, architectures: Any) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    if not causal or (named and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)):
+        raise ValueError(
+            f"model: {path} is of {', '.join(named) or kind}, which is no causal language model, and only those are "
+            "planned from a config.json; give module:function or file.py:function that returns the model and its inputs"
+        )
 
 
 def _tokens(batch: int, length: int) -> Inputs:

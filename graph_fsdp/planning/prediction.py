@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -10,17 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.kernels import graph_work
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.planning.simulator import Conditions, run
 from graph_fsdp.planning.tracing import Traced, trace
 from graph_fsdp.report import GraphReport
 
-Optimizer = Literal["adamw", "sgd", "momentum", None]
+Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
 
 # Optimizer → (values that it keeps per parameter, how often a step reads or writes a value per parameter: the
-# parameter, its gradient and each that is kept, read and, but for the gradient, written).
-_OPTIMIZERS: dict[Optimizer, tuple[int, int]] = {None: (0, 0), "sgd": (0, 3), "momentum": (1, 5), "adamw": (2, 7)}
+# parameter, its gradient and each that is kept, read and, but for the gradient, written). Those with "foreach" are
+# kernels one after the other over all parameters, as torch.optim runs them with neither fused nor capturable: mul,
+# lerp, mul, addcmul, sqrt, div, add, addcdiv.
+_OPTIMIZERS: dict[Optimizer, tuple[int, int]] = {
+    None: (0, 0),
+    "sgd": (0, 3),
+    "momentum": (1, 5),
+    "adamw": (2, 7),
+    "adamw_foreach": (2, 20),
+}
+_CLIPPING = 3  # gradients are read for their norm, read and written for the factor
 _GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
 
 
@@ -36,13 +48,19 @@ class Plan(GraphReport):
         optimizer: Optimizer,
         tokens: int | None,
         rows: int | None,
+        conditions: Conditions | None = None,
+        clips_gradients: bool = False,
     ) -> None:
         """``tokens`` and ``rows``: of the batch of one rank."""
         self.__dict__.update(traced.report.__dict__)
         self.hardware, self.mesh_shape, self.optimizer = hardware, tuple(mesh_shape), optimizer
         self.tokens, self.rows = tokens, rows
+        self.conditions, self.clips_gradients = conditions or Conditions(), clips_gradients
         self._graphs = [*traced.graphs.values()]
         self._views = [self._latest(graph.phase) for graph in self._graphs]
+        for view, graph in zip(self._views, self._graphs, strict=True):
+            if graph.cost is not None:
+                view.timeline = run(graph, graph.cost, self.conditions)
 
     # Time
 
@@ -62,11 +80,12 @@ class Plan(GraphReport):
 
     @property
     def optimizer_seconds(self) -> float:
-        """Of a fused optimizer, which reads and writes each value once."""
+        """What it reads and writes of memory, with the clipping of gradients. A straggler takes longer."""
         if len(self._graphs) < 2:
             return 0.0
         _, traffic = _OPTIMIZERS[self.optimizer]
-        sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency
+        traffic += _CLIPPING * self.clips_gradients
+        sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
         return traffic * _trainable_nbytes(self.spec) / sustained
 
     @property
@@ -132,6 +151,7 @@ class Plan(GraphReport):
             "peak_nbytes": self.peak_nbytes,
             "memory": self.memory,
             "fits": self.fits,
+            "conditions": dataclasses.asdict(self.conditions),
         }
 
     def __str__(self) -> str:
@@ -142,7 +162,7 @@ class Plan(GraphReport):
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
         room = "fits" if self.fits else "does not fit"
         lines = [
-            f"plan: {numel:,} parameters on a mesh of {shape} {self.hardware.name}",
+            f"plan: {numel:,} parameters on a mesh of {shape} {self.hardware.name}{_told(self.conditions)}",
             f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
@@ -161,6 +181,9 @@ def plan(
     hardware: str | Hardware,
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer = "adamw",
+    clip_gradients: bool = False,
+    straggler: float = 1.0,
+    contention: bool = False,
     **compile_options: Any,
 ) -> Plan:
     """What a training step of a model takes on a mesh of ranks: the report of ``graph_fsdp.inspect``, with predicted
@@ -172,14 +195,20 @@ def plan(
         mesh_shape: ``(ranks that shard,)``, or ``(replicas, ranks that shard)``.
         hardware: of every rank: a name of ``graph_fsdp.passes.HARDWARE``, or a description.
         loss: of the model's outputs; None if the model computes it.
-        optimizer: whose state and time count: "adamw", "sgd", "momentum" (SGD with it), None for none.
+        optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "sgd", "momentum" (SGD with it), None
+            for none.
+        clip_gradients: by their norm, before the optimizer.
+        straggler: how many times slower than the others one rank computes.
+        contention: collectives share links with each other, and processors with compute
+            (:class:`graph_fsdp.planning.simulator.Conditions`).
         compile_options: of :func:`graph_fsdp.compile`.
 
     Raises:
         ValueError: an argument has a value that cannot be; on hardware, says which is known.
+        MeshError: the mesh does not divide into the hardware's nodes.
         All that :func:`graph_fsdp.planning.trace` raises.
     """
-    described = find_hardware(hardware)
+    described, conditions = find_hardware(hardware), Conditions(straggler, contention)
     if optimizer not in _OPTIMIZERS:
         known = ", ".join(map(repr, _OPTIMIZERS))
         raise ValueError(f"optimizer: {optimizer!r} is not known; known are {known}")
@@ -195,9 +224,27 @@ def plan(
             f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
             "give both the same"
         )
+    _check_nodes(mesh_shape, described)
     traced = trace(model_fn, example_inputs, mesh_shape=mesh_shape, loss=loss, passes=passes, **compile_options)
     tokens, rows = _sizes(example_inputs)
-    return Plan(traced, described, mesh_shape, optimizer, tokens, rows)
+    return Plan(traced, described, mesh_shape, optimizer, tokens, rows, conditions, clip_gradients)
+
+
+def _check_nodes(mesh_shape: Any, hardware: Hardware) -> None:
+    """Groups that straddle nodes unevenly have no place in the cost model, nor in practice."""
+    if not isinstance(mesh_shape, Sequence) or isinstance(mesh_shape, str) or not all(_is_count(n) for n in mesh_shape):
+        return  # trace() says what a mesh is
+    ranks, shards, island = math.prod(mesh_shape), mesh_shape[-1] if mesh_shape else 1, hardware.island
+    if ranks > island and (ranks % island or (shards % island and island % shards)):
+        shape = "x".join(map(str, mesh_shape))
+        raise MeshError(
+            f"mesh_shape: {shape} does not divide into nodes of {island} {hardware.name}: give a number of ranks that "
+            f"is a multiple of {island}, and shards that are one too or a divisor of it"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _sizes(inputs: Any) -> tuple[int | None, int | None]:
@@ -207,6 +254,12 @@ def _sizes(inputs: Any) -> tuple[int | None, int | None]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
     return tokens, next((t.shape[0] for t in tensors if t.dim()), None)
+
+
+def _told(conditions: Conditions) -> str:
+    told = [f"a straggler of {conditions.straggler:g}"] if conditions.straggler > 1 else []
+    told += ["contention"] if conditions.contention else []
+    return f", with {' and '.join(told)}" if told else ""
 
 
 def _flops(graph: Graph) -> int:

@@ -81,7 +81,8 @@ def trace(
 
     Raises:
         MeshError: the default process group has another size.
-        UnsupportedError: torch has no ``device`` here, or the model is no single graph (``fullgraph=False``).
+        UnsupportedError: torch has no ``device`` here, the model is no single graph (``fullgraph=False``) or cannot be
+            built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
     shape = _mesh_shape(world_size, mesh_shape)
@@ -96,8 +97,7 @@ def trace(
     target = _device(device)
     inputs = dict(example_inputs) if by_name else list(example_inputs)
     inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
-    with torch.device("meta"):
-        model = model_fn()
+    model = built_on_meta(model_fn)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
     _take_memory(model, target)
@@ -120,6 +120,23 @@ def trace(
                 report.graphs[-1].view(phase).memory = memory_profile(graph, end.context)
             return Traced(graphs, end.context, report)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
+
+
+def built_on_meta(model_fn: Callable[[], Any]) -> Any:
+    """What ``model_fn`` returns under ``torch.device("meta")``.
+
+    Raises:
+        UnsupportedError: it raises there, as a model does that reads values while it is built.
+    """
+    try:
+        with torch.device("meta"):
+            return model_fn()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(
+            f"model: cannot be built on the meta device, where tensors have no values: {type(error).__name__}: "
+            f"{reason}; let it be built without reading values or moving them to a device"
+        ) from error
 
 
 def _mesh_shape(world_size: Any, mesh_shape: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -12,6 +13,7 @@ from graph_fsdp.passes import compat
 from graph_fsdp.passes.compat_cpp import built_together
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.divide import divide
+from graph_fsdp.runtime.private_files import own_folder
 from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_digest
 
 
@@ -29,7 +31,7 @@ class InductorBackend(Backend):
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
         """The ranks of a host share Inductor's cache on its disk, and compile about the same regions at the same time:
         each compiles a part of them, and finds the rest in the cache."""
-        directory = compat.inductor_cache_directory()
+        directory = _cache_directory()
         if directory is None:
             with built_together():
                 return super().compile_regions(regions)
@@ -39,6 +41,7 @@ class InductorBackend(Backend):
             return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
+        _cache_directory()
         inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         with built_together():
             return compat.inductor_compile(
@@ -50,6 +53,14 @@ class InductorBackend(Backend):
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return compat.inductor_joint_passes(module)
+
+
+def _cache_directory() -> Path | None:
+    """As of ``compat``, once nobody else can put anything into it."""
+    default = compat.default_inductor_cache_directory()
+    if default is not None:
+        own_folder(default)
+    return compat.inductor_cache_directory()
 
 
 def _dissimilar_first(regions: Mapping[RegionKey, Region]) -> list[RegionKey]:

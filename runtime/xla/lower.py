@@ -87,10 +87,12 @@ def lower(
     outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device."""
     with torch.no_grad():
         module = functional.lower(graph, grouped=False, slices=False).module
-        return _Translation(module, groups, each, barriers).run(entries, exits)
+        return Translation(module, groups, each, barriers).run(entries, exits)
 
 
-class _Translation:
+class Translation:
+    """Of one graph, whose collectives are functional ones."""
+
     def __init__(
         self, module: fx.GraphModule, groups: Mapping[str, list[list[int]]], each: Placement, barriers: bool
     ) -> None:
@@ -140,14 +142,17 @@ class _Translation:
         """Of the local view; an input enters before its first use."""
         entry = self.entries.pop(node, None)
         if entry is not None:
-            place = entry.placement
-            entered = self.call(operators.enter, self.values[node], list(place.devices), place.tiles, name=node.name)
-            if not entry.local and not place.is_replicated:
-                entered = self.call(aten.reshape.default, entered, [])
-            if entry.scale != 1:
-                entered = self.call(aten.mul.Tensor, entered, entry.scale)
-            self.values[node] = entered
+            self.values[node] = self._enter(node, entry)
         return self.values[node]
+
+    def _enter(self, node: fx.Node, entry: Entry) -> fx.Node:
+        place = entry.placement
+        entered = self.call(operators.enter, self.values[node], list(place.devices), place.tiles, name=node.name)
+        if not entry.local and not place.is_replicated:
+            entered = self.call(aten.reshape.default, entered, [])
+        if entry.scale != 1:
+            entered = self.call(aten.mul.Tensor, entered, entry.scale)
+        return entered
 
     def _translate(self, node: fx.Node) -> None:
         target: Any = node.target

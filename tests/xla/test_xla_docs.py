@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import test_docs
-from xla_launch import run_xla
+from xla_launch import ENVIRONMENT, run_xla
 
 PAGE = Path(__file__).parents[2] / "docs" / "xla.md"
 
 
+PROGRAM = re.compile(
+    r"^```python\n((?:(?!```).)*?torch_xla\.launch\(.*?)^```\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
 def page() -> str:
-    """Without what is for a shell."""
-    return re.sub(r"^```bash\n.*?^```$", "", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """Without what is for a shell, or a program of its own."""
+    text = PROGRAM.sub("", PAGE.read_text())
+    return re.sub(r"^```bash\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 EXAMPLES = test_docs.examples(page())
@@ -42,3 +50,15 @@ def outputs() -> list[str]:
 @pytest.mark.parametrize("index", range(len(EXAMPLES)), ids=[f"block {index}" for index in range(len(EXAMPLES))])
 def test_code_of_the_page_prints_what_stands_there(outputs: list[str], index: int) -> None:
     assert outputs[index] == EXAMPLES[index].expected
+
+
+@pytest.mark.timeout(240)
+def test_program_with_a_process_or_thread_per_device(tmp_path: Path) -> None:
+    (found,) = PROGRAM.finditer(PAGE.read_text())
+    program = tmp_path / "train.py"
+    program.write_text(found[1])
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, found[2]), done.stderr[-4000:]

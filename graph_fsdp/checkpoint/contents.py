@@ -1,0 +1,158 @@
+"""What is in a checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from graph_fsdp.checkpoint import extra as extras
+from graph_fsdp.checkpoint.checksums import spans_sums
+from graph_fsdp.checkpoint.folder import METADATA
+from graph_fsdp.checkpoint.metadata import Checkpoint, Place
+from graph_fsdp.checkpoint.state import EXTRA, RNG
+from graph_fsdp.errors import CheckpointError
+from graph_fsdp.safetensors_files import AnyPath
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    path: str
+    ranks: int | None  # that saved it; None: something else than graph_fsdp has
+    torch: str | None  # the version that wrote it
+    files: dict[str, int]  # name → bytes
+    tensors: list[TensorEntry]
+    values: int  # entries that are no tensors
+    extra: dict[str, Any]  # what else was saved: numbers and text, or of what type it is
+    random_states: int  # of so many ranks
+
+    @property
+    def step(self) -> int | None:
+        """What was saved as ``extra["step"]``."""
+        step = self.extra.get("step")
+        return step if isinstance(step, int) else None
+
+    def summary(self) -> dict[str, Any]:
+        return {**asdict(self), "step": self.step}
+
+    def __str__(self) -> str:
+        by = "not by graph_fsdp" if self.ranks is None else f"by {self.ranks} ranks, torch {self.torch}"
+        step = "" if self.step is None else f"step {self.step}, "
+        lines = [f"{self.path}: {step}saved {by}; {sum(self.files.values()):,} bytes in {len(self.files)} files"]
+        for part in dict.fromkeys(tensor.key.split(".")[0] for tensor in self.tensors):
+            held = [tensor for tensor in self.tensors if tensor.key.split(".")[0] == part]
+            pieces, size = sum(tensor.pieces for tensor in held), sum(tensor.bytes for tensor in held)
+            lines.append(f"  {part}: {len(held)} tensors in {pieces} pieces, {size:,} bytes")
+        if self.extra:
+            lines.append("  extra: " + ", ".join(f"{name} = {value}" for name, value in self.extra.items()))
+        if self.random_states:
+            lines.append(f"  random states of {self.random_states} ranks")
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """A line for each tensor."""
+        rows = [(t.key, t.dtype, str(list(t.shape)), f"{t.bytes:,}", str(t.pieces)) for t in self.tensors]
+        rows.insert(0, ("tensor", "dtype", "shape", "bytes", "pieces"))
+        widths = [max(len(row[at]) for row in rows) for at in range(5)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def contents(path: AnyPath) -> Contents:
+    """Read the description of a checkpoint, and nothing of its tensors.
+
+    Raises:
+        CheckpointError: it is not complete, or its description is damaged.
+    """
+    checkpoint = Checkpoint.open(path)
+    tensors = [_tensor(key, entry) for key, entry in checkpoint.tensors.items()]
+    header = checkpoint.header
+    files = {file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()}
+    shown: dict[str, Any] = {}
+    if f"{EXTRA}.structure" in checkpoint.entries:
+        structure, _ = extras.decode(checkpoint.value(f"{EXTRA}.structure"))
+        shown = {k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in structure.items()}
+    return Contents(
+        str(checkpoint.path),
+        None if header is None else header.ranks,
+        None if header is None else header.torch,
+        files,
+        tensors,
+        len(checkpoint.entries) - len(tensors),
+        shown,
+        len({name.split(".")[0] for name in checkpoint.under(RNG)}),
+    )
+
+
+def _tensor(key: str, entry: TensorStorageMetadata) -> TensorEntry:
+    dtype = entry.properties.dtype
+    nbytes = entry.size.numel() * dtype.itemsize
+    return TensorEntry(key, tuple(entry.size), str(dtype).removeprefix("torch."), nbytes, len(entry.chunks))
+
+
+@dataclass(frozen=True)
+class Checked:
+    bytes: int  # that were read
+    entries: int
+    sums: int  # entries whose sum is known and right; of what something else has written none is
+
+
+def check(path: AnyPath) -> Checked:
+    """Read all of a checkpoint: its files are there and as long as they should be, and what is in them has the sums
+    that graph_fsdp, and the CRC32 that ``torch.save``, wrote with it.
+
+    Raises:
+        CheckpointError: with all that is damaged.
+    """
+    checkpoint = Checkpoint.open(path)
+    checkpoint.check_files()
+    problems = []
+    nbytes = entries = sums = 0
+    own = checkpoint.checksums.get(METADATA)
+    if own is not None and spans_sums(checkpoint.path / METADATA, own) != own:
+        problems.append(f"{METADATA} is not what was written")
+    for name, places in checkpoint.places().items():
+        known = checkpoint.checksums.get(name)
+        size = (checkpoint.path / name).stat().st_size
+        if known is not None and size != max(offset + length for offset, length in known):
+            problems.append(f"{name} has {size:,} bytes, and more than was written")
+        for place in places:
+            entries, nbytes = entries + 1, nbytes + place.length
+            try:
+                checkpoint.check_sums([place])
+                _check_crc(checkpoint, place)
+                sums += known is not None
+            except CheckpointError:
+                problems.append(f"{name} is damaged from byte {place.offset:,} to {place.offset + place.length:,}")
+    if problems:
+        raise CheckpointError(f"{checkpoint.path} is damaged: {'; '.join(problems)}")
+    return Checked(nbytes, entries, sums)
+
+
+def _check_crc(checkpoint: Checkpoint, place: Place) -> None:
+    """An entry is a ZIP file, as ``torch.save`` writes it."""
+    with (checkpoint.path / place.file).open("rb") as file:
+        file.seek(place.offset)
+        data = io.BytesIO(file.read(place.length))
+    try:
+        with zipfile.ZipFile(data) as archive:
+            for record in archive.infolist():
+                if record.CRC:  # 0: whoever wrote it has switched that off
+                    with archive.open(record) as stream:
+                        while stream.read(1 << 20):
+                            pass
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as error:
+        raise CheckpointError(str(error)) from error

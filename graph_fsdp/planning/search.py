@@ -1,0 +1,166 @@
+"""Options compared: which meshes, when parameters are resharded, what is gathered at once, what is computed again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
+from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.planning.prediction import plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of a plan: ``mesh_shape`` as in :func:`plan`, ``reshard`` is ``reshard_after_forward``, ``bucket`` that
+    of ``default_pipeline``, ``checkpointing`` is ``activation_checkpointing``."""
+
+    mesh_shape: tuple[int, ...]
+    reshard: bool | None = None
+    bucket: str | int = "unit"
+    checkpointing: str | None = None
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh_shape))
+        reshard = {None: "all but the last", True: "all", False: "none"}[self.reshard]
+        return f"mesh {mesh}, reshard {reshard}, bucket {self.bucket}, checkpointing {self.checkpointing or 'none'}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice and what a step takes with it, per rank. Seconds and bytes; ``tokens_per_second`` as in a plan."""
+
+    choice: Choice
+    step_seconds: float
+    exposed_seconds: float
+    peak_nbytes: int
+    mfu: float
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """All candidates in the order of their choices, and ``refused``: choices that cannot be, with the reason.
+    ``memory``: bytes that a rank has."""
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[tuple[Choice, str], ...]
+    memory: int
+
+    @property
+    def front(self) -> list[Candidate]:
+        """The Pareto front of time against memory, fastest first: no other candidate is faster and holds less."""
+        found: list[Candidate] = []
+        for candidate in sorted(self.candidates, key=lambda c: (c.step_seconds, c.peak_nbytes)):
+            if not found or candidate.peak_nbytes < found[-1].peak_nbytes:
+                found.append(candidate)
+        return found
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits; None where nothing does."""
+        return next((candidate for candidate in self.front if candidate.peak_nbytes <= self.memory), None)
+
+    def summary(self) -> dict[str, Any]:
+        """``json.dumps`` takes it."""
+        best = self.best
+        return {
+            "memory": self.memory,
+            "best": None if best is None else asdict(best),
+            "front": [asdict(candidate) for candidate in self.front],
+            "candidates": [asdict(candidate) for candidate in self.candidates],
+            "refused": [{"choice": asdict(choice), "reason": reason} for choice, reason in self.refused],
+        }
+
+    def __str__(self) -> str:
+        best = self.best
+        lines = [f"{len(self.candidates)} plans; those that no other beats in time and memory, fastest first:"]
+        for candidate in self.front:
+            mark = "*" if candidate is best else " "
+            lines.append(
+                f"{mark} step {candidate.step_seconds * 1e3:10,.1f} ms  peak {candidate.peak_nbytes / 1e9:8.2f} GB  "
+                f"MFU {candidate.mfu:5.1%}  {candidate.choice}"
+            )
+        room = f"{self.memory / 1e9:.1f} GB"
+        lines.append(f"* the fastest in {room}" if best is not None else f"none fits in {room}")
+        return "\n".join([*lines, *(f"refused: {choice}: {reason}" for choice, reason in self.refused)])
+
+    __repr__ = __str__
+
+
+def meshes(ranks: int, island: int) -> list[tuple[int, ...]]:
+    """Ways to lay ``ranks`` out: all of them shard, or the ranks of 1, 8, 64… islands do and the rest replicates."""
+    found: list[tuple[int, ...]] = [(ranks,)]
+    shards = island
+    while shards < ranks:
+        if ranks % shards == 0:
+            found.append((ranks // shards, shards))
+        shards *= 8
+    return found
+
+
+def search(
+    model_fn: Callable[[], nn.Module],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    mesh_shapes: Sequence[Sequence[int]],
+    hardware: str | Hardware,
+    memory: int | None = None,
+    reshards: Sequence[bool | None] = (None, True, False),
+    buckets: Sequence[str | int] = ("unit", "auto"),
+    checkpointings: Sequence[str | None] = (None, "selective", "unit"),
+    progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None = None,
+    **plan_options: Any,
+) -> Search:
+    """Plan every combination of the choices.
+
+    Args:
+        model_fn, example_inputs, hardware: of :func:`plan`.
+        mesh_shapes: to compare, of as many ranks each; :func:`meshes` proposes some.
+        memory: bytes that a rank has; None is what the hardware has.
+        reshards, buckets, checkpointings: to compare; see :class:`Choice`.
+        progress: gets the choices and their number, and hands them on one by one: a bar.
+        plan_options: further ones of :func:`plan`.
+
+    Raises:
+        ValueError: nothing is to be compared, or an option of the plans is what is compared.
+        All that :func:`plan` raises, but for choices that cannot be, which are told in ``refused``.
+    """
+    described = find_hardware(hardware)
+    for name in ("passes", "reshard_after_forward", "activation_checkpointing", "mesh_shape"):
+        if name in plan_options:
+            raise ValueError(
+                f"{name}: is what search() chooses; give it in mesh_shapes, reshards, buckets, checkpointings"
+            )
+    if memory is not None and memory <= 0:
+        raise ValueError(f"memory must be a number of bytes above 0, got {memory!r}")
+    axes: tuple[Sequence[Any], ...] = ([tuple(m) for m in mesh_shapes], reshards, buckets, checkpointings)
+    choices = [Choice(*values) for values in itertools.product(*axes)]
+    if not choices:
+        raise ValueError("nothing to search: mesh_shapes, reshards, buckets and checkpointings need a value each")
+    candidates, refused = [], []
+    for choice in progress(choices, len(choices)) if progress is not None else choices:
+        try:
+            made = plan(
+                model_fn,
+                example_inputs,
+                mesh_shape=choice.mesh_shape,
+                hardware=described,
+                reshard_after_forward=choice.reshard,
+                activation_checkpointing=choice.checkpointing,
+                passes=default_pipeline(bucket=choice.bucket, hardware=described),  # type: ignore[arg-type]
+                **plan_options,
+            )
+        except (BudgetError, MeshError, UnsupportedError) as error:  # of this choice; any other error is the call's
+            refused.append((choice, str(error)))
+            continue
+        candidates.append(
+            Candidate(
+                choice, made.step_seconds, made.exposed_seconds, made.peak_nbytes, made.mfu, made.tokens_per_second
+            )
+        )
+    return Search(tuple(candidates), tuple(refused), described.memory if memory is None else memory)

@@ -1,0 +1,144 @@
+"""The clock of several ranks: without conditions that of one rank; stragglers and shared links as they are worked out
+by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from models import MLP
+
+from graph_fsdp.passes import HARDWARE, CostModel, Graph, Timeline, default_pipeline, dialect, simulate
+from graph_fsdp.passes.cost import GroupShape
+from graph_fsdp.planning import Conditions, Traced, memory_over_time, run, trace
+from graph_fsdp.planning.simulator import Simulation
+
+SLOW_LINK = dataclasses.replace(
+    HARDWARE["h100"], name="slow", intra=dataclasses.replace(HARDWARE["h100"].intra, bandwidth=1e9)
+)
+MESHES = [(8,), (4, 2)]
+
+
+def traced(mesh_shape: tuple[int, ...] = (8,)) -> Traced:
+    passes = default_pipeline(hardware=SLOW_LINK)
+    return trace(
+        lambda: MLP(depth=3),
+        (torch.empty(4, 16),),
+        mesh_shape=mesh_shape,
+        loss=torch.sum,
+        passes=passes,
+        backend="eager",
+    )
+
+
+def cost_of(found: Traced, **changes: object) -> CostModel:
+    """The cost model that the graphs were scheduled with, on other hardware."""
+    assert found.context.cost is not None
+    hardware = dataclasses.replace(found.context.cost.hardware, **changes)  # type: ignore[arg-type]
+    return CostModel(hardware, found.context.cost.groups, fused=False)
+
+
+def events(timeline: Timeline) -> list[tuple[str, float, float, float]]:
+    return [(e.group, e.begin, e.end, e.exposed) for e in timeline.events]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_without_conditions_it_is_the_clock_of_the_passes_bit_for_bit(mesh: tuple[int, ...]) -> None:
+    found = traced(mesh)
+    cost = cost_of(found)
+    for graph in (found.forward, found.backward):
+        assert run(graph, cost) == simulate(graph, cost)
+
+
+def test_events_come_when_they_do_on_the_clock_of_the_passes() -> None:
+    """The event-driven run itself, where nothing is shared: one group, and no processors taken."""
+    found = traced()
+    cost = cost_of(found, interference=0.0)
+    for graph in (found.forward, found.backward):
+        alone, driven = simulate(graph, cost), Simulation(graph, cost, Conditions(contention=True)).run()
+        assert driven.seconds == pytest.approx(alone.seconds, rel=1e-9)
+        assert driven.compute == pytest.approx(alone.compute, rel=1e-9)
+        assert list(driven.starts) == list(alone.starts)
+        assert list(driven.starts.values()) == pytest.approx(list(alone.starts.values()), rel=1e-9, abs=1e-15)
+        for one, other in zip(events(driven), events(alone), strict=True):
+            assert one[0] == other[0] and one[1:] == pytest.approx(other[1:], rel=1e-9, abs=1e-12)
+
+
+def test_all_ranks_take_the_time_of_a_straggler_where_compute_decides() -> None:
+    found = traced()
+    fast = dataclasses.replace(SLOW_LINK.intra, bandwidth=1e15, latency=0.0)
+    cost = cost_of(found, intra=fast, collective_launch=0.0)
+    for graph in (found.forward, found.backward):
+        alone, slowed = run(graph, cost), run(graph, cost, Conditions(straggler=1.5))
+        assert slowed.seconds == pytest.approx(1.5 * alone.compute, rel=0.02)
+        assert slowed.compute == pytest.approx(alone.compute)  # the rank that keeps up computes as long, and waits
+        assert slowed.exposed > 0.45 * alone.compute
+
+
+def test_a_straggler_costs_nothing_where_communication_decides() -> None:
+    found = traced()
+    link = dataclasses.replace(SLOW_LINK.intra, bandwidth=1e5)
+    cost = cost_of(found, intra=link)
+    alone, slowed = (run(found.forward, cost, Conditions(straggler=s)) for s in (1.0, 1.2))
+    assert alone.seconds < slowed.seconds < 1.01 * alone.seconds
+
+
+def two_reductions(seconds: tuple[float, float]) -> tuple[Graph, CostModel]:
+    """A graph that starts a collective in each of two groups at once, and waits for both; a cost model in which they
+    take so long alone."""
+    found = traced((4, 2))
+    groups = {found.context.model.group: GroupShape(2), found.context.model.replicate_group: GroupShape(4, 2)}
+    graph = torch.fx.Graph()
+    starts = [n for n in found.backward.fx_graph.nodes if n.target is dialect.reduce_scatter_start][:1]
+    starts += [n for n in found.backward.fx_graph.nodes if n.target is dialect.all_reduce_shard_start][:1]
+    copies = []
+    for start in starts:
+        values = {source: graph.placeholder(source.name) for source in start.all_input_nodes}
+        for source, copy in values.items():
+            copy.meta = dict(source.meta)
+        node = graph.node_copy(start, values.__getitem__)
+        copies.append(node)
+    for node in copies:
+        graph.call_function(dialect.reduce_wait, (node,)).meta["val"] = node.meta["val"]
+    graph.output(())
+
+    class Fixed(CostModel):
+        def collective_seconds(self, node: torch.fx.Node) -> float:
+            return seconds[copies.index(node)]
+
+    module = torch.fx.GraphModule({}, graph)
+    return Graph(module, "backward"), Fixed(HARDWARE["h100"], groups)
+
+
+def test_groups_that_share_a_link_get_half_of_it_each_while_they_overlap() -> None:
+    """3 and 1 seconds alone: each has half until the short one ends at 2; of the long one 2 seconds are left."""
+    graph, cost = two_reductions((3.0, 1.0))
+    assert [e[1:3] for e in events(simulate(graph, cost))] == [(0.0, 3.0), (0.0, 1.0)]
+    shared = run(graph, cost, Conditions(contention=True))
+    assert {e[1:3] for e in events(shared)} == {(0.0, 4.0), (0.0, 2.0)}
+    assert shared.seconds == 4.0
+
+
+def test_a_running_collective_takes_processors_from_compute() -> None:
+    found = traced()
+    slow = dataclasses.replace(SLOW_LINK.intra, bandwidth=1e6)
+    with_, without = (cost_of(found, intra=slow, interference=i) for i in (0.25, 0.0))
+    timelines = [run(found.backward, cost, Conditions(contention=True)) for cost in (with_, without)]
+    assert timelines[0].compute > timelines[1].compute
+    assert timelines[0].compute <= timelines[1].compute / 0.75 + 1e-12
+
+
+def test_bytes_over_time_are_those_of_the_memory_model() -> None:
+    found = traced()
+    view = found.report.graphs[-1].view("backward")
+    assert view.memory is not None and view.timeline is not None
+    curve = memory_over_time(view.timeline, view.memory)
+    assert max(nbytes for _, nbytes in curve) == view.memory.peak
+    assert [seconds for seconds, _ in curve] == sorted(seconds for seconds, _ in curve)
+
+
+@pytest.mark.parametrize("straggler", [0.9, float("nan"), "2", True])
+def test_a_straggler_that_cannot_be(straggler: float) -> None:
+    with pytest.raises(ValueError, match="straggler: says how many times slower the slowest rank computes"):
+        Conditions(straggler=straggler)
