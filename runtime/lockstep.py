@@ -49,6 +49,7 @@ from graph_fsdp.runtime.failure import (
     RankFailure,
     described,
     ended,
+    gone,
     is_of_process_group,
     place,
 )
@@ -153,7 +154,7 @@ class Lockstep:
         here = self.position - 1
         failure = self.failures.preventing(here)
         if failure is not None:
-            self._fail(str(self._programs[self._running]), str(failure), here)
+            self._fail(str(self._programs[self._running]), self._why(failure), here)
         if self._compared == here:  # all ranks are in this program
             return
         self._raise_announced(here)
@@ -232,9 +233,14 @@ class Lockstep:
     def _raise_failures(self, position: int, to_do: str) -> None:
         """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
         failure = self.failures.preventing(position)
-        why = str(failure) if failure is not None else ended(self.store, self.ranks)
+        why = self._why(failure) if failure is not None else ended(self.store, self.ranks)
         if why:
             self._fail(f"the wait for others to {to_do}", why, position)
+
+    def _why(self, failure: Failure) -> str:
+        """A failure that follows from others names the ranks that have ended, too."""
+        dead = gone(self.ranks) if failure.of_others else ""
+        return f"{failure}, and {dead}" if dead else str(failure)
 
     def _fail(self, where: str, why: str, position: int) -> None:
         me = dist.get_rank()

@@ -143,12 +143,10 @@ def test_a_unit_casts_what_it_is_given() -> None:
         lines_with(capture, ".to(", "full("),
         """\
 weight = torch.full((4, 1), 0.3, dtype = torch.float32, device = device(type='cpu'))
-to = l_args_0_.to(torch.bfloat16)
-to_1 = weight.to(torch.bfloat16)
-to_2 = l_self_modules_blocks_modules_0_buffers_scale_.to(torch.bfloat16)
-to_3 = x_1.to(torch.bfloat16)
-to_4 = weight.to(torch.bfloat16)
-to_5 = l_self_modules_blocks_modules_1_buffers_scale_.to(torch.bfloat16)""",
+to = weight.to(torch.bfloat16)
+to_1 = l_self_modules_blocks_modules_0_buffers_scale_.to(torch.bfloat16)
+to_2 = weight.to(torch.bfloat16)
+to_3 = l_self_modules_blocks_modules_1_buffers_scale_.to(torch.bfloat16)""",
     )
     uncast = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
     capture = graphs(uncast).capture.stages["insert_gathers"].body

@@ -53,8 +53,8 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
 @pytest.mark.parametrize(("where", "world_size"), [("forward", 2), ("backward", 4)])
 def test_a_rank_is_killed(where: str, world_size: int) -> None:
     for error, again in run_ranks(lose_rank_1, world_size, where, "die", backend=None, timeout=120, lost=[1]):
-        assert "ranks [1] do not take part (rank 1: its process" in error and "has ended)" in error
-        assert f"of the {where} graph of model 0 (Struck)" in error, "which program"
+        assert "rank 1: its process" in error and "has ended" in error
+        assert f"the {where} graph of model 0 (Struck)" in error, "which program"
         assert "of bucket " in error, "which collective"
         assert "start all ranks again from the last complete checkpoint" in error
         assert again == error

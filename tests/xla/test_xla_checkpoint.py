@@ -10,10 +10,12 @@ import pytest
 import torch
 from launch import run_ranks
 from models import MLP, UnevenBlock
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from xla_compare import adamw, mesh, vectors
 from xla_launch import DEVICES, run_xla
+
+from graph_fsdp.command_line import main
 
 pytestmark = pytest.mark.timeout(900)
 TIMEOUT = 300  # seconds, of a process
@@ -140,11 +142,12 @@ def test_a_training_resumes_here_on_other_devices_and_on_ranks(tmp_path: Path) -
         same(loaded, saved)
         same(after, values, BOUND)
         assert max(abs(a - b) for a, b in zip(again, losses, strict=True)) < BOUND
-    whole = tmp_path / "whole.pt"
-    dcp_to_torch_save(path, whole)
-    plain = scrambled(make_model())
-    plain.load_state_dict(torch.load(whole, weights_only=True)["model"])
-    same(on_cpu(plain), saved)
+    for name in ("whole.safetensors", "whole.pt"):
+        assert main(["consolidate", str(path), "-o", str(tmp_path / name)]) == 0
+    for read in (load_file(tmp_path / "whole.safetensors"), torch.load(tmp_path / "whole.pt", weights_only=True)):
+        plain = scrambled(make_model())
+        plain.load_state_dict(read)
+        same(on_cpu(plain), saved)
 
 
 @pytest.mark.parametrize(("shape", "sharding"), [((2, 2), "manual"), ((DEVICES,), "auto")])
