@@ -95,9 +95,10 @@ def train(
                     outcome.losses[int(found[1])] = float(found[2])
                     if int(found[1]) == kill_after and not outcome.killed:
                         outcome.killed = f"rank {kill_rank} after step {kill_after}"
+                        ended = workers(process.pid, None if end else kill_rank)  # nobody's after torchrun's end
                         if end:
                             os.killpg(process.pid, signal.SIGKILL)
-                        for pid in workers(process.pid, None if end else kill_rank):
+                        for pid in ended:
                             os.kill(pid, signal.SIGKILL)
             outcome.status = process.wait()
         finally:
