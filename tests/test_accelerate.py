@@ -187,7 +187,8 @@ def test_meshes(
     fake_group: dist.ProcessGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # of this node; another may have 5
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     mesh = arguments(sharding_strategy=strategy)["mesh"]
     assert tuple(mesh.shape) == shape and mesh.mesh_dim_names == names
 
@@ -250,10 +251,12 @@ def test_one_process_has_all_values() -> None:
 def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dtype() -> None:
     model = Model().to(torch.float16)
     model[2].requires_grad_(False)
-    prepare_dtypes(FullyShardedDataParallelPlugin(mixed_precision_policy="bf16"), model)
+    undo = prepare_dtypes(FullyShardedDataParallelPlugin(mixed_precision_policy="bf16"), model)
     assert model[0].linear.weight.dtype == torch.float32
     assert model[2].weight.dtype == torch.float16, "frozen"
     assert model[0].scale.dtype == torch.bfloat16
+    undo()
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float16}
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:

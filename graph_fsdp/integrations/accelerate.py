@@ -84,8 +84,12 @@ class Accelerator(accelerate.Accelerator):
         mesh = arguments.pop("mesh")
         if mesh is None:
             model.to(self.device)
-        prepare_dtypes(self._fsdp_configuration, model)
-        graph_fsdp.compile(model, mesh, **arguments)
+        undo = prepare_dtypes(self._fsdp_configuration, model)
+        try:
+            graph_fsdp.compile(model, mesh, **arguments)
+        except BaseException:
+            undo()
+            raise
         shards = dict(model.named_parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -93,20 +93,31 @@ def compile_arguments(
     }
 
 
-def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Callable[[], None]:
     """Casts what FSDP casts when it wraps a model for mixed precision: trainable parameters to float32, of which
-    ``param_dtype`` is then computed, and, for FSDP1's ``buffer_dtype``, the buffers."""
+    ``param_dtype`` is then computed, and, for FSDP1's ``buffer_dtype``, the buffers. Returns what takes that back."""
     policy = plugin.mixed_precision_policy
+    before: list[tuple[Tensor, Tensor]] = []
+
+    def undo() -> None:
+        for tensor, data in before:
+            tensor.data = data
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> None:
+        before.append((tensor, tensor.data))
+        tensor.data = tensor.data.to(dtype)
+
     if policy is None:
-        return
+        return undo
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
+            cast(parameter, torch.float32)
     dtype = getattr(policy, "buffer_dtype", None)
     if dtype is not None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+                cast(buffer, dtype)
+    return undo
 
 
 def _strategy(plugin: FullyShardedDataParallelPlugin) -> ShardingStrategy | None:
@@ -123,13 +134,15 @@ def _mesh(strategy: ShardingStrategy | None, device_type: str) -> DeviceMesh:
     if name == "NO_SHARD":
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("replicate",))
     if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # sharded in each node, replicated over nodes
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        if world_size % local:
+        # Of the number of nodes, which all ranks are told alike: nodes may have different numbers of processes.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // here))
+        if nodes < 1 or world_size % nodes:
             raise ValueError(
-                f"fsdp_sharding_strategy: {name} shards in each node, and {local} processes of this node do not divide "
-                f"{world_size}; start as many on each"
+                f"fsdp_sharding_strategy: {name} shards in each node, and {nodes} nodes do not divide {world_size} "
+                "processes; start as many on each"
             )
-        return init_device_mesh(device_type, (world_size // local, local), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type, (nodes, world_size // nodes), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
 
 
