@@ -191,7 +191,8 @@ def _measure_one(
     arguments = [*options.arguments, "--measure", what, "--into", str(into), "--depths", str(depth)]
     try:
         code = start_ranks(__file__, arguments, ranks, options.device, TORCHINDUCTOR_CACHE_DIR=str(cache))
-        return json.loads(into.read_text()) if code == 0 else None  # type: ignore[no-any-return]
+        result: dict[str, Any] | None = json.loads(into.read_text()) if code == 0 else None
+        return result
     finally:
         into.unlink(missing_ok=True)
         if start_from is not None:

@@ -50,7 +50,7 @@ def llama(size: str, layers: int, length: int, device: torch.device) -> nn.Modul
     """In float32, made on the device; equal values at each call."""
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-    AttentionInterface.register("causal", causal_attention)  # type: ignore[no-untyped-call,unused-ignore]
+    AttentionInterface.register("causal", causal_attention)
     config = LlamaConfig(
         **SIZES[size],
         num_hidden_layers=layers,

@@ -41,9 +41,9 @@ def _read(module: nn.Module, *, name: str, policy: MixedPrecisionPolicy, reshard
     assert isinstance(shard, DTensor)
     if not reshard:
         return _gather(shard, policy.param_dtype, policy.reduce_dtype)
-    return checkpoint(  # type: ignore[no-any-return]
-        _gather, shard, policy.param_dtype, policy.reduce_dtype, use_reentrant=False, context_fn=_gather_again
-    )
+    dtypes = policy.param_dtype, policy.reduce_dtype
+    full: Tensor = checkpoint(_gather, shard, *dtypes, use_reentrant=False, context_fn=_gather_again)
+    return full
 
 
 def _gather(shard: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Tensor:

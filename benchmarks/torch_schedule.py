@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -30,7 +30,7 @@ from torch import fx
 
 from graph_fsdp.passes import CostModel, Graph, Role, Stage, Timeline, dialect, kernels, simulate
 from graph_fsdp.passes.dialect import NodeRecord, set_record
-from graph_fsdp.passes.graph import nbytes
+from graph_fsdp.passes.graph import Phase, nbytes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -57,8 +57,8 @@ def schedule_by_torch(stage: Stage, cost: CostModel, world_size: int, **options:
     """
     from torch._inductor.fx_passes import overlap_scheduling
 
-    module = fx.GraphModule(stage.owner, _copy(stage.graph))
-    graph = Graph(module, stage.phase)  # type: ignore[arg-type]
+    module, phase = fx.GraphModule(stage.owner, _copy(stage.graph)), cast(Phase, stage.phase)
+    graph = Graph(module, phase)
     ours = set(graph.nodes)
     seconds = cost.graph_seconds(graph)
     group = _lower(graph, world_size)
@@ -68,7 +68,7 @@ def schedule_by_torch(stage: Stage, cost: CostModel, world_size: int, **options:
         if node.target in GATHERS:
             return 1e3 * cost.all_gather_seconds(override_nbytes or nbytes(node.meta["val"]), group)
         if node.target is c10d.reduce_scatter_tensor.default:
-            full = override_nbytes or nbytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+            full = override_nbytes or nbytes(node.all_input_nodes[0].meta["val"])
             return 1e3 * cost.reduce_scatter_seconds(full, group)
         return 1e3 * seconds.get(node, 0.0)
 
@@ -79,7 +79,7 @@ def schedule_by_torch(stage: Stage, cost: CostModel, world_size: int, **options:
             compute_estimator="analytical",
             **options,
         )
-    _raise(graph := Graph(module, stage.phase), group)  # type: ignore[arg-type]
+    _raise(graph := Graph(module, phase), group)
     return Scheduled(graph, frozenset(n for n in graph.nodes if n not in ours and n.target not in dialect.EXECUTED))
 
 
@@ -94,8 +94,7 @@ class _WithoutPacking(CostModel):
 
 def _copy(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
-    output, _ = copied.graph_copy(graph, {}, return_output_node=True)  # type: ignore[misc]
-    copied.output(output)
+    copied.output(copied.graph_copy(graph, {}))
     return copied
 
 
@@ -122,25 +121,25 @@ def _lower(graph: Graph, world_size: int) -> str:
 
 
 def _lower_gather(graph: Graph, node: fx.Node, world_size: int) -> fx.Node:
-    shard, shape, dtype, _, _, group = node.args
+    shard, shape, dtype, _, _, group = cast(tuple[Any, ...], node.args)
     assert isinstance(shard, fx.Node)
     value = shard
     if value.meta["val"].dtype is not dtype:
         value = graph.call(prims.convert_element_type.default, (value, dtype))
     value = graph.call(c10d.all_gather_into_tensor.default, (value, world_size, group))
     value = graph.call(c10d.wait_tensor.default, (value,))
-    if value.meta["val"].shape[0] != shape[0]:  # type: ignore[index]
-        value = graph.call(aten.slice.Tensor, (value, 0, 0, shape[0]))  # type: ignore[index]
+    if value.meta["val"].shape[0] != shape[0]:
+        value = graph.call(aten.slice.Tensor, (value, 0, 0, shape[0]))
     return value
 
 
 def _lower_reduction(graph: Graph, node: fx.Node, world_size: int) -> fx.Node:
-    gradient, shard_shape, dtype, reduce_dtype, _, group = node.args
+    gradient, shard_shape, dtype, reduce_dtype, _, group = cast(tuple[Any, ...], node.args)
     assert isinstance(gradient, fx.Node)
     value = gradient
     if value.meta["val"].dtype is not reduce_dtype:
         value = graph.call(prims.convert_element_type.default, (value, reduce_dtype))
-    missing = shard_shape[0] * world_size - value.meta["val"].shape[0]  # type: ignore[index,operator]
+    missing = shard_shape[0] * world_size - value.meta["val"].shape[0]
     if missing:
         padding = [0] * (2 * value.meta["val"].dim() - 1) + [missing]
         value = graph.call(aten.constant_pad_nd.default, (value, padding))
@@ -185,7 +184,7 @@ def _raise_start(graph: Graph, node: fx.Node, group: str, bucket: str) -> fx.Nod
     source, value = node.args[0], node.meta["val"]
     assert isinstance(source, fx.Node)
     gathers = node.target in GATHERS
-    world_size = int(node.args[1] if gathers else node.args[2])  # type: ignore[arg-type]
+    world_size = int(cast(tuple[Any, ...], node.args)[1 if gathers else 2])
     if gathers:
         length = source.meta["val"].numel()
         arguments: tuple[Any, ...] = ([source], [0], length, value.dtype, world_size, group)

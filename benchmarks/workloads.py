@@ -61,7 +61,9 @@ class Workload:
 
     def blocks(self, model: nn.Module) -> nn.ModuleList:
         """The repeated blocks of what ``make`` returned."""
-        return model.blocks if self.model == "gpt" else model.model.layers  # type: ignore[union-attr,return-value]
+        blocks = model.get_submodule("blocks" if self.model == "gpt" else "model.layers")
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
 
     def tokens(self, step: int, rank: int, device: torch.device) -> dict[str, Tensor]:
         """A rank's batch as keyword arguments of the model: int64, of shape (batch, length)."""
@@ -81,7 +83,7 @@ class Workload:
     def _llama(self) -> nn.Module:
         from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-        AttentionInterface.register("causal", causal_attention)  # type: ignore[no-untyped-call,unused-ignore]
+        AttentionInterface.register("causal", causal_attention)
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.width,
@@ -98,4 +100,5 @@ class Workload:
 
 def loss_of(output: Any) -> Tensor:
     """The mean loss, a scalar, of what a model of a workload returns."""
-    return output if isinstance(output, Tensor) else output.loss  # type: ignore[no-any-return]
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss

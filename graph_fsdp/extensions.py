@@ -90,7 +90,8 @@ class ExtendedGather(nn.Module):
         self.payloads: tuple[ParameterSpec, ...] = ()
 
     def forward(self, shard: Tensor) -> Tensor:
-        return _Gather.apply(shard, self)
+        payload: Tensor = _Gather.apply(shard, self)
+        return payload
 
     def local(self, shard: Tensor) -> Any:
         return self.subclass.__tensor_unflatten__(  # type: ignore[attr-defined]
@@ -114,7 +115,7 @@ class ExtendedGather(nn.Module):
 
     def post(self, local: Any, gathered: list[Tensor], metadata: Any) -> Tensor:
         with _OwnCollectives(self.spec.name, None):
-            full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)
+            full: Tensor = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)[0]
         return full if full.shape[0] == self.spec.shape[0] else full[: self.spec.shape[0]]
 
     def trace(self, device: torch.device) -> tuple[ParameterSpec, ...]:

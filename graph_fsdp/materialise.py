@@ -260,7 +260,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
 def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
     """``nn.MultiheadAttention`` has it under a private name."""
     for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
+        method: Callable[[], Any] | None = getattr(module, name, None)
         if callable(method):
             return method
     return None

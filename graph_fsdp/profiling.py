@@ -326,7 +326,7 @@ def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:
     value: list[Any] = [text]
     for group in groups:
         dist.broadcast_object_list(value, dist.get_process_group_ranks(group)[0], group=group)
-    return value[0]
+    return str(value[0])
 
 
 def _all_reduce(

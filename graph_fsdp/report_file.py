@@ -76,7 +76,8 @@ class SavedReport:
         for found in reversed(self.data["captures"]):
             for graph in found["graphs"]:
                 if graph["phase"] == phase and graph["stages"] and capture in (None, found["index"]):
-                    return graph
+                    found_graph: GraphData = graph
+                    return found_graph
         which = f"capture {capture} of the report" if capture is not None else "report"
         known = ", ".join(f"{c['index']}: {g['phase']}" for c in self.data["captures"] for g in c["graphs"])
         raise KeyError(f"the {which} has no {phase} graph; it has {known or 'none'}")

@@ -188,13 +188,14 @@ class Storage:
     def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
         """What stands in the modules for an unsharded parameter: it may have been replaced."""
         found: Any = p.whole
-        right = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
-        if not right or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
+        plain = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
+        if not plain or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
             raise ParameterChangedError(
                 f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a plain "
                 f"parameter of shape {tuple(p.spec.shape)} on {p.input.device} has to stand there"
             )
-        return found
+        whole: nn.Parameter = found
+        return whole
 
     def refresh(self) -> None:
         """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
@@ -311,7 +312,8 @@ def _checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
             f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
             f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
         )
-    return found
+    replacement: nn.Parameter = found
+    return replacement
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

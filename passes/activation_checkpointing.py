@@ -30,7 +30,8 @@ from torch import fx
 
 from graph_fsdp.passes.compat import CheckpointPolicy, HigherOrderOperator
 from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph, is_random, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph, is_random, mutated_inputs
 from graph_fsdp.passes.offload_activations import OffloadActivations, SaveBases
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
 from graph_fsdp.passes.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag

@@ -203,7 +203,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage, fake ones too, as long as one of them lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def launches_groups(device: torch.device) -> bool:
@@ -254,7 +254,8 @@ def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager
     """The partitioner saves as much for backward; 1 is what it does without being asked."""
     if budget == 1:  # what the user may have set is left alone
         return contextlib.nullcontext()
-    return functorch_config.patch(activation_memory_budget=budget)
+    patched: contextlib.AbstractContextManager[Any] = functorch_config.patch(activation_memory_budget=budget)
+    return patched
 
 
 def profiler_is_active() -> bool:
@@ -399,7 +400,7 @@ def fake_tensor(
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors lie in the same storage (which has no address)."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return storage_id(a) == storage_id(b)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ def graph_order() -> contextlib.AbstractContextManager[Any]:
             """For the key of Inductor's cache, which then finds a graph again that was compiled in this order."""
             return "graph_fsdp: keep order, 1"
 
-    return config.patch({**known, "_pre_fusion_custom_pass": KeepOrder()})
+    patched: contextlib.AbstractContextManager[Any] = config.patch({**known, "_pre_fusion_custom_pass": KeepOrder()})
+    return patched
 
 
 def _has_setting(config: Any, name: str) -> bool:

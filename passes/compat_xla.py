@@ -179,13 +179,16 @@ def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
 
 
 def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    return _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+    part: Tensor = _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+    return part
 
 
 def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
     copy, manual = x.clone(), _c().OpSharding([], [], [], spmd().ShardingType.MANUAL)
     _c()._mark_manual_sharding(copy, manual)
-    return _c()._spmd_shard_to_full_shape(copy, op_sharding(devices, tiles, len(shape)), list(shape), x.dtype)
+    sharding = op_sharding(devices, tiles, len(shape))
+    whole: Tensor = _c()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
+    return whole
 
 
 def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
@@ -196,11 +199,13 @@ def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:
-    return _c()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
+    part: Tensor = _c()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
+    return part
 
 
 def all_reduce(x: Tensor, groups: list[list[int]]) -> Tensor:
-    return _c()._xla_spmd_all_reduce("sum", x, 1.0, groups)
+    total: Tensor = _c()._xla_spmd_all_reduce("sum", x, 1.0, groups)
+    return total
 
 
 def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -36,7 +36,8 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.graph import Graph, iterate_tensors
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.hardware import Hardware
 from graph_fsdp.passes.kernels import Arithmetic, Kind, Work, graph_work, value_nbytes
 

@@ -116,7 +116,8 @@ class Graph:
 
     @property
     def output(self) -> fx.Node:
-        return next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
+        found: fx.Node = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
+        return found
 
     def with_role(self, *roles: Role) -> list[fx.Node]:
         """Nodes of these roles, in graph order."""

@@ -26,7 +26,8 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -114,7 +114,8 @@ def packed_nbytes(start: fx.Node) -> int:
     dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
     sent = set(gradients_sent(start))
     copied = [grad.meta["val"] for grad in dialect.argument(start, "grads") if grad not in sent]
-    return world_size * sum(dialect.chunk_numels(copied, world_size)) * int(dtype.itemsize)
+    elements = sum(dialect.chunk_numels(copied, world_size))
+    return int(world_size * elements * dtype.itemsize)
 
 
 def copies(graph: Graph) -> tuple[int, int]:

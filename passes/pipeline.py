@@ -28,7 +28,8 @@ from graph_fsdp.passes.stage_log import log_stage
 from graph_fsdp.passes.verification_error import VerificationError
 
 if TYPE_CHECKING:
-    from graph_fsdp.passes.cost import CostModel, Hardware
+    from graph_fsdp.passes.cost import CostModel
+    from graph_fsdp.passes.hardware import Hardware
 
 PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
 # What a graph of each phase is before any pass of that phase has run.

@@ -89,7 +89,8 @@ class Lifetime:
     def slot(self) -> int | None:
         """The slot that the gather's record gives it."""
         record = self.start.meta["fsdp"]
-        return record.landing_slot if self.landing else record.slot
+        slot: int | None = record.landing_slot if self.landing else record.slot
+        return slot
 
     def __str__(self) -> str:
         bucket = self.start.meta["fsdp"].bucket

@@ -5,6 +5,7 @@ Each check costs one walk of the graph; fake tensors are propagated only through
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import fx
@@ -375,13 +376,16 @@ class Verifier:
                 (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
                 min(len(sequence), len(planned)),
             )
-            entry = lambda s: s[index] if index < len(s) else "nothing"  # noqa: E731
             starts = self.graph.with_role(*dialect.STARTING)
             self._fail(
                 "the sequence of collectives is the plan's",
                 starts[index] if index < len(starts) else None,
-                f"entry {index} is {entry(sequence)}, planned was {entry(planned)}",
+                f"entry {index} is {_entry(sequence, index)}, planned was {_entry(planned, index)}",
             )
+
+
+def _entry(sequence: Sequence[object], index: int) -> object:
+    return sequence[index] if index < len(sequence) else "nothing"
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:

@@ -127,8 +127,8 @@ def _verdict(
 def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, str, str]:
     """The first entry in which two sequences differ, and what it is in each."""
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    entry = lambda sequence: sequence[at] if at < len(sequence) else "nothing"  # noqa: E731
-    return at, entry(theirs), entry(mine)
+    there, here = ("nothing" if at == len(entries) else entries[at] for entries in (theirs, mine))
+    return at, there, here
 
 
 def _did_not_come(missing: Sequence[int], waiting: int, key: str, timeout: float) -> str:

@@ -16,7 +16,8 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
-from graph_fsdp.passes.graph import Graph, aliased_inputs, is_random, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph, aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.runtime.regions import Region, Step
 
 VIEWS = "views alone"

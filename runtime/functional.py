@@ -316,7 +316,8 @@ _OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp
 
 
 def _shards(start: fx.Node) -> Sequence[fx.Node]:
-    return dialect.argument(start, "shards")
+    shards: Sequence[fx.Node] = dialect.argument(start, "shards")
+    return shards
 
 
 def _divisor(start: fx.Node) -> float | None:

@@ -112,12 +112,15 @@ class _RangedFrame:
     def wait(self, buffer: Tensor) -> Tensor:
         what, whose = self._under_way.pop(id(buffer))
         with self._open_range(_name(f"wait {what}", whose, self._phase)):
-            return self._frame.wait(buffer)
+            waited: Tensor = self._frame.wait(buffer)
+            return waited
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
         with self._open_range(_name("reduce payloads", "", self._phase)):
-            return self._frame.reduce_payloads(reduce, values)
+            reduced: Tensor = self._frame.reduce_payloads(reduce, values)
+            return reduced
 
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
         with self._open_range(_name("hook", unit or "root", self._phase)):
-            return self._frame.hook(unit, buffer)
+            hooked: Tensor = self._frame.hook(unit, buffer)
+            return hooked

@@ -56,7 +56,8 @@ class RegionCache:
         """A graph that is not cut: no other is equal to it."""
         self.regions += 1
         self.compiled += 1
-        return self.backend.compile_whole(module, kind)
+        whole: Compiled = self.backend.compile_whole(module, kind)
+        return whole
 
     def _compile(self, regions: dict[RegionKey, Region]) -> None:
         given = {key: region for key, region in regions.items() if not region.is_view_only}

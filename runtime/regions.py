@@ -18,7 +18,8 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
-from graph_fsdp.passes.graph import Graph, aliased_inputs, iterate_tensors, mutated_inputs
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
 from graph_fsdp.passes.kernels import is_view
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})

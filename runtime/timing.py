@@ -44,9 +44,9 @@ class Clock:
     def seconds(self, begin: Any, end: Any) -> float:
         """Waits on the host until ``end`` has been reached."""
         if self.device.type == "cpu":
-            return end - begin
+            return float(end - begin)
         end.synchronize()
-        return begin.elapsed_time(end) * 1e-3  # milliseconds
+        return float(begin.elapsed_time(end)) * 1e-3  # milliseconds
 
 
 class Recorder:

@@ -51,8 +51,8 @@ def _sum(view: mmap.mmap, offset: int, length: int) -> int:
     words = torch.frombuffer(view, dtype=torch.int64, count=(last - first) // _WORD, offset=first)
     total = int(words.sum())
     del words  # or the map could not be closed
-    total += sum(view[at] << 8 * (at % _WORD) for at in (*range(offset, first), *range(last, end)))
-    return total & _MASK
+    ends = sum(view[at] << 8 * (at % _WORD) for at in (*range(offset, first), *range(last, end)))
+    return int(total + ends) & _MASK
 
 
 def as_text(checksums: Mapping[str, Mapping[Span, int]]) -> str:

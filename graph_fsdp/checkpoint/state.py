@@ -69,7 +69,7 @@ def training_state(
     if rank:
         tree = _sharded_part(tree) or {}
     tree[RNG] = {str(rank): random_state(model)}
-    return _written(tree, access)
+    return {key: _written(value, access) for key, value in tree.items()}
 
 
 def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.M
 
     def build() -> nn.Module:
         # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model
 
     tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
     return build, {"input_ids": tokens, "labels": tokens}
