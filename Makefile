@@ -1,6 +1,9 @@
 # make train      set up and train the example GPT
 # make test       set up and run the tests
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
+# make test-package   build the source distribution and the wheel, and use the package outside of the repository
+# make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
+# make docs           the site of the documentation, into build/site
 # make lint, make types, make clean
 #
 # PYTHON=python3.12   the interpreter that the environment is made with
@@ -22,7 +25,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 
-.PHONY: train test test-xla lint types clean
+.PHONY: train test test-xla test-package test-matrix docs lint types clean
 
 train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -33,6 +36,26 @@ test: $(VENV)/.installed
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n $(JOBS) --dist loadfile tests/xla $(ARGS)
+
+# In an environment that has only the package and what it requires. The wheel is made from the source distribution.
+test-package: $(VENV)/.installed
+	rm -rf build/package && mkdir -p build/package/elsewhere
+	$(BIN)/python -m build --outdir build/package .
+	$(PYTHON) -m venv build/package/environment
+	build/package/environment/bin/python -m pip install --quiet $(PIN) build/package/*.whl
+	build/package/environment/bin/python -m pip check
+	cp tests/installed_package.py build/package/elsewhere/program.py
+	cd build/package/elsewhere && OMP_NUM_THREADS=1 ../environment/bin/python program.py $(CURDIR)/graph_fsdp
+	cd build/package/elsewhere && OMP_NUM_THREADS=1 ../environment/bin/torchrun --standalone --nproc-per-node 2 program.py
+	rm -rf build/package
+
+# PAIRS="2.11.0:3.12 newest:3.13"   those only
+test-matrix: $(VENV)/.installed
+	$(BIN)/python benchmarks/compatibility.py $(addprefix --pair ,$(PAIRS))
+	$(BIN)/python benchmarks/update_docs.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

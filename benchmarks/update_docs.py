@@ -1,4 +1,5 @@
-"""Write the tables of ``docs/performance.md``, ``planning.md`` and ``xla.md`` anew from ``benchmarks/results``.
+"""Write the tables of ``docs/compatibility.md``, ``performance.md``, ``planning.md`` and ``xla.md`` anew from
+``benchmarks/results``.
 
     python benchmarks/update_docs.py
 
@@ -12,12 +13,13 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from harness import IMAGES, RESULTS, ROOT
 from tables import machine_line
 
 NOT_MEASURED = "Not measured yet.\n"
-PAGES = tuple(ROOT / "docs" / name for name in ("performance.md", "planning.md", "xla.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("compatibility.md", "performance.md", "planning.md", "xla.md"))
 _MARKED = re.compile(r"(<!-- results/(?P<name>\w+)\.json -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,8 +30,13 @@ def section(path: Path) -> str:
     result = json.loads(path.read_text())
     table = importlib.import_module(result["benchmark"]).table(result)
     plot = f"![{path.stem}](images/{path.stem}.svg)\n\n" if (IMAGES / f"{path.stem}.svg").exists() else ""
-    machine = machine_line(result) if "machine" in result else f"Predicted with torch {result['torch']}"
-    return f"{plot}```\n{result['command']}\n```\n{machine}.\n\n{table.markdown()}\n"
+    return f"{plot}```\n{result['command']}\n```\n{_made_with(result)}.\n\n{table.markdown()}\n"
+
+
+def _made_with(result: dict[str, Any]) -> str:
+    if "about" in result:
+        return str(result["about"])
+    return machine_line(result) if "machine" in result else f"Predicted with torch {result['torch']}"
 
 
 def updated(page: str) -> str:
