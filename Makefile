@@ -55,6 +55,8 @@ test-matrix: $(VENV)/.installed
 	$(BIN)/python benchmarks/update_docs.py
 
 docs: $(VENV)/.installed
+	rm -rf build
+	$(BIN)/python -m pip install --quiet --no-deps --target build/installed .
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(VENV)/.installed

@@ -28,24 +28,20 @@ from tables import Table
 FILE = RESULTS / "compatibility.json"
 NEWEST = "newest"
 PAIRS = [f"{torch}:3.{minor}" for torch in ("2.9.1", "2.11.0", "2.13.0", NEWEST) for minor in (10, 11, 12, 13)]
-# Capture, passes, verifier, options, numbers on several processes, checkpoints, reports and plans; compiled by
-# Inductor where the test says so.
+# Capture, passes, verifier, modules, numbers on several processes, checkpoints and reports.
 TESTS = (
     "test_passes.py",
     "test_verify.py",
     "test_printed_graphs.py",
     "test_printed_graphs_backward.py",
-    "test_models.py",
     "test_module.py",
     "test_calls.py",
-    "test_options.py",
-    "test_train.py",
+    "test_runtime_ranks.py",
     "test_checkpoint.py",
     "test_report.py",
-    "test_plan.py",
     "test_package.py",
 )
-NEEDED = ("pytest", "pytest-timeout", "expecttest", "safetensors")
+NEEDED = ("pytest", "pytest-timeout", "expecttest", "safetensors", "transformers")
 _ABOUT = "import json, platform, torch; print(json.dumps([torch.__version__, platform.python_version()]))"
 
 

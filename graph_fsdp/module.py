@@ -23,6 +23,14 @@ from graph_fsdp.passes import compat
 from graph_fsdp.units import Unit
 
 
+class _NotStatically(property):
+    """False as an object of its own: since torch 2.15 Dynamo looks the attribute up without calling the property, takes
+    what it finds for FSDP1's flag, and refuses the module."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
     """Mixed into the classes of a compiled model and of its units, before their own.
 
@@ -49,7 +57,7 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
             value = _compiled_method(self, name, method)  # type: ignore[arg-type]
         super().__setattr__(name, value)
 
-    @property
+    @_NotStatically
     def _is_fsdp_managed_module(self) -> bool:
         """What transformers asks before it generates: whether ranks have to stop together, because each forward
         gathers. Not while Dynamo traces, which would leave guards out for FSDP2's sake."""

@@ -1,0 +1,104 @@
+"""Every block of Python of the documentation runs and prints what stands below it, on every page that there is.
+
+Pages with tests of their own are listed here, and those tests have to name them. A block that is not run says why, in a
+comment above it: ``<!-- not run: reason -->``. ``EXPECTTEST_ACCEPT=1`` writes into a page what is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from test_docs import ROOT, Example, accept, printed
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+OF_THEIR_OWN = {
+    "checkpoints.md": "test_docs_checkpoints.py",
+    "index.md": "test_docs_index.py",
+    "passes.md": "test_docs.py",
+    "planning.md": "test_planning_page.py",
+    "profiling.md": "test_docs_profiling.py",
+    "reading_a_report.md": "test_docs_report.py",
+    "xla.md": "xla/test_xla_docs.py",
+}
+_BLOCK = re.compile(
+    r"(?P<mark><!-- not run: .+ -->\n)?^```python\n(?P<code>.*?)^```$(?:\n```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+# What a page's code takes for given.
+GIVEN = {
+    "README.md": """
+import torch
+
+
+def MyModel():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+
+batches = [(torch.ones(3, 4), torch.tensor([0, 1, 0]))] * 2
+"""
+}
+
+
+def blocks(page: Path) -> list[Example]:
+    text = page.read_text()
+    found = [Example(0, GIVEN[page.name], "", (0, 0))] if page.name in GIVEN else []
+    for block in _BLOCK.finditer(text):
+        if not block["mark"]:
+            span = block.span("printed") if block["printed"] is not None else (0, 0)
+            found.append(Example(text.count("\n", 0, block.start("code")), block["code"], block["printed"] or "", span))
+    return found
+
+
+OURS = [page for page in PAGES if page.name not in OF_THEIR_OWN and "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+def test_the_code_of_a_page_prints_what_stands_there(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the code writes
+    found = blocks(page)
+    outputs = printed(found, page)
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        accept(found, outputs, page)
+    for example, output in zip(blocks(page), outputs, strict=True):
+        assert output == example.expected or example.span == (0, 0), f"line {example.line} of {page.name}"
+
+
+def test_pages_with_tests_of_their_own_have_them() -> None:
+    for page, test in OF_THEIR_OWN.items():
+        assert page in (ROOT / "tests" / test).read_text()
+
+
+def test_few_blocks_are_not_run() -> None:
+    marks = [mark for page in PAGES for mark in re.findall(r"<!-- not run: (.+) -->", page.read_text())]
+    assert len(marks) <= 4, marks
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("<!-- not run:") == sum(1 for block in _BLOCK.finditer(text) if block["mark"]), page.name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    for page in (ROOT / "docs").glob("**/*.md"):
+        assert f": {page.relative_to(ROOT / 'docs')}\n" in navigation, page
+
+
+def test_links_and_pictures_of_the_pages_are_there() -> None:
+    for page in PAGES:
+        prose = re.sub(r"```.*?```|`[^`\n]+`", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_what_is_exported_is_in_the_reference() -> None:
+    import graph_fsdp
+
+    reference = (ROOT / "docs" / "api.md").read_text()
+    errors = [name for name in graph_fsdp.__all__ if name.endswith(("Error", "Failure", "Disagreement"))]
+    named = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", reference, re.MULTILINE)}
+    assert set(graph_fsdp.__all__) - set(errors) <= named | {"passes"}
+
