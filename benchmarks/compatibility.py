@@ -65,7 +65,7 @@ def make(pair: str, folder: Path, wheel: Path) -> Path:
 
 
 def run(python: Path, wheel: Path, tests: Sequence[str]) -> dict[str, Any]:
-    """The tests with an interpreter whose environment has torch: how many passed, and the names of those that failed."""
+    """The tests with an interpreter whose environment has torch: how many passed, and the names of what failed."""
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
     subprocess.run([str(python), *install], check=True)
     # -P, or the folder that it runs in would come before the installed package; of the processes that tests start too.
@@ -107,7 +107,9 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    numbers = [[int(part) for part in row[key].split("+")[0].split(".") if part.isdigit()] for key in ("torch", "python")]
+    numbers = [
+        [int(part) for part in row[key].split("+")[0].split(".") if part.isdigit()] for key in ("torch", "python")
+    ]
     return row["torch"] == NEWEST, *numbers
 
 

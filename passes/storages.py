@@ -25,7 +25,8 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs, iterate_tensors
+from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs
 from graph_fsdp.passes.layout import gradients_sent, landing_nbytes, packed_nbytes
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import Slot, slot_table

@@ -101,4 +101,3 @@ def test_what_is_exported_is_in_the_reference() -> None:
     errors = [name for name in graph_fsdp.__all__ if name.endswith(("Error", "Failure", "Disagreement"))]
     named = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", reference, re.MULTILINE)}
     assert set(graph_fsdp.__all__) - set(errors) <= named | {"passes"}
-
