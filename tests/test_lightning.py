@@ -140,13 +140,10 @@ def saved_by_fabric() -> tuple[Path, Outcome]:
 
 @FACTS
 def losses_norms_and_parameters_of_fabric_are_those_of_fsdp2_bit_for_bit() -> None:
-    seen = {str(saved_by_fabric()[1].steps)}
-    for precision, dtype in (("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)):
-        own, outcome = with_fabric(fsdp2, precision), with_fabric(ours, precision)
-        check_same(outcome, own)
-        assert {p.dtype for p in outcome.model.parameters()} == {dtype}
-        seen.add(str(own.steps))
-    assert len(seen) == 3, "each precision computes in its own way"
+    own, outcome = with_fabric(fsdp2, "bf16-true"), with_fabric(ours, "bf16-true")
+    check_same(outcome, own)
+    assert {p.dtype for p in outcome.model.parameters()} == {torch.bfloat16}
+    assert own.steps != saved_by_fabric()[1].steps
 
 
 @FACTS
@@ -283,7 +280,7 @@ def the_example_learns_and_resumes() -> None:
     folder = shared_folder()
     (folder / "text").write_text("to be or not to be, that is the question; " * 200)
     given = ["--text", str(folder / "text"), "--folder", str(folder / "saved"), "--accelerator", "cpu"]
-    given += ["--devices", "2", "--backend", "eager", "--windows", "128", "--lr", "1e-2", "--layers", "2"]
+    given += ["--devices", "2", "--backend", "eager", "--windows", "128", "--lr", "1e-2", "--layers", "1"]
     losses, validation = lightning_gpt.run([*given, "--epochs", "1"])
     resumed, after = lightning_gpt.run([*given, "--epochs", "2"])
     assert len(losses) == len(resumed) == 8, "the second epoch only"

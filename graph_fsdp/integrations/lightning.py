@@ -45,7 +45,8 @@ def shard(model: Model, device_mesh: DeviceMesh, **compile_options: Any) -> Mode
         ValueError: all ranks are tensor parallel, as Lightning's defaults have it, and the model is not.
         All that ``graph_fsdp.compile`` raises. Nothing is changed then.
     """
-    if isinstance(model, GraphFSDPModule):
+    given: object = model
+    if isinstance(given, GraphFSDPModule):
         return model
     data_parallel, tensor_parallel = device_mesh["data_parallel"], device_mesh["tensor_parallel"]
     if tensor_parallel.size() > 1 and not any(isinstance(p, DTensor) for p in model.parameters()):
