@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 OF_THEIR_OWN = {
     "checkpoints.md": "test_docs_checkpoints.py",
     "index.md": "test_docs_index.py",
+    "lightning.md": "test_lightning.py",
     "passes.md": "test_docs.py",
     "planning.md": "test_planning_page.py",
     "profiling.md": "test_docs_profiling.py",
@@ -70,7 +71,8 @@ def test_the_code_of_a_page_prints_what_stands_there(
 
 def test_pages_with_tests_of_their_own_have_them() -> None:
     for page, test in OF_THEIR_OWN.items():
-        assert page in (ROOT / "tests" / test).read_text()
+        source = (ROOT / "tests" / test).read_text()
+        assert page in source and "PAGE" in source
 
 
 def test_few_blocks_are_not_run() -> None:
