@@ -20,8 +20,9 @@ from torch import fx
 
 from graph_fsdp.parameter_life import ParameterLife, lives
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.memory import CATEGORIES, MemoryProfile
+from graph_fsdp.passes.memory import MemoryProfile
 from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.storages import CATEGORIES
 from graph_fsdp.report_data import BucketData, ReportData
 from graph_fsdp.source_lines import module_name, source_line
 from graph_fsdp.trace_events import ScheduledGraph, lane_of
