@@ -115,25 +115,28 @@ class Timeline {
     c.fillStyle = this.color("--fore");
     c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
     const first = Math.max(0, lastAtMost(slices.length, (n) => slices[n][2], this.view[0]));
-    const columns = new Map(), wide = []; // pixel → [µs, of them exposed] of what is narrower
+    const columns = new Map(), wide = []; // pixel → [part that is filled, part that is exposed] by what is narrower
+    const fill = (column, part, exposed) => {
+      const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
+      sums[0] += part;
+      if (exposed) sums[1] += part;
+    };
     for (let n = first; n < slices.length && slices[n][2] <= this.view[1]; n++) {
       const [g, node, begin, duration, exposed] = slices[n];
       const left = Math.max(LABEL, this.x(begin)), right = Math.min(this.width, this.x(begin + duration));
       const marked = this.marked && this.marked.has(`${g}:${node}`);
       if (right < LABEL) continue;
       if (right - left >= 1 || marked) { wide.push([g, node, left, right, exposed, marked]); continue; }
-      const column = Math.floor((left + right) / 2);
-      const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
-      sums[0] += duration;
-      if (exposed) sums[1] += duration;
+      const column = Math.floor(left), border = Math.min(right, column + 1);
+      fill(column, border - left, exposed);
+      if (right > border) fill(column + 1, right - border, exposed);
     }
     c.globalAlpha = this.marked ? 0.25 : 1;
     for (const [column, [all, exposed]] of columns) {
-      const height = all > 0 ? (exposed / all) * LANE : 0;
       c.fillStyle = this.laneColor(number);
-      c.fillRect(column, top, 1, LANE - height);
+      c.fillRect(column, top + LANE * (1 - all), 1, LANE * (all - exposed));
       c.fillStyle = this.color("--exposed");
-      c.fillRect(column, top + LANE - height, 1, height);
+      c.fillRect(column, top + LANE * (1 - exposed), 1, LANE * exposed);
     }
     for (const [g, node, left, right, exposed, marked] of wide) {
       const width = Math.max(right - left, marked ? 3 : 1);
