@@ -44,7 +44,7 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class MeshCase:
-    """The first ``ranks`` of those that there are take part; "none": one process, without a mesh. ``shape``: of "hybrid"."""
+    """The first ``ranks`` of all take part; "none": one process, without a mesh. ``shape``: of "hybrid"."""
 
     kind: MeshKind = "shard"
     ranks: int = 2
