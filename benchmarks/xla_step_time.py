@@ -13,8 +13,9 @@ on the CPU, one device with the whole batch: its losses are what those of the ot
 which one differs fails (exit code 1).
 
 Time to the first step is measured in processes of its own, one for each implementation and repeat, from when the model
-is on the CPU to the end of its first step: wrapping or capture, passes, XLA's compilation, and the step. ``compile`` is
-the time of the steps that compiled anything, less as many steps as they are at the time that a step takes afterwards.
+is on the CPU to the end of its first step: wrapping or capture, passes, XLA's compilation, and the step. ``warm-up`` is
+the time of the steps that compiled anything, less as many steps as they are at the time that a step takes afterwards;
+``XLA`` is what XLA's compiler took of it, as torch_xla counts it.
 
 What it does not show: accelerators, whose collectives run beside compute; several processes; memory.
 """
@@ -47,6 +48,7 @@ MEASURE = "GRAPH_FSDP_XLA_MEASURE"  # what a process of the benchmark's own meas
 ENVIRONMENT = {"PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
 WARMUP = 4  # the optimizer's state is made in the first step, and its program may differ until the third
 TIMEOUT_SECONDS = 1800
+WARM_UP = {"warm_up": "warm-up", "warm_up_cpu": "of the CPU", "xla": "XLA"}  # what is measured of it, and its column
 
 Turn = tuple[float, float]  # seconds, and CPU seconds of the process, of a step
 
@@ -225,28 +227,36 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> float:
 
 
 def measure_first_step(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds to the end of the first step, and seconds of compilation of the first ones."""
+    """Seconds to the end of the first step, seconds that the first ones took longer than later ones, also of the
+    processor, and seconds of XLA's compiler in them."""
     mesh, workload = make_mesh(), workload_of(options)
     model = workload.make(torch.device("cpu"))
-    seconds = []
-    begin = time.perf_counter()
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     trainer = Trainer(name, workload, mesh, model)
     for _ in range(2 * WARMUP):
         if seconds:
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
         trainer.prepare(1)
         trainer.step()
         trainer.wait()
         seconds.append(time.perf_counter() - begin)
-    usual = statistics.median(seconds[WARMUP:])
-    return {"first": seconds[0], "compile": sum(seconds[:WARMUP]) - WARMUP * usual}
+        cpu_seconds.append(time.process_time() - cpu_begin)
+
+    def longer(all_steps: list[float]) -> float:
+        return sum(all_steps[:WARMUP]) - WARMUP * statistics.median(all_steps[WARMUP:])
+
+    xla = compilations()[1]
+    return {"first": seconds[0], "warm_up": longer(seconds), "warm_up_cpu": longer(cpu_seconds), "xla": xla}
 
 
-def compilations() -> int:
-    """What torch_xla has compiled in this process."""
+def compilations() -> tuple[int, float]:
+    """Programs that XLA has compiled in this process, and the seconds that it took."""
     import torch_xla.debug.metrics as metrics
 
-    return int((metrics.metric_data("CompileTime") or (0,))[0])
+    count, nanoseconds, *_ = metrics.metric_data("CompileTime") or (0, 0)
+    return int(count), nanoseconds / 1e9
 
 
 def described(mesh: Any) -> dict[str, Any]:
@@ -262,13 +272,15 @@ def described(mesh: Any) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     header = ["implementation", "step, ms", f"÷ {COMPARED}", "CPU, ms", f"CPU ÷ {COMPARED}"]
-    header += ["first step, s", "compile, s", f"compile ÷ {COMPARED}"]
+    header += ["first step, s", *(f"{label}{unit}" for label in WARM_UP.values() for unit in (", s", " ÷"))]
     rows = []
     for row in result["rows"]:
         line = [row["name"], quartile_cell(row["step_seconds"], 1e3, 1), quartile_cell(row["ratio"][COMPARED], 1, 2)]
         line += [quartile_cell(row["cpu_seconds"], 1e3, 1), quartile_cell(row["cpu_ratio"][COMPARED], 1, 2)]
         if "first_seconds" in row:
-            line += [f"{row['first_seconds']:.1f}", f"{row['compile_seconds']:.1f}", f"{row['compile_ratio']:.2f}"]
+            line.append(f"{row['first_seconds']:.1f}")
+            for part in WARM_UP:
+                line += [f"{row[f'{part}_seconds']:.1f}", f"{row[f'{part}_ratio']:.2f}"]
         rows.append(line + [""] * (len(header) - len(line)))
     loss = result["loss"]
     note = (
@@ -289,8 +301,10 @@ def result_of(options: argparse.Namespace, found: dict[str, Any], first: dict[st
         row["ratio"] = {COMPARED: quartiles([turns[name][0] / turns[COMPARED][0] for turns in rounds])}
         row["cpu_ratio"] = {COMPARED: quartiles([turns[name][1] / turns[COMPARED][1] for turns in rounds])}
         if name in medians:
-            row["first_seconds"], row["compile_seconds"] = medians[name]["first"], medians[name]["compile"]
-            row["compile_ratio"] = medians[name]["compile"] / medians[COMPARED]["compile"]
+            row["first_seconds"] = medians[name]["first"]
+            for part in WARM_UP:
+                row[f"{part}_seconds"] = medians[name][part]
+                row[f"{part}_ratio"] = medians[name][part] / medians[COMPARED][part]
         rows.append(row)
     steps = WARMUP + options.rounds * (1 + options.steps)
     left_out = {"arguments", "results", "images", "markdown", "name", "implementations", "ranks", "device"}

@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp.failure import save_failure
 from graph_fsdp.passes import Graph, PassContext, Plan, dialect
 from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.pipeline import GIVEN, add_stage
+from graph_fsdp.passes.pipeline import GIVEN, PassError, add_stage
 from graph_fsdp.passes.share import Sharing
 from graph_fsdp.passes.stage import Snapshot
+from graph_fsdp.passes.verification_error import VerificationError
 from graph_fsdp.recompilation import Cause
 from graph_fsdp.report import CapturedGraph
 
@@ -167,8 +169,12 @@ class Pieces:
         graph = Graph(fx.GraphModule(made.owner, made.snapshot.copy()), made.phase)
         add_stage(graph, context, "partition", time.perf_counter() - begin)
         kind, keeps = f"{made.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
-        engine.schedules.run(engine.pipeline, [graph], context, kind, engine._facts, keeps)
         engine.graphs.append(captured)
+        try:
+            engine.schedules.run(engine.pipeline, [graph], context, kind, engine._facts, keeps)
+        except (VerificationError, PassError) as error:  # no backend of Dynamo's, which would save it
+            save_failure(error, engine)
+            raise
         engine.regions.prepare([graph])
         return _Variant(engine._program(graph, context, captured), context.taken, list(context.given))
 

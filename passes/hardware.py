@@ -77,7 +77,7 @@ class Hardware:
     overlaps: collectives run beside compute, on engines or processors of their own; False where they take its cores.
     attention_efficiency, attention_backward_efficiency: what flash attention reaches of the peak, of the FLOPs that a
     causal mask leaves; None is half of matmul_efficiency. interference: in [0, 1), the part of the device's processors
-    that a running collective takes from compute; the clock of ``graph_fsdp.planning.simulator`` counts it on demand.
+    that a running collective takes from compute; the clock of ``passes/simulate.py`` counts it on demand.
     Raises ValueError on figures that cannot be.
     """
 

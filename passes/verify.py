@@ -13,11 +13,10 @@ from graph_fsdp.passes import accumulate, dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
 from graph_fsdp.passes.fake_values import Kinds, kind
 from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.keep_shard import scale_of
-from graph_fsdp.passes.offload import wrong_fetch
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
 from graph_fsdp.passes.verification_error import VerificationError
+from graph_fsdp.passes.verify_layout import check_layout
 
 
 class Verifier:
@@ -134,7 +133,7 @@ class Verifier:
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
-            self._layout(node)
+            check_layout(node, self.graph, self.context, self._fail)
             if node in starts and record(node) is None:
                 self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
             if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
@@ -175,76 +174,6 @@ class Verifier:
             before, buffer = shared
             wrong = f"{buffer} starts in slot {buffer.slot} while {before} is live in it"
             self._fail("live buffers do not share a slot", buffer.start, wrong)
-
-    def _layout(self, node: fx.Node) -> None:
-        """Chunks go into a gather, and parameters come out of it, at the places that the bucket's layout says."""
-        invariant = "a gathered bucket has its own layout"
-        if node.target is dialect.all_gather_start:
-            bucket = self.context.bucket_of(node.meta["fsdp"].params[0])
-            shards, offsets = node.args[0], node.args[1]
-            scale = 1
-            if has_role(shards[0], Role.KEPT_SHARD):  # type: ignore[arg-type,index]
-                scale = scale_of(self.context)
-                self._kept_layout(node, scale)
-            elif has_role(shards[0], Role.FETCH_WAIT):  # type: ignore[arg-type,index]
-                if wrong := wrong_fetch(node, bucket):
-                    self._fail(invariant, node, wrong)
-            else:
-                found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
-                if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
-                    self._fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-            custom = dialect.argument(node, "custom")
-            if custom != self.context.settings.custom_all_gather:
-                self._fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
-            messages = [] if custom else bucket.message_arguments(scale)
-            found_messages = list(dialect.argument(node, "messages"))
-            if found_messages != messages:
-                invariant = "a bucket is gathered in the same messages on all ranks"
-                self._fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
-        elif node.target is dialect.reduce_scatter_start and "bucketed" in self.context.facts[self.graph.phase]:
-            names = node.meta["fsdp"].params
-            bucket = self.context.bucket_of(names[0])
-            custom = dialect.argument(node, "custom")
-            if custom != self.context.settings.custom_reduce_scatter:
-                self._fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
-            due = [] if custom else bucket.reduced_in([self.context.model.parameters[name] for name in names])
-            if (counts := list(dialect.argument(node, "messages"))) != due:
-                wrong = f"{node} has messages {counts}, its bucket {due}"
-                self._fail("a bucket is reduced in the same messages on all ranks", node, wrong)
-        elif has_role(node, Role.KEEP_SHARD):
-            self._kept_layout(node, 1)
-        elif has_role(node, Role.UNPACK):
-            name = node.meta["fsdp"].params[0]
-            bucket, parameter = self.context.bucket_of(name), self.context.model.spec_of(name)
-            piece = node
-            while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
-                piece = piece.args[0]
-            begin = bucket.offsets[name] * bucket.world_size
-            expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
-            if piece.args[1:] != expected:
-                self._fail(
-                    invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
-                )
-
-    def _kept_layout(self, node: fx.Node, scale: int) -> None:
-        """A shard that goes from forward to backward is cut out of its own bucket and gathered to the same buffer."""
-        record, model = node.meta["fsdp"], self.context.model
-        bucket = self.context.bucket_of(record.params[0])
-        numel_at = {scale * bucket.offsets[p.name]: scale * p.shard_numel for p in bucket.parameters}
-        offsets, numels = dialect.argument(node, "offsets"), dialect.argument(node, "numels")
-        chunks = dict(zip(offsets, numels, strict=False))
-        invariant = "a kept shard has its bucket's layout"
-        if len(offsets) != len(numels) or not chunks.items() <= numel_at.items():
-            self._fail(invariant, node, f"chunks at {offsets} of {numels} elements, the bucket's are {numel_at}")
-        if node.target is dialect.keep_shard and chunks != numel_at:
-            self._fail(invariant, node, f"only the chunks at {offsets} are kept, the bucket's are {numel_at}")
-        sizes = (dialect.argument(node, "length"), dialect.group_of(node))
-        if sizes != (scale * bucket.shard_numel, model.reshard_group):
-            expected = f"{scale * bucket.shard_numel} elements over group {model.reshard_group!r}"
-            self._fail(invariant, node, f"{sizes[0]} elements over group {sizes[1]!r}, and not {expected}")
-        source = node.args[0] if isinstance(node.args[0], fx.Node) else node.args[0][0]  # type: ignore[index]
-        if source.meta["fsdp"].bucket != record.bucket:  # type: ignore[union-attr]
-            self._fail(invariant, node, f"{node} is of bucket {record.bucket} and takes {source}")
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params

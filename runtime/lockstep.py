@@ -33,7 +33,6 @@ import datetime
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ import torch.distributed as dist
 
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime import agreement
-from graph_fsdp.runtime.agreement import RankDisagreement, digest, first_difference, listed, prefix_of, wait
+from graph_fsdp.runtime.agreement import RankDisagreement, first_difference, listed, prefix_of, wait
 from graph_fsdp.runtime.failure import (
     CollectiveFailed,
     Failure,
@@ -53,6 +52,7 @@ from graph_fsdp.runtime.failure import (
     is_of_process_group,
     place,
 )
+from graph_fsdp.runtime.runnable_program import RunnableProgram
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
 _DEPTH = 4  # programs of the past that a prediction looks at
@@ -62,26 +62,6 @@ _ADVICE = (
     "ranks have to take the same branches, freeze the same parameters, and train or evaluate together: decide by what "
     "all of them share"
 )
-
-
-Runnable = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class RunnableProgram:
-    """A program as ranks know it, or what else runs collectives. ``collectives``: each with its sizes, in order."""
-
-    model: str
-    phase: str
-    collectives: tuple[str, ...]
-    what: str = "graph"
-
-    @property
-    def key(self) -> str:
-        return f"{self.phase} {self.what} of {self.model} {digest(self.collectives)[:16]}"
-
-    def __str__(self) -> str:
-        return f"the {self.phase} {self.what} of {self.model}"
 
 
 class Lockstep:

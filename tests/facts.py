@@ -17,13 +17,18 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import shutil
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import run_ranks
 
 Fact: TypeAlias = Callable[[], None]
@@ -45,8 +50,8 @@ class Facts:
     def names(self) -> list[str]:
         return list(self.functions)
 
-    def check_on(self, world_size: int, timeout: float = 120) -> Failures:
-        return run_ranks(check_all, world_size, self.module, timeout=timeout)
+    def check_on(self, world_size: int, timeout: float = 120, env: Mapping[str, str] | None = None) -> Failures:
+        return run_ranks(check_all, world_size, self.module, timeout=timeout, env=env)
 
 
 def check(ranks: Failures, name: str) -> None:
@@ -54,6 +59,15 @@ def check(ranks: Failures, name: str) -> None:
     wrong = [f"rank {rank}:\n{failures[name]}" for rank, failures in enumerate(ranks) if name in failures]
     if wrong:
         pytest.fail("\n".join(wrong), pytrace=False)
+
+
+def shared_folder() -> Path:
+    """One folder, on all ranks."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    if dist.get_rank() == 0:
+        atexit.register(shutil.rmtree, str(box[0]), ignore_errors=True)
+    dist.broadcast_object_list(box, src=0)
+    return Path(str(box[0]))
 
 
 def check_all(module: str) -> dict[str, str]:

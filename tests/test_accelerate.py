@@ -1,10 +1,6 @@
 """Hugging Face Accelerate: a script with our ``Accelerator`` beside the same script with Accelerate's own FSDP2."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import yaml
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import merge_fsdp_weights
 from accelerate_script import make_model
+from running import free_port, run_script
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -60,18 +57,9 @@ def launch(folder: Path, config: dict[str, Any], *arguments: str, precision: str
         "use_cpu": True,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(SCRIPT), "--out", str(folder)]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    finished = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, start_new_session=True
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    return facts
+    launcher = ["accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
+    launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    return run_script(launcher, SCRIPT, folder, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_files import check_equal, saved, state_of, uneven, without
-from facts import Facts, Failures, check
+from facts import Facts, Failures, check, shared_folder
 from launch import run_ranks
 from models import CASES, CLASSES, GPT, MLP, WIDTH, loss_of
 from reference import parameters_of
@@ -78,15 +74,6 @@ def counted_reads() -> Iterator[dict[str, int]]:
         yield elements
     finally:
         safetensors_files._open = opened
-
-
-def shared_folder() -> Path:
-    """One folder, on all ranks."""
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    if dist.get_rank() == 0:
-        atexit.register(shutil.rmtree, str(box[0]), ignore_errors=True)
-    dist.broadcast_object_list(box, src=0)
-    return Path(str(box[0]))
 
 
 def local_elements(model: nn.Module) -> dict[str, int]:

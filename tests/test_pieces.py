@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from models import MLP, WIDTH
 from torch import Tensor, nn
 
 import graph_fsdp
-from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
+from graph_fsdp.passes.pipeline import PassError
 from graph_fsdp.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -257,3 +259,27 @@ def test_what_unshard_made_whole_is_not_shared() -> None:
 def test_fullgraph_has_no_pieces() -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     assert graph_fsdp.report.engine_of(model).pieces is None
+
+
+class FailsWhereShared(GraphPass):
+    name = "fails_where_shared"
+    requires = frozenset({"scheduled"})
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        if context.sharing:
+            raise ZeroDivisionError("nothing to divide")
+
+
+def test_where_a_pass_fails_on_a_shared_piece_its_graphs_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = compiled(Broken(), passes=default_pipeline().insert_after("prefetch", FailsWhereShared()))
+    gathers_of_call(model)
+    with pytest.raises(PassError, match="nothing to divide") as raised:
+        gathers_of_call(model)
+    found = re.search(r"graph-fsdp report (\S+)$", str(raised.value))
+    assert found is not None, raised.value
+    report = graph_fsdp.load_report(Path(found[1]))
+    assert "nothing to divide" in str(report)
+    assert list(report.stages("inference"))[-1] == "fails_where_shared (failed)"

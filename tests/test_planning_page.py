@@ -38,7 +38,7 @@ def test_the_code_of_the_page_prints_what_stands_there() -> None:
 
     found, count = _EXAMPLE.subn(printed, page)
     del sys.modules[module.__name__]
-    assert count == 4
+    assert count == 5
     if os.environ.get("EXPECTTEST_ACCEPT"):
         PAGE.write_text(found)
     assert found == page or os.environ.get("EXPECTTEST_ACCEPT")
@@ -55,7 +55,7 @@ def test_the_commands_of_the_page_are_commands() -> None:
 
 
 def test_published_rows_are_within_what_the_page_says() -> None:
-    """Of the results that are kept: compiled rows within 15% in tokens per second."""
+    """Of the results that are kept: compiled rows within 15% in tokens per second, and in what is reserved."""
     if not plan_published.RESULTS.exists():
         assert f"<!-- results/{plan_published.RESULTS.name} -->\nNot measured yet." in PAGE.read_text()
         return
@@ -66,6 +66,10 @@ def test_published_rows_are_within_what_the_page_says() -> None:
         assert row["plan"]["hardware"] == "h100_500w"
         error = row["predicted"]["tokens_per_second"] / row["published"]["tokens_per_second"] - 1
         assert backend == "eager" or abs(error) < 0.15
+        for figure in ("reserved_gib", "reserved_as_fsdp2_gib"):
+            error = row["predicted"][figure] / row["published"]["reserved_gib"] - 1
+            assert backend == "eager" or abs(error) < 0.15
+            assert row["predicted"][figure] > row["predicted"]["live_gib"]
 
 
 def test_a_published_row_is_planned_with_its_settings() -> None:

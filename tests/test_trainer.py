@@ -1,29 +1,19 @@
 """The Trainer of transformers, with ours in its place, beside the same with Accelerate's own FSDP2."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate_script import make_model
+from running import run_script
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def launch(folder: Path, *arguments: str) -> dict[str, Any]:
-    folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-    finished = subprocess.run(
-        [*command, "--out", str(folder), *arguments], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
-    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
-    return facts
+    return run_script(TORCHRUN, SCRIPT, folder, *arguments)
 
 
 @pytest.fixture(scope="module")

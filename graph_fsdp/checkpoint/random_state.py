@@ -11,25 +11,28 @@ from torch import nn
 
 
 def random_state(model: nn.Module) -> dict[str, Any]:
-    """Tensors of uint8 and a tuple of numbers."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    """Tensors, and tuples of tensors and numbers."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
     device = device_of(model)
     if device is not None:
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (name, keys.tolist(), *rest)
+        state["numpy"] = (name, torch.tensor(keys.tolist()), *rest)
     return state
 
 
 def set_random_state(model: nn.Module, state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     device = device_of(model)
     if device is not None and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
     if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, keys.numpy(), *rest))
 
 
 def device_of(model: nn.Module) -> torch.device | None:

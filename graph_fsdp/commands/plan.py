@@ -47,6 +47,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", choices=_CHECKPOINTING, default="none", help="of activations")
     optimizers = ("adamw", "adamw_foreach", "sgd", "momentum", "none")
     parser.add_argument("--optimizer", choices=optimizers, default="adamw")
+    parser.add_argument(
+        "--expandable-segments", action="store_true", help="of torch's allocator, which says what is reserved"
+    )
     parser.add_argument("--clip", action="store_true", help="gradients are clipped by their norm")
     parser.add_argument("--straggler", type=float, default=1.0, help="one rank computes so many times slower")
     parser.add_argument(
@@ -109,6 +112,7 @@ def _common(chosen: argparse.Namespace) -> dict[str, Any]:
         "hardware": chosen.hardware,
         "optimizer": None if chosen.optimizer == "none" else chosen.optimizer,
         "clip_gradients": chosen.clip,
+        "expandable_segments": chosen.expandable_segments,
         "straggler": chosen.straggler,
         "contention": chosen.contention,
         "mp_policy": MixedPrecisionPolicy(param_dtype=_DTYPES[chosen.dtype], reduce_dtype=torch.float32),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -14,23 +15,24 @@ from torch.utils import _pytree as pytree
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.kernels import graph_work
+from graph_fsdp.passes.simulate import Conditions, simulate
 from graph_fsdp.passes.spec import ModelSpec
-from graph_fsdp.planning.simulator import Conditions, run
+from graph_fsdp.planning.reserved import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.tracing import Traced, trace
 from graph_fsdp.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
 
 # Optimizer → (values that it keeps per parameter, how often a step reads or writes a value per parameter: the
-# parameter, its gradient and each that is kept, read and, but for the gradient, written). Those with "foreach" are
-# kernels one after the other over all parameters, as torch.optim runs them with neither fused nor capturable: mul,
-# lerp, mul, addcmul, sqrt, div, add, addcdiv.
-_OPTIMIZERS: dict[Optimizer, tuple[int, int]] = {
-    None: (0, 0),
-    "sgd": (0, 3),
-    "momentum": (1, 5),
-    "adamw": (2, 7),
-    "adamw_foreach": (2, 20),
+# parameter, its gradient and each that is kept, read and, but for the gradient, written; values that it allocates in a
+# step). Those with "foreach" are kernels one after the other over all parameters, as torch.optim runs them with neither
+# fused nor capturable: mul, lerp, mul, addcmul, sqrt, div, add, addcdiv, of which sqrt's results are no state.
+_OPTIMIZERS: dict[Optimizer, tuple[int, int, int]] = {
+    None: (0, 0, 0),
+    "sgd": (0, 3, 0),
+    "momentum": (1, 5, 0),
+    "adamw": (2, 7, 0),
+    "adamw_foreach": (2, 20, 1),
 }
 _CLIPPING = 3  # gradients are read for their norm, read and written for the factor
 _GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
@@ -50,17 +52,19 @@ class Plan(GraphReport):
         rows: int | None,
         conditions: Conditions | None = None,
         clips_gradients: bool = False,
+        expandable_segments: bool = False,
     ) -> None:
         """``tokens`` and ``rows``: of the batch of one rank."""
         self.__dict__.update(traced.report.__dict__)
         self.hardware, self.mesh_shape, self.optimizer = hardware, tuple(mesh_shape), optimizer
         self.tokens, self.rows = tokens, rows
         self.conditions, self.clips_gradients = conditions or Conditions(), clips_gradients
+        self.expandable_segments, self.traced = expandable_segments, traced
         self._graphs = [*traced.graphs.values()]
         self._views = [self._latest(graph.phase) for graph in self._graphs]
         for view, graph in zip(self._views, self._graphs, strict=True):
             if graph.cost is not None:
-                view.timeline = run(graph, graph.cost, self.conditions)
+                view.timeline = simulate(graph, graph.cost, self.conditions)
 
     # Time
 
@@ -83,7 +87,7 @@ class Plan(GraphReport):
         """What it reads and writes of memory, with the clipping of gradients. A straggler takes longer."""
         if len(self._graphs) < 2:
             return 0.0
-        _, traffic = _OPTIMIZERS[self.optimizer]
+        _, traffic, _ = _OPTIMIZERS[self.optimizer]
         traffic += _CLIPPING * self.clips_gradients
         sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
         return traffic * _trainable_nbytes(self.spec) / sustained
@@ -120,7 +124,7 @@ class Plan(GraphReport):
         """Category → bytes where the most are held; "optimizer" is its state."""
         found = [view.memory for view in self._views if view.memory is not None]
         highest = max(found, key=lambda memory: memory.peak)
-        kept, _ = _OPTIMIZERS[self.optimizer]
+        kept, _, _ = _OPTIMIZERS[self.optimizer]
         state = kept * _trainable_nbytes(self.spec) if len(self._graphs) > 1 else 0
         parts: dict[str, int] = {category: nbytes for category, nbytes in highest.by_category.items()}
         return {**parts, "optimizer": state} if state else parts
@@ -129,8 +133,19 @@ class Plan(GraphReport):
     def peak_nbytes(self) -> int:
         return sum(self.memory.values())
 
+    @functools.cached_property
+    def reserved(self) -> Reserved:
+        """What the caching allocator of torch reserves: ``peak_nbytes`` with gradients and free blocks."""
+        return replay(self.step(), expandable_segments=self.expandable_segments)
+
+    def step(self) -> Step:
+        """What a step allocates and frees."""
+        kept, _, temporaries = _OPTIMIZERS[self.optimizer]
+        return planned_step(self.traced.graphs, self.traced.context, kept, temporaries)
+
     @property
     def fits(self) -> bool:
+        """Whether live tensors do; what is reserved beyond them torch gives back before it gives up."""
         return self.peak_nbytes <= self.hardware.memory
 
     def summary(self) -> dict[str, Any]:
@@ -149,6 +164,7 @@ class Plan(GraphReport):
             "model_flops": self.model_flops,
             "mfu": self.mfu,
             "peak_nbytes": self.peak_nbytes,
+            "reserved_nbytes": self.reserved.nbytes,
             "memory": self.memory,
             "fits": self.fits,
             "conditions": dataclasses.asdict(self.conditions),
@@ -167,6 +183,7 @@ class Plan(GraphReport):
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
             f"  peak {self.peak_nbytes / 1e9:.2f} GB, {room} in {self.hardware.memory / 1e9:.0f}: {held}",
+            f"  reserved {self.reserved.nbytes / 1e9:.2f} GB",
         ]
         return "\n".join(lines)
 
@@ -182,6 +199,7 @@ def plan(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Optimizer = "adamw",
     clip_gradients: bool = False,
+    expandable_segments: bool = False,
     straggler: float = 1.0,
     contention: bool = False,
     **compile_options: Any,
@@ -198,9 +216,11 @@ def plan(
         optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "sgd", "momentum" (SGD with it), None
             for none.
         clip_gradients: by their norm, before the optimizer.
+        expandable_segments: of the allocator, as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` sets them
+            (:mod:`graph_fsdp.planning.allocator`).
         straggler: how many times slower than the others one rank computes.
         contention: collectives share links with each other, and processors with compute
-            (:class:`graph_fsdp.planning.simulator.Conditions`).
+            (:class:`graph_fsdp.passes.simulate.Conditions`).
         compile_options: of :func:`graph_fsdp.compile`.
 
     Raises:
@@ -227,7 +247,7 @@ def plan(
     _check_nodes(mesh_shape, described)
     traced = trace(model_fn, example_inputs, mesh_shape=mesh_shape, loss=loss, passes=passes, **compile_options)
     tokens, rows = _sizes(example_inputs)
-    return Plan(traced, described, mesh_shape, optimizer, tokens, rows, conditions, clip_gradients)
+    return Plan(traced, described, mesh_shape, optimizer, tokens, rows, conditions, clip_gradients, expandable_segments)
 
 
 def _check_nodes(mesh_shape: Any, hardware: Hardware) -> None:

@@ -1,0 +1,347 @@
+"""Lightning: Fabric and the Trainer with our ``shard``, beside the same training with torch's ``fully_shard``, both
+under Lightning's own ``ModelParallelStrategy``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from facts import Facts, Failures, check, shared_folder
+from lightning.fabric import strategies as fabric_strategies
+from lightning.pytorch import strategies as trainer_strategies
+from lightning.pytorch.callbacks import ModelCheckpoint
+from models import GPT, SEQUENCE, VOCABULARY
+from test_docs import ROOT, examples, missing_tests, printed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import graph_fsdp
+from graph_fsdp.integrations.lightning import shard
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import lightning_gpt
+
+FACTS = Facts(__name__)
+PAGE = ROOT / "docs" / "lightning.md"
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+
+def fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if isinstance(model, FSDPModule):
+        return model
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+ours: Parallelize = functools.partial(shard, backend="eager")
+
+
+@dataclass
+class Outcome:
+    """``steps``: for each, numbers that two trainings must agree in, bit for bit."""
+
+    steps: list[tuple[float, ...]]
+    model: nn.Module
+
+    @functools.cached_property
+    def state(self) -> dict[str, Tensor]:
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.model.state_dict().items()}
+
+
+def check_same(a: Outcome, b: Outcome) -> None:
+    assert a.steps == b.steps, (a.steps, b.steps)
+    assert a.state.keys() == b.state.keys()
+    for name, value in a.state.items():
+        assert torch.equal(value, b.state[name]), name
+
+
+def score(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+
+
+# Fabric
+
+
+def with_fabric(
+    parallelize: Parallelize,
+    precision: Any = "32-true",
+    *,
+    meta: bool = False,
+    full: bool = False,
+    save: Path | None = None,
+    load: Path | None = None,
+    steps: int = 6,
+) -> Outcome:
+    """Steps of two batches each; saved after the third."""
+    fabric = lightning.Fabric(
+        accelerator="cpu",
+        devices=2,
+        strategy=fabric_strategies.ModelParallelStrategy(
+            parallelize, data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full
+        ),
+        precision=precision,
+    )
+    fabric.launch()
+    torch.manual_seed(0)
+    with fabric.init_module(empty_init=meta):
+        model = GPT()
+    torch.manual_seed(0)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if load is not None:
+        assert fabric.load(load, state) == {}
+    outcome = Outcome([], model)
+    for step in range(state["step"], steps):
+        losses = []
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * step + 10 * part + fabric.global_rank)
+            tokens = torch.randint(VOCABULARY, (4, SEQUENCE), generator=generator)
+            with fabric.no_backward_sync(model, enabled=part == 0):
+                loss = score(model, tokens)
+                fabric.backward(loss / 2)
+            losses.append(loss.item())
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        outcome.steps.append((*losses, norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()))
+        state["step"] = step + 1
+        if save is not None and step == 2:
+            fabric.save(save, state)
+    return outcome
+
+
+@functools.cache
+def saved_by_fabric() -> tuple[Path, Outcome]:
+    """A folder with what each of the two has saved, sharded and full, and what FSDP2 has trained."""
+    folder = shared_folder()
+    own = with_fabric(fsdp2, save=folder / "own")
+    outcome = with_fabric(ours, save=folder / "ours")
+    check_same(outcome, own)
+    assert "blocks.1" in str(graph_fsdp.inspect(outcome.model.module)), "the blocks are the units"  # type: ignore[arg-type]
+    assert own.steps[-1] != own.steps[0]
+    return folder, own
+
+
+@FACTS
+def losses_norms_and_parameters_of_fabric_are_those_of_fsdp2_bit_for_bit() -> None:
+    own, outcome = with_fabric(fsdp2, "bf16-true"), with_fabric(ours, "bf16-true")
+    check_same(outcome, own)
+    assert {p.dtype for p in outcome.model.parameters()} == {torch.bfloat16}
+    assert own.steps != saved_by_fabric()[1].steps
+
+
+@FACTS
+def a_model_that_fabric_builds_on_the_meta_device_gets_the_values_it_would_have_had() -> None:
+    check_same(with_fabric(ours, meta=True), saved_by_fabric()[1])
+
+
+@FACTS
+def fabrics_checkpoints_are_fsdp2s_sharded_and_full() -> None:
+    folder, own = saved_by_fabric()
+    with_fabric(fsdp2, full=True, save=folder / "ownfull", steps=3)
+    with_fabric(ours, full=True, save=folder / "oursfull", steps=3)
+    resumed = Outcome(own.steps[3:], own.model)
+    for full in (False, True):
+        ending = "full" if full else ""
+        assert (folder / f"ours{ending}").is_file() == full
+        check_same(with_fabric(ours, full=full, load=folder / f"own{ending}"), resumed)
+        check_same(with_fabric(fsdp2, full=full, load=folder / f"ours{ending}"), resumed)
+    if dist.get_rank() == 0:
+        saved = torch.load(folder / "oursfull", weights_only=True)
+        GPT().load_state_dict(saved["model"])
+        assert saved["step"] == 3
+
+
+# The Trainer
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, parallelize: Parallelize) -> None:
+        super().__init__()
+        self.parallelize = parallelize
+        self.model: nn.Module | None = None
+        self.steps: list[tuple[float, ...]] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(0)
+            self.model = GPT()
+        self.parallelize(self.model, self.device_mesh)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = score(self.model, batch[0])  # type: ignore[arg-type]
+        self.steps.append((loss.item(),))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validation", score(self.model, batch[0]), sync_dist=True)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def with_trainer(
+    parallelize: Parallelize,
+    precision: Any = "32-true",
+    *,
+    full: bool = False,
+    save: Path | None = None,
+    load: Path | None = None,
+) -> Outcome:
+    """Two epochs of four steps of two batches each; saved after each epoch. The last entry is of the validation."""
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=trainer_strategies.ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full
+        ),
+        precision=precision,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        callbacks=[ModelCheckpoint(save, filename="{epoch}", save_top_k=-1)] if save is not None else None,
+        enable_checkpointing=save is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    tokens = torch.randint(VOCABULARY, (64, SEQUENCE), generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(TensorDataset(tokens), batch_size=4)
+    module = Module(parallelize)
+    trainer.fit(module, loader, loader, ckpt_path=load)
+    fitted = module.model
+    trainer.validate(module, loader, verbose=False)
+    assert module.model is fitted, "configure_model was called again"
+    return Outcome([*module.steps, (float(trainer.callback_metrics["validation"]),)], module)
+
+
+@functools.cache
+def saved_by_the_trainer() -> tuple[Path, Outcome]:
+    folder = shared_folder()
+    own = with_trainer(fsdp2, save=folder / "own")
+    outcome = with_trainer(ours, save=folder / "ours")
+    assert len(own.steps) == 17
+    check_same(outcome, own)
+    return folder, own
+
+
+@FACTS
+def losses_and_parameters_of_the_trainer_are_those_of_fsdp2_bit_for_bit() -> None:
+    own = with_trainer(fsdp2, "bf16-mixed")
+    check_same(with_trainer(ours, "bf16-mixed"), own)
+    assert own.steps != saved_by_the_trainer()[1].steps
+
+
+@FACTS
+def the_trainer_resumes_what_it_saved_with_fsdp2_sharded_and_full() -> None:
+    folder, own = saved_by_the_trainer()
+    with_trainer(ours, full=True, save=folder / "full")
+    resumed = Outcome(own.steps[8:], own.model)
+    check_same(with_trainer(ours, load=folder / "own" / "epoch=0.ckpt"), resumed)
+    check_same(with_trainer(fsdp2, load=folder / "ours" / "epoch=0.ckpt"), resumed)
+    check_same(with_trainer(ours, full=True, load=folder / "full" / "epoch=0.ckpt"), resumed)
+    if dist.get_rank() == 0:
+        saved = torch.load(folder / "full" / "epoch=1.ckpt", weights_only=True)["state_dict"]
+        assert all(torch.equal(value, own.state[name]) for name, value in saved.items())
+
+
+@FACTS
+def code_of_the_page_prints_what_stands_there() -> None:
+    found = examples(PAGE.read_text())
+    assert len(found) == 2
+    before = Path.cwd()
+    os.chdir(shared_folder())
+    try:
+        outputs = printed(found, PAGE)
+    finally:
+        os.chdir(before)
+    assert outputs == ([example.expected for example in found] if dist.get_rank() == 0 else ["", ""])
+
+
+@FACTS
+def the_example_learns_and_resumes() -> None:
+    folder = shared_folder()
+    (folder / "text").write_text("to be or not to be, that is the question; " * 200)
+    given = ["--text", str(folder / "text"), "--folder", str(folder / "saved"), "--accelerator", "cpu"]
+    given += ["--devices", "2", "--backend", "eager", "--windows", "128", "--lr", "1e-2", "--layers", "1"]
+    losses, validation = lightning_gpt.run([*given, "--epochs", "1"])
+    resumed, after = lightning_gpt.run([*given, "--epochs", "2"])
+    assert len(losses) == len(resumed) == 8, "the second epoch only"
+    assert resumed[-1] < losses[-1] < losses[0] and after < validation
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    # Lightning asks this variable whether something else has started the processes.
+    return FACTS.check_on(2, timeout=280, env={"TORCHELASTIC_RUN_ID": "tests"})
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
+# In one process
+
+
+def mesh_of(data_parallel: int, tensor_parallel: int) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu", (data_parallel, tensor_parallel), mesh_dim_names=("data_parallel", "tensor_parallel")
+    )
+
+
+def test_lightnings_default_sizes_are_an_error_that_says_what_to_give(fake_group: dist.ProcessGroup) -> None:
+    model = GPT()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 8 .*give ModelParallelStrategy data_parallel_size="):
+        shard(model, mesh_of(1, 8))
+    assert [p.data_ptr() for p in model.parameters()] == before and type(model) is GPT
+
+
+def test_options_go_to_compile_and_a_compiled_model_is_left_alone(fake_group: dist.ProcessGroup) -> None:
+    model = GPT()
+    assert shard(model, mesh_of(8, 1), backend="eager", reshard_after_forward=False) is model
+    (model(torch.zeros(2, SEQUENCE, dtype=torch.int64)).sum()).backward()
+    assert "kept" in str(graph_fsdp.inspect(model))
+    assert shard(model, mesh_of(8, 1)) is model
+
+
+def test_a_tensor_parallel_model_is_sharded_over_the_other_dimension(fake_group: dist.ProcessGroup) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(4, 2)
+    model = GPT()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    shard(model, mesh, backend="eager")
+    weight = model.blocks[0].up.weight
+    assert isinstance(weight, DTensor) and weight.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel")
+    assert weight.to_local().numel() * 8 == weight.numel()
+
+
+def test_precisions_that_lightning_does_not_have_with_this_strategy_are_its_own_error() -> None:
+    strategy = fabric_strategies.ModelParallelStrategy(ours, data_parallel_size=1, tensor_parallel_size=1)
+    with pytest.raises(ValueError, match=r"does not support .*16-mixed"):
+        lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision="16-mixed")
+
+
+def test_tests_that_the_page_names_exist() -> None:
+    missing, count = missing_tests(PAGE.read_text())
+    assert missing == [] and count > 0
