@@ -1,4 +1,5 @@
-"""Makes the pictures of docs/reading_a_report.md: the timelines of its two reports, from the code of the page.
+"""Makes the pictures of docs/reading_a_report.md: the timelines of its two reports, from the code of the page, and that
+of a model of 1,000 layers.
 
     python benchmarks/report_pictures.py
 
@@ -16,7 +17,11 @@ import tempfile
 import types
 from pathlib import Path
 
+import torch
 from playwright.sync_api import sync_playwright
+from torch import nn
+
+from graph_fsdp.planning import plan
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "reading_a_report.md"
@@ -26,7 +31,7 @@ _WIDTH, _HEIGHT = 1100, 900
 
 
 def reports(folder: Path) -> dict[str, Path]:
-    """The page's reports as HTML: picture → file."""
+    """Reports as HTML: picture → file."""
     module = types.ModuleType("reading_a_report")  # Dynamo imports a model's module by name
     sys.modules[module.__name__] = module
     os.chdir(folder)  # where the page's code writes
@@ -36,6 +41,15 @@ def reports(folder: Path) -> dict[str, Path]:
     for picture, name in _PICTURES.items():
         files[picture] = folder / f"{name}.html"
         getattr(module, name).save(files[picture])
+    files["report_1000_layers.png"] = folder / "layers.html"
+    plan(
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(1000))),
+        (torch.ones(1024, 1024, device="meta"),),
+        mesh_shape=(8,),
+        hardware="h100",
+        loss=torch.sum,
+        auto_wrap_policy={nn.Linear},
+    ).save(files["report_1000_layers.png"])
     return files
 
 

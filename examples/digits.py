@@ -2,6 +2,7 @@
 
     python examples/digits.py
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py --mnist DIR
+    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py --device xpu --save digits.pt
 
 The digits are scikit-learn's (1,797 of 8 x 8), or those of MNIST's files in the folder given by `--mnist`.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from ranks import Ranks, arguments, launched
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import graph_fsdp
 
@@ -113,6 +115,7 @@ def run(given: Sequence[str] | None = None) -> float:
     """Train and test; the accuracy on the test images."""
     parser = arguments(str(__doc__), epochs=14, batch=64, lr=1.0, gamma=0.85)
     parser.add_argument("--mnist", type=Path, help="folder of MNIST's four idx files (default: scikit-learn's digits)")
+    parser.add_argument("--save", type=Path, help="file for the trained weights, whole, as plain PyTorch loads them")
     args = parser.parse_args(given)
     with launched(args.device) as ranks:
         training, test = load_mnist(args.mnist) if args.mnist else load_digits()
@@ -129,6 +132,10 @@ def run(given: Sequence[str] | None = None) -> float:
             found = accuracy(model, test, ranks)
             ranks.say(f"epoch {epoch}: training loss {loss:.4f}, test accuracy {found:.2%}")
             scheduler.step()
+        if args.save is not None:
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if ranks.rank == 0:  # the others have none of it
+                torch.save(state, args.save)
         return found
 
 

@@ -52,6 +52,12 @@ class Ranks:
             print(line, flush=True)
 
 
+def process_group_backend(device: str) -> str:
+    """torch's choice: gloo, NCCL for CUDA, xccl for XPU."""
+    backend: str = dist.get_default_backend_for_device(device)
+    return backend
+
+
 @contextlib.contextmanager
 def launched(device: str | None = None) -> Iterator[Ranks]:
     """Alone, or one of torchrun's ranks. ``device``: cpu, cuda or xpu; None for the accelerator, or else the CPU."""
@@ -62,7 +68,7 @@ def launched(device: str | None = None) -> Iterator[Ranks]:
     if started:
         if device != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[device])
+        dist.init_process_group(process_group_backend(device))
     if dist.is_initialized():
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         place = torch.device("cpu" if device == "cpu" else f"{device}:{torch.accelerator.current_device_index()}")

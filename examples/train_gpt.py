@@ -176,7 +176,7 @@ def main() -> None:
         devices = int(mesh.size())
         args.batch *= devices
     elif "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}[args.device])
+        dist.init_process_group(dist.get_default_backend_for_device(args.device))
         rank, world = dist.get_rank(), dist.get_world_size()
         mesh = init_device_mesh(args.device, (world,))
         if args.device != "cpu":

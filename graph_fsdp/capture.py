@@ -125,7 +125,8 @@ class Engine:
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
         # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
         # sizes, guards and sources: a program that makes model after model would grow.
-        weakref.finalize(self, compat.FakeTensorMode.cache_clear).atexit = False
+        self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
@@ -202,6 +203,7 @@ class Engine:
             self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )
         context.extensions = self.extensions
+        self._shape_envs.add(compat.current_fake_mode().shape_env)
         inputs = list(example_inputs)
         substituted = self._find_parameters(module, inputs, context)
         self.graphs.append(captured)

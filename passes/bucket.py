@@ -82,7 +82,7 @@ class Bucket(GraphPass):
             parameter = _parameter(node, context)
             if node.meta["fsdp"].role is Role.GATHER:
                 if parameter.replicated or parameter.empty or unsharded:
-                    if offload is None:
+                    if offload is None or (parameter.empty and not parameter.replicated):  # nothing to fetch
                         _use_shard(graph, node, parameter)
                     else:
                         fetches.setdefault(_reduction_name(parameter, context), []).append(node)
@@ -299,7 +299,9 @@ def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     assert isinstance(shard, fx.Node)
     with graph.fx_graph.inserting_before(node):
         if p.empty and not p.replicated:
-            value = graph.call(aten.new_empty.default, (shard, list(p.stored_shape)), like=node)
+            device = node.meta["val"].device
+            elsewhere = {} if device == shard.meta["val"].device else {"device": device}
+            value = graph.call(aten.new_empty.default, (shard, list(p.stored_shape)), elsewhere, like=node)
         else:
             value = shard
         if p.param_dtype is not p.dtype:

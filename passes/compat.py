@@ -23,6 +23,7 @@ whole test-suite was run.
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
+| ``ShapeEnv.fake_tensor_cache`` | likewise, of graphs with symbolic sizes | 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
@@ -72,7 +73,7 @@ import math
 import os
 import types
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ __all__ = [
     "fake_process_group",
     "fake_tensor",
     "flop_registry",
+    "forget_fake_values",
     "forward_outputs",
     "free_symbols",
     "grouped_all_gather",
@@ -366,6 +368,14 @@ def current_fake_mode() -> FakeTensorMode:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
     return context.fake_mode
+
+
+def forget_fake_values(shape_envs: Iterable[Any]) -> None:
+    """Drop what torch remembers of fake tensors, of all models and of captures with these ``ShapeEnv``. They are
+    caches: whoever lives computes them again. Torch keeps the second kind until ``torch._dynamo.reset()``."""
+    FakeTensorMode.cache_clear()
+    for shape_env in shape_envs:
+        getattr(shape_env, "fake_tensor_cache", {}).clear()
 
 
 def forward_outputs() -> tuple[list[int], list[bool]]:

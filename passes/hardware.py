@@ -327,8 +327,10 @@ def detect_hardware(device: torch.device) -> Hardware:
 
 def _describe(device: torch.device) -> tuple[str, int]:
     """The driver's name of a device and its bytes of memory; "" and 0 where there is no driver to ask."""
-    backend = {"cuda": torch.cuda, "xpu": torch.xpu}.get(device.type)
-    if backend is None or not backend.is_available():
+    if device.type not in _FALLBACKS or device.type == "xla":
+        return "", 0
+    backend = torch.get_device_module(device)
+    if not backend.is_available():
         return "", 0
     properties = backend.get_device_properties(device)
     return properties.name, properties.total_memory

@@ -78,7 +78,7 @@ def fetch_shards(graph: Graph, name: str, gathers: Sequence[fx.Node], parameters
         flat = fetch(graph, shards, offsets, length, device, record)
         for node, p, begin in zip(gathers, parameters, offsets, strict=True):
             value = graph.call(aten.slice.Tensor, (flat, 0, begin, begin + p.shard_numel), name=p.name, like=node)
-            value = graph.call(aten.view.default, (value, list(p.shape)), name=p.name, like=node)
+            value = graph.call(aten.view.default, (value, list(p.stored_shape)), name=p.name, like=node)
             if p.param_dtype is not p.dtype:
                 value = graph.call(prims.convert_element_type.default, (value, p.param_dtype), like=node)
             node.replace_all_uses_with(value)

@@ -219,6 +219,20 @@ def test_prefetches() -> None:
     assert len(set(printed.values())) == 6, printed
 
 
+def test_original_parameters_are_there_with_either_setting() -> None:
+    given = [arguments(use_orig_params=value) for value in (False, True)]
+    assert given[0].keys() == given[1].keys()
+    for name in given[0].keys() - {"passes", "auto_wrap_policy"}:
+        assert given[0][name] == given[1][name], name
+    model = Model()
+    model[0].linear.bias.requires_grad_(False)  # frozen beside trainable in one unit
+    given[0].pop("mesh")
+    graph_fsdp.compile(model, None, backend="eager", **given[0])
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Model().named_parameters()]
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].linear.weight.grad is not None and model[0].linear.bias.grad is None
+
+
 def test_ignored_modules() -> None:
     model = Model()
     assert arguments(model, ignored_modules=[model[2]])["ignored_params"] == [model[2]]

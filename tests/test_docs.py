@@ -123,13 +123,13 @@ def _is_operator(name: str) -> bool:
 
 
 def test_every_invariant_of_the_verifier_is_listed() -> None:
-    source = (ROOT / "passes" / "verify.py").read_text()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Call, ast.Assign))]
+    trees = [ast.parse((ROOT / "passes" / name).read_text()) for name in ("verify.py", "verify_layout.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Assign))]
     strings = set()
     for call in calls:
         if isinstance(call, ast.Assign) and "invariant" in ast.unparse(call.targets[0]):
             strings |= {n.value for n in ast.walk(call.value) if isinstance(n, ast.Constant) and type(n.value) is str}
-        elif isinstance(call, ast.Call) and ast.unparse(call.func) == "self._fail":
+        elif isinstance(call, ast.Call) and ast.unparse(call.func) in ("self._fail", "fail"):
             first = call.args[0]
             strings |= {first.value} if isinstance(first, ast.Constant) else set()
     assert set(first_column("invariant")) == strings

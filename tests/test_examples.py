@@ -62,7 +62,7 @@ def short_forms(model: str, text: str, adapter: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     lora = ["--model", model, "--text", text, "--adapter", adapter, "--steps", "25", "--context", "32"]
     forms: dict[str, tuple[Callable[[list[str]], Any], list[str]]] = {
-        "digits": (digits.run, ["--epochs", "10"]),
+        "digits": (digits.run, ["--epochs", "10", "--save", str(Path(adapter).parent / "digits.pt")]),
         "resnet": (resnet.run, ["--epochs", "3", "--width", "8"]),
         "vit": (vit.run, ["--epochs", "8", "--layers", "2", "--lr", "4e-3"]),
         "llama_lora": (llama_lora.run, lora),
@@ -89,9 +89,13 @@ def on_two_ranks(lora_folder: Path) -> list[dict[str, Any]]:
     return run_ranks(short_forms, 2, *paths, backend=None, timeout=280)
 
 
-def test_digits_are_learnt(on_two_ranks: list[dict[str, Any]]) -> None:
+def test_digits_are_learnt_and_saved(on_two_ranks: list[dict[str, Any]], lora_folder: Path) -> None:
     first, second = (outcome["digits"] for outcome in on_two_ranks)
     assert first == second > 0.97
+    _, test = digits.load_digits()
+    model = digits.CNN(8)
+    model.load_state_dict(torch.load(lora_folder / "digits.pt"))
+    assert digits.accuracy(model, test, Ranks(0, 1, torch.device("cpu"), None)) == pytest.approx(first)
 
 
 def test_a_resnet_learns_images(on_two_ranks: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from models import MLP
 from torch import nn
 
 import graph_fsdp
+from graph_fsdp.passes.memory import CATEGORIES
 from graph_fsdp.report import GraphReport, GraphView
 
 SLOW = 20_000  # milliseconds that an element may take on a busy machine
@@ -231,6 +232,17 @@ def test_searching_a_parameter(page: Any, report: GraphReport) -> None:
     assert page.inner_text("#matches") == "no parameter of this name"
 
 
+def test_times_on_the_axis_differ_where_they_lie_close(page: Any) -> None:
+    assert page.evaluate("[58.84, 58.86].map((t) => formatTime(t, 0.02))") == ["58.84 µs", "58.86 µs"]
+    assert page.evaluate("[20795, 20800].map((t) => formatTime(t, 5))") == ["20.795 ms", "20.800 ms"]
+    assert page.evaluate("formatTime(20795)") == "20.8 ms"
+
+
+def test_every_category_has_a_color_of_its_own(page: Any) -> None:
+    colors = page.evaluate("PALETTE")
+    assert len(set(colors)) == len(colors) == len(CATEGORIES)
+
+
 # Of a deep model
 
 LAYERS = 300
@@ -277,4 +289,28 @@ def test_the_page_of_a_deep_model_makes_what_is_looked_at(browser: Any, deep_fil
     page.wait_for_function("document.getElementById('code-lines').textContent.includes('return')")
     assert page.locator("#code-lines div").count() < 100
     assert said == []
+    page.close()
+
+
+def test_the_overview_shows_how_much_of_the_time_compute_waits(browser: Any, deep_file: Path) -> None:
+    """Hundreds of waits are narrower than a pixel: the part of the lane that is red is their part of the time."""
+    page = browser.new_page(viewport={"width": 500, "height": 1400}, color_scheme="light")
+    page.set_default_timeout(SLOW)
+    page.goto(deep_file.as_uri())
+    page.wait_for_selector("#stages button")
+    red, blue, due = page.evaluate(
+        """async () => {
+          await new Promise(requestAnimationFrame);
+          await new Promise(requestAnimationFrame);
+          const canvas = document.querySelector("#timeline-section canvas"), top = AXIS + GAP;
+          const pixels = canvas.getContext("2d").getImageData(LABEL + 1, top, canvas.width - LABEL - 2, LANE).data;
+          let red = 0, blue = 0;
+          for (let n = 0; n < pixels.length; n += 4) pixels[n] > pixels[n + 2] ? red++ : blue++;
+          const graphs = (await readData()).graphs, sum = (a, b) => a + b;
+          const waits = graphs.flatMap((g) => g.waits.map((w) => w[2])).reduce(sum);
+          return [red, blue, waits / graphs.map((g) => g.seconds * 1e6).reduce(sum)];
+        }"""
+    )
+    assert 0.1 < due < 0.9
+    assert red / (red + blue) == pytest.approx(due, abs=0.1)
     page.close()

@@ -16,10 +16,12 @@ const formatBytes = (n) => {
   return `${unit ? n.toFixed(n < 10 ? 2 : 1) : n} ${units[unit]}`;
 };
 
-const formatTime = (us) => {
-  if (us >= 1e6) return `${(us / 1e6).toFixed(3)} s`;
-  if (us >= 1e3) return `${(us / 1e3).toFixed(us < 1e4 ? 3 : 1)} ms`;
-  return `${us.toFixed(us < 10 ? 2 : 1)} µs`;
+// `step`: what tells two times apart that stand side by side, in µs.
+const formatTime = (us, step = Infinity) => {
+  const [scale, unit] = us >= 1e6 ? [1e6, "s"] : us >= 1e3 ? [1e3, "ms"] : [1, "µs"];
+  const digits = us >= 1e6 ? 3 : us >= 1e3 ? (us < 1e4 ? 3 : 1) : us < 10 ? 2 : 1;
+  const needed = Math.min(8, Math.max(0, -Math.floor(Math.log10(step / scale) + 1e-9)));
+  return `${(us / scale).toFixed(Number.isFinite(needed) ? Math.max(digits, needed) : digits)} ${unit}`;
 };
 
 // The index of the last value that is not above `wanted`, by `value(index)`; -1 if all are.

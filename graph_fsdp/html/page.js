@@ -71,7 +71,7 @@ function legend(timeline) {
   const target = document.getElementById("legend");
   const entry = (color, name) => { const mark = element("i"); mark.style.background = color; target.append(mark, name); };
   entry("var(--exposed)", "compute waits");
-  timeline.categories.forEach((name, n) => entry(PALETTE[n % PALETTE.length], name));
+  timeline.categories.forEach(([name, color]) => entry(color, name));
 }
 
 function peaks(data, showNode) {

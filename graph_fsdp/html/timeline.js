@@ -1,6 +1,8 @@
 // The timeline: a lane for compute, one for each lane of communication, and the bytes held below them.
-const LANE = 30, GAP = 6, LABEL = 150, MEMORY = 130, AXIS = 20;
-const PALETTE = ["#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#ee8866", "#44bb99", "#99aabb"];
+const LANE = 30, GAP = 6, LABEL = 150, MEMORY = 130, AXIS = 20, PHASE = 14; // PHASE: of MEMORY, for the graph's name
+// Of the categories of memory, in the report's order, which is the same in all reports.
+const PALETTE = ["#4477aa", "#99aabb", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#ee8866", "#44bb99", "#bbbbbb"];
+const COMMUNICATION = ["#228833", "#aa3377", "#ee8866", "#44bb99"];
 
 class Timeline {
   constructor(canvas, data, onHover, onSelect) {
@@ -11,8 +13,11 @@ class Timeline {
     this.end = Math.max(...data.graphs.map((g) => g.begin + g.seconds * 1e6), 1e-3);
     this.slices = this.lanes.map((lane, n) => this.collect(lane, n));
     this.peak = Math.max(1, ...data.graphs.map((g) => (g.memory ? g.memory.peak : 0)));
-    const held = ({ categories, values }) => categories.filter((_, k) => values.some((row) => row[k]));
-    this.categories = [...new Set(data.graphs.flatMap((g) => (g.memory ? held(g.memory) : [])))];
+    // [category, color] of those that hold anything. All graphs have all categories.
+    const memories = data.graphs.flatMap((g) => (g.memory ? [g.memory] : []));
+    this.categories = (memories[0]?.categories ?? [])
+      .map((name, k) => [name, PALETTE[k % PALETTE.length], k])
+      .filter(([, , k]) => memories.some(({ values }) => values.some((row) => row[k])));
     this.marked = null; // "graph:node" → true while a parameter is looked at
     this.view = [0, this.end];
     canvas.style.height = `${this.height}px`;
@@ -63,7 +68,7 @@ class Timeline {
   }
 
   color(name) { return this.colors[name]; }
-  laneColor(lane) { return lane === 0 ? this.color("--compute") : PALETTE[(lane * 2) % PALETTE.length]; }
+  laneColor(lane) { return lane === 0 ? this.color("--compute") : COMMUNICATION[(lane - 1) % COMMUNICATION.length]; }
 
   // Once per frame, however many events ask for it.
   draw() {
@@ -95,7 +100,7 @@ class Timeline {
     const unit = [1, 2, 5, 10].map((n) => n * step).find((n) => span / n <= 9) ?? step * 10;
     c.fillStyle = this.color("--faint");
     for (let t = Math.ceil(this.view[0] / unit) * unit; t <= this.view[1]; t += unit) {
-      c.fillText(formatTime(t), this.x(t) + 3, AXIS / 2);
+      c.fillText(formatTime(t, unit), this.x(t) + 3, AXIS / 2);
       c.fillRect(this.x(t), 0, 0.5, this.height);
     }
     for (const graph of this.data.graphs) {
@@ -110,14 +115,31 @@ class Timeline {
     c.fillStyle = this.color("--fore");
     c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
     const first = Math.max(0, lastAtMost(slices.length, (n) => slices[n][2], this.view[0]));
-    let drawn = -1; // pixels up to here are filled: what is narrower is left out
+    const columns = new Map(), wide = []; // pixel → [part that is filled, part that is exposed] by what is narrower
+    const fill = (column, part, exposed) => {
+      const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
+      sums[0] += part;
+      if (exposed) sums[1] += part;
+    };
     for (let n = first; n < slices.length && slices[n][2] <= this.view[1]; n++) {
       const [g, node, begin, duration, exposed] = slices[n];
       const left = Math.max(LABEL, this.x(begin)), right = Math.min(this.width, this.x(begin + duration));
       const marked = this.marked && this.marked.has(`${g}:${node}`);
-      if (right < LABEL || (right - drawn < 0.6 && !marked)) continue;
-      const width = Math.max(right - left, marked ? 3 : 0.6);
-      drawn = left + width;
+      if (right < LABEL) continue;
+      if (right - left >= 1 || marked) { wide.push([g, node, left, right, exposed, marked]); continue; }
+      const column = Math.floor(left), border = Math.min(right, column + 1);
+      fill(column, border - left, exposed);
+      if (right > border) fill(column + 1, right - border, exposed);
+    }
+    c.globalAlpha = this.marked ? 0.25 : 1;
+    for (const [column, [all, exposed]] of columns) {
+      c.fillStyle = this.laneColor(number);
+      c.fillRect(column, top + LANE * (1 - all), 1, LANE * (all - exposed));
+      c.fillStyle = this.color("--exposed");
+      c.fillRect(column, top + LANE * (1 - exposed), 1, LANE * exposed);
+    }
+    for (const [g, node, left, right, exposed, marked] of wide) {
+      const width = Math.max(right - left, marked ? 3 : 1);
       c.globalAlpha = this.marked && !marked ? 0.25 : 1;
       c.fillStyle = exposed ? this.color("--exposed") : marked ? this.color("--select") : this.laneColor(number);
       c.fillRect(left, top, width - (width > 3 ? 0.6 : 0), LANE);
@@ -153,10 +175,11 @@ class Timeline {
       const flush = (left, right) => {
         if (most === null) return;
         let y = bottom;
-        categories.forEach((category, k) => {
-          const h = (most[k] / this.peak) * MEMORY;
-          c.fillStyle = PALETTE[this.categories.indexOf(category) % PALETTE.length];
-          c.fillRect(left, y - h, Math.max(right - left, 0.6), h);
+        if (right - left < 1) { left = Math.floor(left); right = left + 1; }
+        categories.forEach((_, k) => {
+          const h = (most[k] / this.peak) * (MEMORY - PHASE);
+          c.fillStyle = PALETTE[k % PALETTE.length];
+          c.fillRect(left, y - h, right - left, h);
           y -= h;
         });
       };

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from hypothesis import strategies as st
 from lasting_ranks import MESHES
-from random_cases import Case, LayerCase, MeshCase, ModelCase, OptionsCase
-from random_modules import LAYERS, OVER_ROWS
+from random_cases import Case, LayerCase, MeshCase, MeshKind, ModelCase, OptionsCase
+from random_layers import LAYERS, OVER_ROWS
 
 NUMBERS = st.integers(0, 20)
 OUTPUTS = (
@@ -40,6 +41,7 @@ PIPELINE: dict[str, st.SearchStrategy[Any]] = {
     "budget": st.sampled_from([500, 1000, 2000, 4000, 100_000]),
 }
 
+ALONE = MeshCase("none", 1)
 layers = st.builds(LayerCase, st.sampled_from(sorted(LAYERS)), st.integers(1, 7))
 
 
@@ -48,14 +50,14 @@ def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
     """``cast``: parameters are, and neither BatchNorm's buffers nor ignored parameters."""
     kinds = layers.filter(lambda layer: layer.kind != "batch_norm") if cast else layers
     if draw(st.booleans()):  # equal blocks, as most models have
-        block = tuple(draw(st.lists(kinds, min_size=1, max_size=3)))
-        blocks: tuple[tuple[LayerCase, ...], ...] = (block,) * draw(st.integers(1, 4))
+        block = tuple(draw(st.lists(kinds, min_size=1, max_size=2)))
+        blocks: tuple[tuple[LayerCase, ...], ...] = (block,) * draw(st.integers(1, 3))
     else:
-        blocks = tuple(map(tuple, draw(st.lists(st.lists(kinds, min_size=1, max_size=3), min_size=1, max_size=4))))
+        blocks = tuple(map(tuple, draw(st.lists(st.lists(kinds, min_size=1, max_size=2), min_size=1, max_size=3))))
     indices = st.integers(0, len(blocks) - 1)
     in_order = tuple(range(len(blocks)))
-    registered = draw(st.just(in_order) | st.lists(indices, min_size=1, max_size=5).map(tuple))
-    calls = draw(st.just(tuple(range(len(registered)))) | st.lists(st.integers(0, 4), max_size=6).map(tuple))
+    registered = draw(st.just(in_order) | st.lists(indices, min_size=1, max_size=4).map(tuple))
+    calls = draw(st.just(tuple(range(len(registered)))) | st.lists(st.integers(0, 4), max_size=4).map(tuple))
     used = [registered[call % len(registered)] for call in calls]
     if any(used.count(i) > 1 and any(layer.kind == "counter" for layer in blocks[i]) for i in used):
         # Plain PyTorch refuses that: the second use writes to what the first saved for backward.
@@ -97,10 +99,9 @@ def options(draw: st.DrawFn, mesh: MeshCase) -> OptionsCase:
 
 
 @st.composite
-def cases(draw: st.DrawFn, ranks: int) -> Case:
-    """``ranks``: of the mesh; 1 is also a process without a mesh."""
-    known = [mesh for mesh in MESHES if mesh.ranks == ranks] + ([MeshCase("none", 1)] if ranks == 1 else [])
-    mesh = draw(st.sampled_from(known))
+def cases(draw: st.DrawFn, ranks: int, kinds: Collection[MeshKind]) -> Case:
+    """On a mesh of so many ranks that is of one of these kinds."""
+    mesh = draw(st.sampled_from([mesh for mesh in (ALONE, *MESHES) if mesh.ranks == ranks and mesh.kind in kinds]))
     chosen = draw(options(mesh))
     model = draw(models(cast="mp" in chosen.compile))
     over_rows = any(layer.kind in OVER_ROWS for block in model.blocks for layer in block)
@@ -109,7 +110,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         model,
         mesh,
         chosen,
-        rows=draw(st.tuples(rows) | st.tuples(rows).map(lambda n: n * 2) | st.tuples(rows, rows)),
+        rows=draw(st.tuples(rows) | st.tuples(rows) | st.tuples(rows).map(lambda n: n * 2) | st.tuples(rows, rows)),
         skewed=ranks > 1 and draw(st.integers(0, 4)) == 4,
         microbatches=draw(st.sampled_from([1, 1, 1, 2])),
         no_sync=draw(st.integers(0, 3)) == 3,

@@ -1,7 +1,11 @@
-"""Four ranks that live as long as the tests: processes with gloo between them, which cases are sent to.
+"""Ranks that live as long as a file of tests: processes with gloo between them, which cases are sent to.
 
 A rank imports torch and makes its process groups once, and then takes case after case from a pipe; those that are not
-on a case's mesh go on waiting. A rank that dies or does not answer costs all four, and the next case starts new ones.
+on a case's mesh go on waiting. A rank that dies or does not answer costs all, and the next case starts new ones.
+
+[Note: garbage]
+What is there before the first case is frozen: a collection after each case, which would walk it again, took as long as
+tracing the model. What a case leaves is collected every few cases.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from random_cases import Case, MeshCase
 from random_training import Outcome, train_sharded
 from torch.distributed.device_mesh import DeviceMesh
 
-RANKS = 4
+COLLECT_EVERY = 8
 CASE_SECONDS = 120.0  # no case takes a tenth of it on a busy machine
 STRAGGLER_SECONDS = 60.0  # for the others, when one rank has raised: they may wait for it in a collective
 
@@ -37,9 +41,10 @@ class Raised:
 
 
 class Ranks:
-    """Context manager."""
+    """Context manager. ``number``: of processes, which start with the first case that needs a mesh."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self._number, self._alone = number, Runner()
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -49,11 +54,12 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+        gc.unfreeze()
 
     def run(self, case: Case) -> list[Outcome | Raised]:
         """The outcome of each rank of the case's mesh."""
         if case.mesh.kind == "none":
-            return [run_case(case, None, 0)]
+            return [self._alone.run(case, None, 0)]
         if not self._processes:
             self._start()
         pipes = self._pipes[: case.mesh.ranks]
@@ -91,31 +97,30 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(RANKS):
+        for rank in range(self._number):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self._store.port, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, self._number, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def serve(rank: int, port: int, pipe: Connection) -> None:
+def serve(rank: int, number: int, port: int, pipe: Connection) -> None:
     """A rank's life."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # or gloo looks up the host's name, which may not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=CASE_SECONDS))
-    meshes = {mesh: make_mesh(mesh) for mesh in MESHES}
-    gc.collect()
-    gc.freeze()  # what is there by now need not be walked again after each case
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=CASE_SECONDS))
+    meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= number}
+    runner = Runner()
     while True:
         try:
             case: Case = pipe.recv()
         except EOFError:  # the tests are over
             return
-        pipe.send(run_case(case, meshes[case.mesh], rank))
+        pipe.send(runner.run(case, meshes[case.mesh], rank))
 
 
 MESHES = (
@@ -133,12 +138,23 @@ def make_mesh(mesh: MeshCase) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate" if mesh.kind == "replicate" else "fsdp",))
 
 
-def run_case(case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome | Raised:
-    try:
-        return train_sharded(case, mesh, rank)
-    except Exception as error:  # for the test to judge, by its type
-        types = tuple(cls.__name__ for cls in type(error).__mro__)
-        return Raised(types, str(error), traceback.format_exc())
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
+class Runner:
+    """Of a process: runs cases one after the other."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    def run(self, case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome | Raised:
+        if not self._done:
+            gc.collect()
+            gc.freeze()  # see [Note: garbage]
+        self._done += 1
+        try:
+            return train_sharded(case, mesh, rank)
+        except Exception as error:  # for the test to judge, by its type
+            types = tuple(cls.__name__ for cls in type(error).__mro__)
+            return Raised(types, str(error), traceback.format_exc())
+        finally:
+            torch._dynamo.reset()
+            if self._done % COLLECT_EVERY == 0:
+                gc.collect()

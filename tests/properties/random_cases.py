@@ -13,7 +13,7 @@ MeshKind = Literal["none", "shard", "replicate", "hybrid"]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer of ``random_modules.LAYERS``; ``size`` is what it makes of it: rows of a parameter, a variant."""
+    """A layer of ``random_layers.LAYERS``; ``size`` is what it makes of it: rows of a parameter, a variant."""
 
     kind: str
     size: int = 1
@@ -44,7 +44,7 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class MeshCase:
-    """``ranks`` of the four take part; "none": one process, without a mesh. ``shape``: of "hybrid"."""
+    """The first ``ranks`` of all take part; "none": one process, without a mesh. ``shape``: of "hybrid"."""
 
     kind: MeshKind = "shard"
     ranks: int = 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from typing import Any
 
 import torch
 from random_cases import Case, OptionsCase
-from random_modules import LENGTH, OVER_ROWS, VOCABULARY, Block, RandomModel, loss_of, make_model
+from random_layers import OVER_ROWS, Checkpointed
+from random_models import LENGTH, VOCABULARY, Block, RandomModel, loss_of, make_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy
@@ -186,6 +188,9 @@ def train_reference(case: Case) -> list[Outcome]:
         return _finish([_train(case, model, model, None, lambda _: None)], [_optimizer(model)], lambda: None)
     models = [copy.deepcopy(model) for _ in range(case.mesh.ranks)]
     policy = mp_policy(case.options)
+    for module in itertools.chain.from_iterable(m.modules() for m in models):
+        if isinstance(module, Checkpointed):
+            module.recompute = False  # it would find parameters that are not cast any more
     trainings = [
         _train(case, m, functools.partial(_call_cast, m, policy), rank, lambda _: None) for rank, m in enumerate(models)
     ]

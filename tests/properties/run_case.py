@@ -37,7 +37,8 @@ def parse(text: str) -> Case:
 
 
 if __name__ == "__main__":
-    with Ranks() as processes:
-        found, _ = verdict(processes, parse(sys.argv[1]))
+    chosen = parse(sys.argv[1])
+    with Ranks(chosen.mesh.ranks) as processes:
+        found, _ = verdict(processes, chosen)
     print(found or "as it should be")
     sys.exit(bool(found))

@@ -1,4 +1,4 @@
-"""Modules that are made of a description: layers of every kind that parameters, buffers and activations come in.
+"""Layers of every kind that parameters, buffers and activations come in, for models that are made of a description.
 
 All layers map (rows, width) to (rows, width) and compute row by row, but those of ``OVER_ROWS``. They take
 floating-point activations of any type: what they make of parameters and buffers they cast to it.
@@ -7,18 +7,11 @@ floating-point activations of any type: what they make of parameters and buffers
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from random_cases import ModelCase
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
-
-VOCABULARY = 7
-LENGTH = 3
 
 
 def random(*shape: int) -> nn.Parameter:
@@ -209,7 +202,7 @@ class InPlace(nn.Module):
             z = torch.zeros_like(y)
             z.copy_(y * self.weight)
             z[:1].neg_()
-            y = y.add_(z)
+            y = z.add_(y)  # y itself is what the product needs in backward
         else:
             first, second = y.narrow(1, 0, 1), y.narrow(1, 1, y.shape[1] - 1)
             first.sub_(self.weight[:1])
@@ -287,12 +280,14 @@ class Half(nn.Module):
 
 
 class Checkpointed(nn.Module):
+    """``recompute``: unset where parameters are other tensors by the time of backward."""
+
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
-        self.inner = Affine(width, size)
+        self.inner, self.recompute = Affine(width, size), True
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
 
 
 class Masked(nn.Module):
@@ -331,133 +326,3 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "masked": Masked,
 }
 OVER_ROWS = {"statistics", "batch_norm"}
-
-
-class Block(nn.Module):
-    def __init__(self, layers: list[nn.Module], residual: bool) -> None:
-        super().__init__()
-        self.layers, self.residual = nn.ModuleList(layers), residual
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for layer in self.layers:
-            y = layer(y)
-        return x + 0.5 * y if self.residual else y
-
-
-@dataclass
-class Output:
-    value: Any
-    others: list[Any]
-
-
-pytree.register_dataclass(Output)
-
-
-class RandomModel(nn.Module):
-    def __init__(self, case: ModelCase) -> None:
-        super().__init__()
-        self.case = case
-        if case.tokens:
-            self.tokens = nn.Embedding(VOCABULARY, case.width)
-        made = [Block([LAYERS[x.kind](case.width, x.size) for x in block], case.residual) for block in case.blocks]
-        self.blocks = nn.ModuleList(made[i % len(made)] for i in case.registered)
-        self.head = nn.Linear(case.width, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        source = x
-        if self.case.tokens:
-            x = self.tokens(x).mean(1)
-        elif self.case.writes_input:
-            x.mul_(0.5)
-        seen = [x]
-        for call in self.case.calls[:1]:
-            x = self.blocks[call % len(self.blocks)](x)
-            seen.append(x)
-        if self.case.graph_break:  # not within a loop, which Dynamo would leave to Python
-            torch._dynamo.graph_break()
-        for call in self.case.calls[1:]:
-            x = self.blocks[call % len(self.blocks)](x)
-            seen.append(x)
-        head = self.head(x)
-        values: dict[str, Any] = {
-            "x": head,
-            "again": head,
-            "view": head[:, :2],
-            "hidden": seen[len(seen) // 2],
-            "mean": x.mean(1),
-            "bias": self.head.bias,
-            "weight_view": self.head.weight.view(-1),
-            "penalty": self.head.weight.square().sum(),
-            "detached": head.detach(),
-            "input": source,
-            "none": None,
-            "number": 3,
-        }
-        chosen = {name: values[name] for name in self.case.outputs}
-        match self.case.container:
-            case "tensor":
-                return next(iter(chosen.values()))
-            case "tuple":
-                return tuple(chosen.values())
-            case "dict":
-                return chosen
-            case "nested":
-                first, *others = chosen.values()
-                return {"first": [first], "others": (others, {})}
-        first, *others = chosen.values()
-        return Output(first, others)
-
-
-def make_model(case: ModelCase) -> tuple[RandomModel, list[nn.Parameter]]:
-    """The model, in float64, and the parameters that are to be ignored."""
-    with _default_dtype(torch.float64):
-        model = RandomModel(case)
-    slots = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
-    for number in case.ties:
-        pairs = [
-            (a, b)
-            for i, a in enumerate(slots)
-            for b in slots[:i]
-            if _kind(a) == _kind(b) and a[0]._parameters[a[1]] is not b[0]._parameters[b[1]]
-        ]
-        if pairs:
-            (to, name), (module, other) = pairs[number % len(pairs)]
-            setattr(to, name, getattr(module, other))
-    parameters = list(model.parameters())
-    for number in case.frozen:
-        parameters[number % len(parameters)].requires_grad_(False)
-    ignored = {id(p): p for p in (parameters[number % len(parameters)] for number in case.ignored)}
-    for p in ignored.values():  # each rank would follow its own gradient
-        p.requires_grad_(False)
-    return model, list(ignored.values())
-
-
-def _kind(slot: tuple[nn.Module, str]) -> tuple[Any, ...]:
-    p = slot[0]._parameters[slot[1]]
-    assert p is not None
-    return tuple(p.shape), p.dtype, p.requires_grad
-
-
-class _default_dtype:
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self.before)
-
-
-def used_outputs(case: ModelCase, output: Any) -> list[Tensor]:
-    """The outputs that the loss is made of: floating-point tensors."""
-    tensors = [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
-    return [tensors[i] for i in sorted({number % len(tensors) for number in case.used})] if tensors else []
-
-
-def loss_of(case: ModelCase, output: Any) -> Tensor:
-    """A mean over rows, so that the mean over ranks of equally many is that of the whole batch."""
-    terms = [value.double().square().mean() for value in used_outputs(case, output)]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
