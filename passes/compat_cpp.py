@@ -1,4 +1,4 @@
-"""Inductor's C++ kernels of several graphs, built together. Private names of torch, as in compat.py.
+"""Inductor's C++ kernels of several graphs, built together. Private names of torch, as in compat/.
 
 | name | for | torch |
 |---|---|---|

@@ -1,5 +1,5 @@
 """Inductor's scheduler: graphs in their own order, and the kernels that became of them. Private names of torch, as in
-compat.py.
+compat/.
 
 | name | for | torch |
 |---|---|---|

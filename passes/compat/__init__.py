@@ -1,0 +1,225 @@
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py;
+of its C++ compiler: compat_cpp.py; why Dynamo traces again: compat_recompiles.py.)
+
+Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
+the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
+whole test-suite was run.
+
+| name | for | torch |
+|---|---|---|
+| ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
+| ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
+| ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
+| ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
+| ``_functorch.config.activation_memory_budget`` | how much of its saved activations the partitioner keeps | 2.9, 2.13 |
+| ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
+| ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
+| ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
+| ``_inductor.runtime.cache_dir_utils.default_cache_dir`` | making it for the user alone | 2.9, 2.13 |
+| ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
+| ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
+| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
+| ``ShapeEnv.fake_tensor_cache`` | likewise, of graphs with symbolic sizes | 2.13 |
+| ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
+| ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
+| ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
+| ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
+| ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
+| ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
+| ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
+| ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
+| ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
+| ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
+| ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
+| ``fx._lazy_graph_module._make_graph_module`` | likewise, of what the partitioner returns | 2.9, 2.13 |
+| ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
+| ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
+| ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
+| ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
+| ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
+| ``UntypedStorage._cdata`` | which fake tensors share memory | 2.9 to 2.15 |
+| ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``distributed.tensor._utils.compute_local_shape_and_global_offset`` | a rank's part of a DTensor | 2.9, 2.13 |
+| ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
+| ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
+| ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
+| ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
+| ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
+| ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
+| ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
+| ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
+| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
+| ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
+| ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
+| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
+| ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graph_fsdp.passes.compat.versions import check_torch_version
+
+check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
+
+from torch._dynamo import OptimizedModule
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    Unsupported,
+)
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
+
+from graph_fsdp.passes.compat.distributed import (
+    all_gather_single,
+    allocate_from_group,
+    concatenate_meshes,
+    default_store,
+    fake_process_group,
+    grouped_all_gather,
+    grouped_reduce_scatter,
+    launches_groups,
+    reduce_scatter_single,
+    registered_forward_method,
+    resolve_group,
+)
+from graph_fsdp.passes.compat.dynamo import (
+    activation_memory_budget,
+    current_fake_mode,
+    debug_directory,
+    forward_outputs,
+    is_of_backward,
+    is_tracing,
+    profiler_is_active,
+    trace_artifact,
+    traced_by_aot_autograd,
+    tracing_options,
+    unlogged_graphs_unprinted,
+    with_graph,
+    writes_code_when_asked,
+)
+from graph_fsdp.passes.compat.inductor import (
+    default_inductor_cache_directory,
+    inductor_cache_directory,
+    inductor_compile,
+    inductor_decompositions,
+    inductor_joint_passes,
+)
+from graph_fsdp.passes.compat.tensors import (
+    chunk_cat,
+    clear_cublas_workspaces,
+    fake_tensor,
+    forget_fake_values,
+    has_memory,
+    lay_out,
+    local_part,
+    local_shape_and_offset,
+    local_tensor,
+    make_dtensor,
+    same_memory,
+    set_local_tensor,
+    size_hint,
+    storage_at,
+    storage_id,
+    swap,
+    take_over,
+    without_memory,
+    without_torch_function,
+)
+from graph_fsdp.passes.compat.versions import check_torch_version
+
+__all__ = [
+    "BackendCompilerFailed",
+    "CheckpointPolicy",
+    "FailOnRecompileLimitHit",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OptimizedModule",
+    "StridedShard",
+    "TorchDispatchMode",
+    "TorchDynamoException",
+    "TracingContext",
+    "Unsupported",
+    "_Policy",
+    "activation_memory_budget",
+    "all_gather_single",
+    "allocate_from_group",
+    "aot_autograd",
+    "check_torch_version",
+    "chunk_cat",
+    "clear_cublas_workspaces",
+    "concatenate_meshes",
+    "current_fake_mode",
+    "debug_directory",
+    "default_inductor_cache_directory",
+    "default_store",
+    "dynamo_config",
+    "fake_process_group",
+    "fake_tensor",
+    "flop_registry",
+    "forget_fake_values",
+    "forward_outputs",
+    "free_symbols",
+    "grouped_all_gather",
+    "grouped_reduce_scatter",
+    "has_memory",
+    "inductor_cache_directory",
+    "inductor_compile",
+    "inductor_decompositions",
+    "inductor_joint_passes",
+    "is_of_backward",
+    "is_traceable_wrapper_subclass",
+    "is_tracing",
+    "launches_groups",
+    "lay_out",
+    "local_part",
+    "local_shape_and_offset",
+    "local_tensor",
+    "make_dtensor",
+    "min_cut_rematerialization_partition",
+    "profiler_is_active",
+    "reduce_scatter_single",
+    "registered_forward_method",
+    "resolve_group",
+    "same_memory",
+    "set_local_tensor",
+    "size_hint",
+    "storage_at",
+    "storage_id",
+    "swap",
+    "take_over",
+    "trace_artifact",
+    "traced_by_aot_autograd",
+    "tracing",
+    "tracing_options",
+    "tree_map_only",
+    "unlogged_graphs_unprinted",
+    "with_graph",
+    "without_memory",
+    "without_torch_function",
+    "writes_code_when_asked",
+]

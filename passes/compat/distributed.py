@@ -1,0 +1,108 @@
+"""Process groups, meshes and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+# torch 2.13 renamed the two and warns on the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def launches_groups(device: torch.device) -> bool:
+    """Whether the process groups of a device launch several collectives as one."""
+    return device.type in ("cuda", "xpu")
+
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def grouped_all_gather(pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
+    """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
+    after the other; what to wait for."""
+    return _grouped(all_gather_single, pairs, group)
+
+
+def grouped_reduce_scatter(
+    pairs: _Pairs, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> list[dist.Work | Any]:
+    """Reduce-scatters of (target, source) pairs, likewise."""
+    return _grouped(functools.partial(reduce_scatter_single, op=op), pairs, group)
+
+
+def _grouped(collective: Callable[..., Any], pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
+    if len(pairs) > 1 and launches_groups(pairs[0][1].device):
+        with _coalescing_manager(group=group, async_ops=True) as manager:
+            for target, source in pairs:
+                collective(target, source, group=group)
+        return [manager]
+    return [collective(target, source, group=group, async_op=True) for target, source in pairs]
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group that a graph names."""
+    return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
+
+
+def allocate_from_group(
+    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Memory that a process group has allocated, where it can; else the device's."""
+    backend = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    return _get_default_store()
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """A mesh with the dimensions of two slices of one mesh. In 2.9 a slice, whose dimensions have the mesh's order.
+
+    Raises:
+        RuntimeError, KeyError: they are no slices of one mesh, or share ranks.
+    """
+    concatenate = getattr(DeviceMesh, "_concatenate", None)
+    if concatenate is not None:
+        concatenated: DeviceMesh = concatenate([first, second])
+        return concatenated
+    assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
+    root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
+    return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
+
+
+_WRAPPERS = {c for c in register_fsdp_forward_method.__code__.co_consts if isinstance(c, types.CodeType)}
+
+
+def registered_forward_method(value: object) -> Callable[..., Any] | None:
+    """The user's method, if ``value`` is what torch's ``register_fsdp_forward_method`` sets in its place."""
+    function = getattr(value, "__func__", None)
+    return function.__wrapped__ if getattr(function, "__code__", None) in _WRAPPERS else None  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """The default process group, for a while: this process as rank 0, and collectives that do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""Dynamo, AOTAutograd, and what torch logs of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import get_debug_dir
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._guards import TracingContext, tracing
+from torch._logging._internal import trace_log
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import profiler as autograd_profiler
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+
+def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[Any]:
+    """The partitioner saves as much for backward; 1 is what it does without being asked."""
+    if budget == 1:  # what the user may have set is left alone
+        return contextlib.nullcontext()
+    patched: contextlib.AbstractContextManager[Any] = functorch_config.patch(activation_memory_budget=budget)
+    return patched
+
+
+def profiler_is_active() -> bool:
+    """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
+    return autograd_profiler._is_profiler_enabled
+
+
+def is_tracing() -> bool:
+    """Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+def current_fake_mode() -> FakeTensorMode:
+    """The fake mode of the capture that is under way."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
+    return context.fake_mode
+
+
+def forward_outputs() -> tuple[list[int], list[bool]]:
+    """Of the graph that AOTAutograd has just traced, whose outputs do not alias its inputs: which inputs are written,
+    of which it returns the new values first; and of each of the user's outputs, which follow, whether backward is
+    given a gradient of it."""
+    context = TracingContext.try_get()
+    assert context is not None and context.fw_metadata is not None, "called outside of AOTAutograd"
+    found: Any = context.fw_metadata
+    return list(found.mutated_inp_runtime_indices), [
+        bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
+    ]
+
+
+@contextlib.contextmanager
+def tracing_options(fullgraph: bool = False) -> Iterator[None]:
+    """How Dynamo traces our models.
+
+    Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
+    breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
+    Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
+    each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
+    compilation, which would walk all that was allocated for it.
+    """
+    ignored = {
+        getattr(logging.Logger, name)
+        for name in ("debug", "info", "warning", "error", "exception", "critical", "log", "warn")
+        if hasattr(logging.Logger, name)
+    } | {getattr(logging, name) for name in ("debug", "info", "warning", "error", "critical", "log")}
+    for loggers_method in ("warning_once", "info_once", "warning_advice"):
+        method = getattr(logging.Logger, loggers_method, None)  # added by transformers
+        if method is not None:
+            ignored.add(method)
+    name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
+    options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    if hasattr(dynamo_config, "run_gc_after_compile"):
+        options["run_gc_after_compile"] = False
+    if fullgraph:
+        options |= {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    with dynamo_config.patch(options), _use_lazy_graph_module(True):
+        yield
+
+
+def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph in a module that does; under ``tracing_options``."""
+    lazy: torch.fx.GraphModule = _make_graph_module(module, module.graph)
+    lazy.meta = module.meta
+    return lazy
+
+
+@contextlib.contextmanager
+def unlogged_graphs_unprinted() -> Iterator[None]:
+    """For a time AOTAutograd prints forward and backward graphs only if a log wants them. torch 2.13 always does, for a
+    cache that only its own compilers use."""
+    wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
+    if wanted or not hasattr(graph_compile, "_log_fw_bw_graphs"):
+        yield
+        return
+    with unittest.mock.patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_, **__: (None, None)):
+        yield
+
+
+class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own
+    def __init__(self, graph: torch.fx.GraphModule, forward_outputs: int) -> None:
+        self.graph, self.forward_outputs = graph, forward_outputs
+
+
+def traced_by_aot_autograd(
+    module: torch.fx.GraphModule,
+    arguments: Sequence[torch.Tensor],
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> tuple[torch.fx.GraphModule, int]:
+    """The joint graph of ``module`` on fake ``arguments``, or that of inference, apart from the capture that is under
+    way; and how many of its outputs are forward's."""
+
+    def partition(joint: torch.fx.GraphModule, _: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        raise _Traced(joint, num_fwd_outputs)
+
+    def compile_inference(graph: torch.fx.GraphModule, _: Any) -> Any:
+        raise _Traced(graph, len(next(iter(reversed(graph.graph.nodes))).args[0]))
+
+    compiler = aot_autograd(
+        fw_compiler=compile_inference,
+        inference_compiler=compile_inference,
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    try:
+        with tracing(TracingContext(current_fake_mode())):
+            compiler(module, arguments)
+    except _Traced as traced:
+        return traced.graph, traced.forward_outputs
+    raise AssertionError("AOTAutograd returned without a graph")
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd traced a node of a joint graph while it ran autograd."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def with_graph(
+    module: torch.fx.GraphModule, graph: torch.fx.Graph, copies: Mapping[torch.fx.Node, torch.fx.Node]
+) -> torch.fx.GraphModule:
+    """Dynamo's ``module`` with another graph of the same inputs: AOTAutograd guards on inputs by where they come from.
+    ``copies``: node of the old graph → of the new one."""
+    made = torch.fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    if hasattr(module, "_param_name_to_source"):
+        made._param_name_to_source = module._param_name_to_source
+    for node, copy in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copy._dynamo_source = node._dynamo_source
+    return made
+
+
+def debug_directory() -> Path | None:
+    """Where torch keeps what it writes for debugging, with ``TORCH_COMPILE_DEBUG=1``; None without."""
+    if os.environ.get("TORCH_COMPILE_DEBUG", "0") != "1":
+        return None
+    return Path(get_debug_dir())
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """A text in ``TORCH_TRACE`` that ``tlparse`` shows with the compilation that is under way."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)

@@ -1,0 +1,153 @@
+"""DTensors, fake tensors, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.fx.experimental import symbolic_shapes
+
+chunk_cat: Callable[..., Any] = torch._chunk_cat
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, fake ones too, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# 2.9 has it under another name.
+_hint: Callable[..., int] = next(
+    getattr(symbolic_shapes, name) for name in ("optimization_hint", "hint_int") if hasattr(symbolic_shapes, name)
+)
+
+# A size that only the data decides (what ``nonzero`` returns) counts as this many elements.
+UNBACKED_HINT = 1024
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
+    return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor
+
+
+def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
+    assert isinstance(tensor, DTensor)
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own part of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """A DTensor parameter becomes what another DTensor is (memory, dtype, placements); references to it stay valid."""
+    assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
+    swap(parameter, other)
+    parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """Run operators on tensor subclasses as on plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
+    """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
+    assert isinstance(parameter, DTensor)
+    parameter._local_tensor = local
+
+
+def swap(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchange all that two tensors are but their Python objects: a reference to one now finds the other's memory.
+    ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
+    of ``nn.LSTM`` to its parameters)."""
+    torch._C._swap_tensor_impl(a, b)
+
+
+def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """A DTensor of ``local``, placed and shaped as ``like``: ``DTensor.from_local`` without its checks, which cost
+    more than the gradient of a small parameter."""
+    assert isinstance(like, DTensor)
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def forget_fake_values(shape_envs: Iterable[Any]) -> None:
+    """Drop what torch remembers of fake tensors, of all models and of captures with these ``ShapeEnv``. They are
+    caches: whoever lives computes them again. Torch keeps the second kind until ``torch._dynamo.reset()``."""
+    FakeTensorMode.cache_clear()
+    for shape_env in shape_envs:
+        getattr(shape_env, "fake_tensor_cache", {}).clear()
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: torch.Tensor | None,
+    offset: int,
+) -> torch.Tensor:
+    """A fake tensor without running an operator, in the memory of another (offset and strides in elements) or in its
+    own. It is how FakeTensorMode makes the value of a call that it has seen before."""
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if memory is not None:
+            meta.set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload,unused-ignore]
+    return FakeTensor(mode, meta, device)
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors lie in the same storage (which has no address)."""
+    return storage_id(a) == storage_id(b)
+
+
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor that is told apart from an ordinary one only by who reads its memory: there is none, and
+    the process crashes. (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage = construct(0, device, like.numel() * like.element_size())
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A new storage in memory that somebody else owns, and must keep for as long as it is used."""
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = construct(address, device, nbytes)
+    return storage
+
+
+def clear_cublas_workspaces() -> None:
+    """As torch's own CUDA graph trees do before and after each capture."""
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """False for what ``without_memory`` made."""
+    return tensor.data_ptr() != 0 or tensor.untyped_storage().nbytes() == 0
+
+
+def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:
+    """Write a file as ``torch.save`` does for a dict of tensors, with room for their values, which are not written.
+    Where in the file they belong, of tensors that have any elements."""
+    with FakeTensorMode():
+        tensors = {name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensors, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
