@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp.cuda_graphs import program_graphs
 from graph_fsdp.dynamo import graph_break, own_code
@@ -32,7 +31,7 @@ from graph_fsdp.errors import (
     UnsupportedError,
     VerificationError,
 )
-from graph_fsdp.extensions import ExtendedGather, describe
+from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
@@ -47,6 +46,7 @@ from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.pieces import Pieces
+from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Call, CaptureKey, why_captured
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
@@ -56,7 +56,7 @@ from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
 from graph_fsdp.sharding import Storage
-from graph_fsdp.tensor_parallel import as_model_uses_it
+from graph_fsdp.substitution import substitute_shards
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
@@ -222,28 +222,7 @@ class Engine:
     def _find_parameters(
         self, module: fx.GraphModule, inputs: list[Any], context: PassContext
     ) -> list[tuple[int, str]]:
-        """Which graph inputs are placeholders; ``inputs`` gets fake shards in their places."""
-        mode = compat.current_fake_mode()
-        substituted = []
-        for index, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
-            argument = node.meta.get("grapharg")
-            example = getattr(argument, "example", None)
-            parameter = self.storage.by_placeholder.get(id(example)) if example is not None else None
-            if parameter is None:
-                continue
-            with mode:
-                shard = torch.empty(
-                    parameter.spec.shard_shape,
-                    dtype=parameter.spec.dtype,
-                    device=parameter.input.device,
-                    requires_grad=parameter.placeholder.requires_grad,
-                )
-            context.shard_inputs[node] = (parameter.spec, shard)
-            if isinstance(parameter.placeholder, DTensor):
-                context.as_used[node] = as_model_uses_it(parameter.placeholder)
-            inputs[index] = shard
-            substituted.append((index, parameter.spec.name))
-        return substituted
+        return substitute_shards(module, inputs, context, self.storage)
 
     def _through_aot_autograd(
         self,
@@ -352,34 +331,12 @@ class Engine:
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
-            return self.schedules.run(self.pipeline, graphs, context, kind, self._facts)
+            return self.schedules.run(self.pipeline, graphs, context, kind, lambda: facts(self))
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
             captured.add_graph(graph, context)
         raise PassesHaveRun(graphs, context)
-
-    def _facts(self) -> list[str]:
-        """What ranks must have in common before anything is planned."""
-        lines = [f"torch {torch.__version__}", f"backend {self.backend.name}"]
-        lines.append(f"regions {'whole' if self.whole else 'cut'}")
-        lines += ["CUDA graphs"] if self.cuda_graphs is not None else []
-        lines.append(f"reshard_after_forward {self.reshard_after_forward}")
-        lines.append(f"mesh of {self.spec.replicas} replicas of {self.spec.world_size} ranks")
-        if self.spec.offload is not None:
-            device, pinned = self.spec.offload.device.type, self.spec.offload.pin_memory
-            lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
-        if self.spec.reshard_size:
-            lines.append(f"resharded to {self.spec.reshard_size} ranks")
-        lines += [f"pass {p.settings()}" for p in self.pipeline]
-        for bucket in self.spec.buckets:
-            lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
-        for p in self.spec.parameters.values():
-            dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
-            frozen = "" if p.trainable else " frozen"
-            dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
-            lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
-        return [*lines, *describe(self.extensions)]
 
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost

@@ -34,6 +34,7 @@ from graph_fsdp.passes.pipeline import GIVEN, PassError, add_stage
 from graph_fsdp.passes.share import Sharing
 from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.verification_error import VerificationError
+from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Cause
 from graph_fsdp.report import CapturedGraph
 
@@ -171,7 +172,7 @@ class Pieces:
         kind, keeps = f"{made.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
         engine.graphs.append(captured)
         try:
-            engine.schedules.run(engine.pipeline, [graph], context, kind, engine._facts, keeps)
+            engine.schedules.run(engine.pipeline, [graph], context, kind, lambda: facts(engine), keeps)
         except (VerificationError, PassError) as error:  # no backend of Dynamo's, which would save it
             save_failure(error, engine)
             raise
