@@ -335,4 +335,4 @@ def _model_spec(
 
 def _cost_model(pipeline: PassPipeline, groups: dict[str, GroupShape], device: torch.device, backend: str) -> CostModel:
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager")
+    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

@@ -141,6 +141,7 @@ class CostModel:
         groups: process group name, as in the graph's collectives → its shape.
         measured: seconds that take the place of modelled ones.
         fused: whether the backend fuses pointwise operators and reductions (Inductor, XLA) or runs each alone (eager).
+        combining: whether the backend's compiler joins small collectives itself, as XLA's combiners do.
     """
 
     def __init__(
@@ -150,8 +151,9 @@ class CostModel:
         *,
         measured: Measurements | None = None,
         fused: bool = True,
+        combining: bool = False,
     ) -> None:
-        self.hardware, self.groups, self.fused = hardware, dict(groups), fused
+        self.hardware, self.groups, self.fused, self.combining = hardware, dict(groups), fused, combining
         self.measured = measured or Measurements()
 
     # compute
@@ -260,7 +262,10 @@ class CostModel:
 
     def message_seconds(self, group: str) -> float:
         """What one more message in a grouped (coalesced) all-gather costs besides its bytes: messages of a group
-        share a launch, and each has its steps."""
+        share a launch, and each has its steps. Nothing where the compiler joins them: it can also not join those that
+        need not wait for each other, and cannot take a copy out again."""
+        if self.combining:
+            return 0.0
         return min((a.steps for a in self._algorithms(group)), default=0.0)
 
     def levels(self, group: str) -> frozenset[str]:

@@ -140,6 +140,13 @@ def test_parameters_dearer_to_unpack_together_than_to_send_apart_have_messages_o
     assert arrange_buckets(model(*layers(1, 256, 256)), "unit", CPU).buckets[0].messages == ()
 
 
+def test_a_compiler_that_joins_collectives_gets_a_message_for_each_parameter() -> None:
+    combining = CostModel(find_hardware("cpu"), {"0": GroupShape(WORLD)}, combining=True)
+    (bucket,) = arrange_buckets(model(*layers(1, 1, 64, 2)), "unit", combining).buckets
+    assert [p.name for p in bucket.parameters] == [f"layers.0.{index}" for index in range(3)]
+    assert [begin for begin, _ in bucket.messages] == list(bucket.offsets.values())
+
+
 @pytest.mark.parametrize("size", ["units", 0, -1, True, 2.5, None])
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got"):

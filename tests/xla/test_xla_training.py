@@ -70,6 +70,9 @@ def zero_3_gathers_again_in_backward_and_zero_2_does_not() -> None:
     assert lowered(kept, "forward", "all_gather") == hlo(kept, "forward")["all-gather"] >= 2
     assert lowered(kept, "backward", "all_gather") == 0
     assert "all-gather" not in hlo(kept, "backward")
+    # Each parameter for itself: XLA joins gathers where that is worth it, and cannot take apart what was packed.
+    parameters = len(list(kept.parameters()))
+    assert lowered(kept, "forward", "all_gather") == lowered(kept, "backward", "reduce_scatter") == parameters
 
 
 @FACTS
