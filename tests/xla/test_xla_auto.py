@@ -88,9 +88,9 @@ def _collectives(reshard_after_forward: bool) -> dict[str, dict[str, int]]:
     step(model, mesh).square().mean().backward()
     report = graph_fsdp.inspect(model)
     hlo = {"forward": report.forward.hlo(), "backward": report.backward.hlo()}
-    # A block's two weights share a message of the schedule, and XLA gathers each by itself.
+    # The schedule has a message for each weight, and XLA a gather.
     rows = [line.split() for line in hlo["forward"].table().splitlines()]
-    assert ["all-gather", str(BLOCKS), str(2 * BLOCKS)] in rows, rows
+    assert ["all-gather", str(2 * BLOCKS), str(2 * BLOCKS)] in rows, rows
     return {phase: found.collectives for phase, found in hlo.items()}
 
 
