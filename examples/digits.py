@@ -9,6 +9,7 @@ The digits are scikit-learn's (1,797 of 8 x 8), or those of MNIST's files in the
 
 from __future__ import annotations
 
+import functools
 import gzip
 import struct
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from ranks import Ranks, arguments, launched
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import graph_fsdp
 
@@ -29,6 +32,12 @@ class Data(NamedTuple):
 
     images: Tensor
     labels: Tensor
+
+
+class Outcome(NamedTuple):
+    losses: list[float]  # of each epoch, nats, mean over all images
+    accuracy: float  # on the test images
+    model: nn.Module
 
 
 class CNN(nn.Module):
@@ -111,32 +120,41 @@ def accuracy(model: nn.Module, data: Data, ranks: Ranks, size: int = 256) -> flo
     return ranks.sums(right)[0] / len(data.labels)
 
 
-def run(given: Sequence[str] | None = None) -> float:
-    """Train and test; the accuracy on the test images."""
+def run(given: Sequence[str] | None = None) -> Outcome:
+    """Train and test."""
     parser = arguments(str(__doc__), epochs=14, batch=64, lr=1.0, gamma=0.85)
     parser.add_argument("--mnist", type=Path, help="folder of MNIST's four idx files (default: scikit-learn's digits)")
+    parser.add_argument("--min-num-params", type=int, help="parameters of a unit (default: what repeats is one)")
+    parser.add_argument("--offload", action="store_true", help="keep shards and gradients on the host")
     parser.add_argument("--save", type=Path, help="file for the trained weights, whole, as plain PyTorch loads them")
     args = parser.parse_args(given)
     with launched(args.device) as ranks:
         training, test = load_mnist(args.mnist) if args.mnist else load_digits()
         torch.manual_seed(args.seed)  # every rank makes the same weights
         model = CNN(training.images.shape[-1]).to(ranks.device)
-        model = graph_fsdp.compile(model, ranks.mesh, backend=args.backend)
+        by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
+        model = graph_fsdp.compile(
+            model,
+            ranks.mesh,
+            auto_wrap_policy=None if args.min_num_params is None else by_size,
+            offload_policy=CPUOffloadPolicy() if args.offload else OffloadPolicy(),
+            backend=args.backend,
+        )
         optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=args.gamma)
         draws = torch.Generator().manual_seed(args.seed)  # and shuffles alike, but drops out activations of its own
         torch.manual_seed(args.seed + 1 + ranks.rank)
-        found = 0.0
+        losses, found = [], 0.0
         for epoch in range(1, args.epochs + 1):
-            loss = train_epoch(model, training, optimizer, ranks, args.batch // ranks.world, draws)
+            losses.append(train_epoch(model, training, optimizer, ranks, args.batch // ranks.world, draws))
             found = accuracy(model, test, ranks)
-            ranks.say(f"epoch {epoch}: training loss {loss:.4f}, test accuracy {found:.2%}")
+            ranks.say(f"epoch {epoch}: training loss {losses[-1]:.4f}, test accuracy {found:.2%}")
             scheduler.step()
         if args.save is not None:
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
             if ranks.rank == 0:  # the others have none of it
                 torch.save(state, args.save)
-        return found
+        return Outcome(losses, found, model)
 
 
 if __name__ == "__main__":

@@ -78,3 +78,11 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         # float32 whatever the parameters' dtype: a sum over the vocabulary loses too much in bfloat16.
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def counting(draws: torch.Generator, batch: int, length: int, vocab: int = 256) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each int64 of (batch, length): sequences that count up in steps of 1 to 4, modulo vocab."""
+    start = torch.randint(vocab, (batch, 1), generator=draws)
+    step = torch.randint(1, 5, (batch, 1), generator=draws)
+    tokens = (start + step * torch.arange(length + 1)) % vocab
+    return tokens[:, :-1], tokens[:, 1:]
