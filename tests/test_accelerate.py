@@ -1,5 +1,6 @@
 """Hugging Face Accelerate: a script with our ``Accelerator`` beside the same script with Accelerate's own FSDP2."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,32 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
 from accelerate_script import make_model
+from launch import run_ranks
 from running import free_port, run_script
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+)
 
 import graph_fsdp
-from graph_fsdp.integrations.fsdp_config import check_plugin, compile_arguments, prepare_dtypes
+from graph_fsdp.integrations.accelerate import Accelerator
+from graph_fsdp.integrations.fsdp_config import (
+    check_plugin,
+    compile_arguments,
+    prepare_dtypes,
+    set_state_dict_configs,
+)
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
 FSDP2 = {
@@ -259,6 +277,110 @@ def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dty
     assert model[0].scale.dtype == torch.bfloat16
     undo()
     assert {t.dtype for t in model.state_dict().values()} == {torch.float16}
+
+
+def state_dicts_of_a_rank(folder: str) -> dict[str, Any]:
+    """On a rank: which parameters ``get_state_dict`` has there, and weights before and after a checkpoint."""
+    found: dict[str, Any] = {}
+    given = {(a, b): FullStateDictConfig(a, b) for a in (False, True) for b in (False, True)}
+    for (on_cpu, first_only), config in given.items():
+        AcceleratorState._reset_state(reset_partial_state=False)
+        plugin = FullyShardedDataParallelPlugin(
+            state_dict_type="FULL_STATE_DICT",
+            state_dict_config=config,
+            optim_state_dict_config=FullOptimStateDictConfig(on_cpu, first_only),
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, compile_options={"backend": "eager"})
+        torch.manual_seed(0)
+        model = Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = accelerator.get_state_dict(model)
+        found[on_cpu, first_only] = {name: type(value) is torch.Tensor for name, value in state.items()}
+        assert all(value.shape == Model().state_dict()[name].shape for name, value in state.items())
+        accelerator.save_state(f"{folder}/{on_cpu}{first_only}")
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        changed = accelerator.get_state_dict(model)
+        accelerator.load_state(f"{folder}/{on_cpu}{first_only}")
+        loaded = accelerator.get_state_dict(model)
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+        assert not changed or any(not torch.equal(changed[name], value) for name, value in state.items())
+        assert (config.offload_to_cpu, config.rank0_only) == (on_cpu, first_only), "the script's own stays"
+    return found
+
+
+def test_state_dict_configs_say_where_whole_tensors_are(tmp_path: Path) -> None:
+    first, second = run_ranks(state_dicts_of_a_rank, 2, str(tmp_path), env={"ACCELERATE_USE_CPU": "true"})
+    everything = dict.fromkeys(Model().state_dict(), True)
+    for on_cpu in (False, True):
+        assert first[on_cpu, True] == everything and second[on_cpu, True] == {}
+        assert first[on_cpu, False] == second[on_cpu, False] == everything
+
+
+def test_a_state_dict_type_that_is_set_later_has_configs_of_its_kind() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_config=ShardedStateDictConfig(False))
+    with pytest.raises(graph_fsdp.UnsupportedError, match="optim_state_dict_config: offload_to_cpu, rank0_only are"):
+        check_plugin(plugin)
+    plugin.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    check_plugin(plugin)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    set_state_dict_configs(plugin)
+    assert plugin.state_dict_config == FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    assert plugin.optim_state_dict_config == FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    set_state_dict_configs(plugin)
+    assert plugin.state_dict_config == ShardedStateDictConfig(offload_to_cpu=False)
+    assert plugin.optim_state_dict_config == ShardedOptimStateDictConfig(offload_to_cpu=False)
+
+
+PREFETCH_PRE = {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}
+# Keys of an fsdp_config by what ``accelerate launch`` puts into the environment, and the test or assertion of each.
+KEYS = {
+    "FSDP_VERSION": ("2", lambda a: a["passes"] is None),
+    "FSDP_SHARDING_STRATEGY": ("SHARD_GRAD_OP", lambda a: a["reshard_after_forward"] is False),
+    "FSDP_RESHARD_AFTER_FORWARD": ("SHARD_GRAD_OP", lambda a: a["reshard_after_forward"] is True),  # the strategy's
+    "FSDP_OFFLOAD_PARAMS": ("true", lambda a: isinstance(a["offload_policy"], CPUOffloadPolicy)),
+    "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", lambda a: a["auto_wrap_policy"] == {Block}),
+    "FSDP_BACKWARD_PREFETCH": ("BACKWARD_POST", lambda a: settings_of(a) != settings_of(arguments(**PREFETCH_PRE))),
+    "FSDP_FORWARD_PREFETCH": ("true", lambda a: settings_of(a) != settings_of(arguments(forward_prefetch=False))),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("true", lambda a: a["activation_checkpointing"] is not None),
+    "FSDP_IGNORED_MODULES": ("2", lambda a: len(a["ignored_params"]) == 1),
+}
+
+
+def settings_of(found: dict[str, Any]) -> list[Any]:
+    return [a_pass.settings() for a_pass in found["passes"]]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_what_a_launcher_leaves_in_the_environment_is_honoured(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, honoured = KEYS[key]
+    monkeypatch.setenv(key, value)
+    assert honoured(arguments())
+
+
+def test_the_environments_names_of_layers_and_sizes_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Linear,Block")
+    assert arguments()["auto_wrap_policy"] == {nn.Linear, Block}
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "20")
+    assert arguments()["auto_wrap_policy"].keywords == {"min_num_params": 20}
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "LOCAL_STATE_DICT")
+    with pytest.raises(graph_fsdp.UnsupportedError, match="fsdp_state_dict_type: LOCAL_STATE_DICT"):
+        arguments()
+
+
+def test_every_setting_of_the_plugin_is_known() -> None:
+    """A release of Accelerate with another setting: honour it or refuse it, then list it here."""
+    page = (Path(__file__).parents[1] / "docs" / "accelerate.md").read_text()
+    elsewhere = {"param_init_fn", "transformer_cls_names_to_wrap", "min_num_params", "cpu_offload"}
+    for field in dataclasses.fields(FullyShardedDataParallelPlugin):
+        assert field.name in page or field.name in elsewhere, field.name
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:

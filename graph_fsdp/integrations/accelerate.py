@@ -26,10 +26,17 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.integrations.fsdp_config import check_plugin, compile_arguments, prepare_dtypes
+from graph_fsdp.integrations.fsdp_config import (
+    check_plugin,
+    compile_arguments,
+    prepare_dtypes,
+    set_state_dict_configs,
+    whole_tensors,
+)
 
 _BACKENDS = {"NO": None, "INDUCTOR": "inductor", "EAGER": "eager"}
 
@@ -96,6 +103,20 @@ class Accelerator(accelerate.Accelerator):
                 group["params"] = [shards[names[p]] if p in names else p for p in group["params"]]
         return self._prepare_compiled(args, device_placement)
 
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """As Accelerate's: whole tensors on the CPU, all of them on the first rank and none on the others. With
+        FULL_STATE_DICT, ``offload_to_cpu`` and ``rank0_only`` of ``state_dict_config`` say where. All ranks call it."""
+        on_cpu, first_only = whole_tensors(self._fsdp_configuration)
+        if (on_cpu, first_only) == (True, True) or not isinstance(model, FSDPModule):
+            found: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return found
+        state = {}
+        for name, value in model.state_dict().items():
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.is_main_process or not first_only:
+                state[name] = value.cpu() if on_cpu and isinstance(value, torch.Tensor) else value
+        return state
+
     def _prepare_compiled(self, args: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
         optimizers = [_plain(item) for item in args if isinstance(item, torch.optim.Optimizer)]
         groups = [(group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
@@ -146,6 +167,7 @@ def adopt(
     as_fsdp2.auto_wrap_policy = None
     as_fsdp2.activation_checkpointing = False
     as_fsdp2.mixed_precision_policy = None
+    set_state_dict_configs(as_fsdp2)
     if accelerator.num_processes > 1 or state.distributed_type == DistributedType.FSDP:
         # Each new AcceleratorState starts from the PartialState.
         state.distributed_type = accelerate.PartialState().distributed_type = DistributedType.FSDP

@@ -21,9 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -54,11 +58,45 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
             "fsdp_state_dict_type: LOCAL_STATE_DICT saves flattened parameters, and there are none; set "
             "SHARDED_STATE_DICT (each rank's shards) or FULL_STATE_DICT"
         )
+    of_model, of_optimizer = (_gathered(c) for c in (plugin.state_dict_config, plugin.optim_state_dict_config))
+    if of_model != of_optimizer:
+        raise UnsupportedError(
+            f"optim_state_dict_config: offload_to_cpu, rank0_only are {of_optimizer[0]}, {of_optimizer[1]}, and those "
+            f"of state_dict_config {of_model[0]}, {of_model[1]}; one save writes both alike: set the same in both"
+        )
     if not plugin.limit_all_gathers:
         raise UnsupportedError(
             "limit_all_gathers=False: gathers are scheduled ahead of time, never without limit; leave it out. A "
             "limit in bytes is compile_options={'passes': graph_fsdp.passes.default_pipeline(budget=…)}"
         )
+
+
+def _gathered(config: Any) -> tuple[bool, bool]:
+    """``offload_to_cpu`` and ``rank0_only``, which only a configuration of whole tensors has."""
+    return bool(getattr(config, "offload_to_cpu", True)), bool(getattr(config, "rank0_only", True))
+
+
+def whole_tensors(plugin: FullyShardedDataParallelPlugin) -> tuple[bool, bool]:
+    """Where a whole state dict is: on the CPU, and on the first rank alone. Both unless a ``state_dict_config`` of
+    FULL_STATE_DICT says otherwise."""
+    if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
+        return True, True
+    return _gathered(plugin.state_dict_config)
+
+
+def set_state_dict_configs(plugin: FullyShardedDataParallelPlugin) -> None:
+    """New configurations of the kind of ``state_dict_type``, with which Accelerate saves and loads as for FSDP2.
+
+    Accelerate writes to them, so that they must not be the script's own; and where the type was set after them, it
+    looks for ``rank0_only`` in those of shards, or asks DCP to send shards from the first rank.
+    """
+    on_cpu, first_only = _gathered(plugin.state_dict_config)
+    if plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
+        plugin.state_dict_config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_only)
+        plugin.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_only)
+    else:
+        plugin.state_dict_config = ShardedStateDictConfig(offload_to_cpu=on_cpu)
+        plugin.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=on_cpu)
 
 
 def compile_arguments(
