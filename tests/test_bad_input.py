@@ -24,7 +24,7 @@ from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, Uns
 from graph_fsdp.communication import METHODS
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
-from graph_fsdp.validate import torch_version
+from graph_fsdp.validate import torch_version, world_size_of_environment
 
 
 def batch() -> Tensor:
@@ -113,6 +113,14 @@ def test_tasks_of_slurm_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "2")
     refuse(MLP(), MeshError, "2 processes", "no process group", "srun torchrun", "init_process_group")
+
+
+def test_torchrun_under_slurm_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``srun`` starts one task of torchrun on each node, which starts the ranks."""
+    ours = {"WORLD_SIZE": "16", "RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**ours, "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert world_size_of_environment() == 16
 
 
 def test_a_mesh_whose_process_group_was_destroyed() -> None:
