@@ -16,7 +16,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -372,7 +372,7 @@ class Engine:
 
 def _weak(engine: Engine) -> Engine:
     """A proxy for it."""
-    return weakref.proxy(engine)  # type: ignore[return-value]
+    return cast(Engine, weakref.proxy(engine))
 
 
 def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:

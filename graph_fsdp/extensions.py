@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,27 @@ from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, named_buckets, unit
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
+class _Wrapper(Protocol):
+    """A traceable wrapper subclass of torch."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any: ...
+
+
+def _flattens(parameter: nn.Parameter) -> _Wrapper:
+    """Torch does not write down what ``check_extensions`` has found there."""
+    return cast(_Wrapper, parameter)
+
+
 def is_extended(parameter: Tensor) -> bool:
     return hasattr(parameter, _PRE) or hasattr(parameter, _POST)
 
 
 def plain(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the tensor that an extended one wraps; the same memory."""
-    (attribute,), _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    (attribute,), _ = _flattens(parameter).__tensor_flatten__()
     return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
 
 
@@ -83,8 +97,8 @@ class ExtendedGather(nn.Module):
         super().__init__()
         self.spec, self.policy = p, policy
         self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
-        attributes, self.context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-        self.attribute, self.subclass = attributes[0], type(parameter)
+        attributes, self.context = _flattens(parameter).__tensor_flatten__()
+        self.attribute, self.subclass = attributes[0], type(_flattens(parameter))
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()
@@ -94,9 +108,7 @@ class ExtendedGather(nn.Module):
         return payload
 
     def local(self, shard: Tensor) -> Any:
-        return self.subclass.__tensor_unflatten__(  # type: ignore[attr-defined]
-            {self.attribute: shard}, self.context, shard.shape, shard.stride()
-        )
+        return self.subclass.__tensor_unflatten__({self.attribute: shard}, self.context, shard.shape, shard.stride())
 
     def pre(self, local: Any, shard: Tensor) -> tuple[list[Tensor], Any]:
         """The payloads, at least one-dimensional and each in memory of its own, and the metadata."""

@@ -21,6 +21,7 @@ from torch import fx
 from graph_fsdp.parameter_life import ParameterLife, lives
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.memory import MemoryProfile
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.storages import CATEGORIES
 from graph_fsdp.report_data import BucketData, ReportData
@@ -112,7 +113,7 @@ class _Data:
         compute, waits = [], []
         for index, node in enumerate(nodes):
             if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
-                waited = events[node.args[0]].exposed  # type: ignore[index]
+                waited = events[operand(node)].exposed
                 if waited:
                     waits.append([index, starts[index], waited * _MICROSECONDS])
             elif node not in events and seconds[node]:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -54,7 +55,7 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
-            value = _compiled_method(self, name, method)  # type: ignore[arg-type]
+            value = _compiled_method(self._as_module(), name, method)
         super().__setattr__(name, value)
 
     @_NotStatically
@@ -65,17 +66,27 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._reshard_all()
-        # FSDPModule's looks for FSDP2's state; nn.Module's is the one to use.
-        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        # FSDPModule's looks for FSDP2's state; the model's own is the one to use.
+        return self._after_fsdp_module()._apply(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
         self._reshard_all()
-        return super(FSDPModule, self).state_dict(*args, **kwargs)  # type: ignore[misc]
+        return self._after_fsdp_module().state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._reshard_all()
-        return super(FSDPModule, self)._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        return self._after_fsdp_module()._load_from_state_dict(*args, **kwargs)
+
+    def _after_fsdp_module(self) -> Any:
+        """The methods of the classes behind FSDPModule, the model's own first."""
+        return super(FSDPModule, self)
+
+    def _as_module(self) -> nn.Module:
+        """Every class that has this one among its bases has a model's too."""
+        itself: Any = self
+        model: nn.Module = itself
+        return model
 
     def _reshard_all(self) -> None:
         self._graph_fsdp.unsharded.release()
@@ -111,7 +122,7 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
     functools.update_wrapper(forward, own)
     self_first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [self_first, *inspect.signature(own).parameters.values()]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    vars(forward)["__signature__"] = inspect.Signature(parameters)
     return forward
 
 
@@ -150,8 +161,8 @@ def _entering(name: str, function: Callable[..., Any], number: int, convert: Inp
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the model or of a unit that the user has registered as one beside forward."""
     own = vars(module)
-    if getattr(method, "__self__", None) is module:
-        function = method.__func__  # type: ignore[attr-defined]
+    if isinstance(method, MethodType) and method.__self__ is module:
+        function: Callable[..., Any] = method.__func__
     else:
 
         @functools.wraps(method)

@@ -70,7 +70,7 @@ class GuardedTensorParallelPlaceholder(DTensor):
 
 def guard(placeholder: nn.Parameter, name: str, forward_runs: Callable[[], bool]) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
-    placeholder._graph_fsdp = (name, forward_runs)  # type: ignore[attr-defined]
+    vars(placeholder)["_graph_fsdp"] = (name, forward_runs)
     set_guarded(placeholder, True)
 
 

@@ -60,6 +60,7 @@ class UnshardedUnits:
         for p in storage.parameters.values():
             self.members.setdefault(p.spec.unit, []).append(p)
         self.units: frozenset[str] = frozenset()
+        self.refused = ""  # why, where another engine than this one's runs the model
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: set[str] = set()
         self.whole_after_forward: set[str] = set()
@@ -74,6 +75,8 @@ class UnshardedUnits:
     def unavailable(self) -> str:
         """Why units of this model cannot be whole; "" where they can."""
         parameters, offload = self.storage.parameters.values(), self.storage.spec.offload
+        if self.refused:
+            return self.refused
         if any(isinstance(p.placeholder, DTensor) for p in parameters):
             return "its parameters are tensor parallel"
         if any(p.spec.extended for p in parameters):
@@ -226,7 +229,7 @@ class UnshardedUnits:
             args.extend(map(self._value, parameters))
             return program(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # see Program
+        vars(run)["_boxed_call"] = True  # see Program
         return run
 
     def _value(self, p: ShardedParameter) -> Tensor:

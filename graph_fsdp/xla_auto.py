@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,10 +26,12 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline, compat, compat_x
 from graph_fsdp.passes.constrain import ConstrainActivations
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.report import CapturedGraph
+from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
+from graph_fsdp.sharding import Storage
 from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
@@ -86,12 +88,13 @@ def trace_mark_sharding() -> None:
 class GlobalEngine(Engine):
     """An engine whose graphs are those of the global batch."""
 
-    storage: XlaStorage  # type: ignore[assignment]
+    storage: XlaStorage  # type: ignore[assignment]  # it has what Engine's methods call
+    backend: XlaBackend
 
     def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
-        super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
+        super().__init__(forward, spec, cast(Storage, storage), *args, whole=True, **kwargs)
         self.mesh, self.global_mesh = storage.xla_mesh, global_mesh(storage.xla_mesh)
-        self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
+        self.unsharded.refused = _unavailable()
         self._scheduled: dict[tuple[int, Phase], Graph] = {}  # by captured graph
         self._told = False  # that no input is sharded
 
@@ -133,7 +136,7 @@ class GlobalEngine(Engine):
     def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
-        on_host_fallback = self.backend.on_host_fallback  # type: ignore[attr-defined]
+        on_host_fallback = self.backend.on_host_fallback
         program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback)
         captured.add_program(scheduled, context, program, memory_profile(scheduled, context))
         self.programs[captured.index, graph.phase] = program

@@ -36,7 +36,7 @@ class Parts(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
         if func in _COPIES:  # of what nobody writes to any more
             return Parts(args[0].shape, args[0].dtype, args[0].parts)
         raise TypeError(f"{func} was called on parts of a tensor on XLA, which are only to be saved and loaded")

@@ -98,7 +98,7 @@ def compile_on_xla(
     put_values = initial_values(
         model,
         {unit.module for unit in units},
-        AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) and sync_module_states else None,  # type: ignore[arg-type]
+        AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) and sync_module_states else None,  # type: ignore[arg-type]  # it broadcasts
         torch.device("cpu"),
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
@@ -110,7 +110,7 @@ def compile_on_xla(
         pipeline = with_activation_checkpointing(pipeline, checkpointing)
     if auto:
         pipeline = with_constraints(pipeline, parallel)
-    spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]
+    spec = api._model_spec(units, names, parallel, policies, {})  # type: ignore[arg-type]  # with the groups' names and sizes
     cost = api._cost_model(pipeline, parallel.group_shapes(), device, "xla")
     spec = _named_groups(pipeline.arrange(spec, cost), parallel)
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
@@ -118,7 +118,7 @@ def compile_on_xla(
     if isinstance(storage, ReplicaStorage):
         put_replicas_values(model, storage, put_values, sync_module_states)
     else:
-        put_values(storage)  # type: ignore[arg-type]
+        put_values(storage)  # type: ignore[arg-type]  # it is filled as an eager one is
     engine = {"manual": XlaEngine, "auto": GlobalEngine, "replicas": ReplicaEngine}[sharding](
         original_forward(model),
         spec,

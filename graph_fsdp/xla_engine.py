@@ -13,7 +13,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,6 +28,7 @@ from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
+from graph_fsdp.sharding import Storage
 from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_storage import LocalViews, XlaStorage
 
@@ -45,13 +46,13 @@ class _Capture:
 class XlaEngine(Engine):
     """An engine whose graphs run on all XLA devices of one program."""
 
-    storage: XlaStorage  # type: ignore[assignment]
+    storage: XlaStorage  # type: ignore[assignment]  # it has what Engine's methods call
     backend: XlaBackend
 
     def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
-        super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
+        super().__init__(forward, spec, cast(Storage, storage), *args, whole=True, **kwargs)
         self.mesh = storage.xla_mesh
-        self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
+        self.unsharded.refused = _unavailable()
         self._views: LocalViews | None = None
         self._captures: list[_Capture] = []
         self._functions: dict[Any, dict[Any, Callable[..., Any]]] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +26,7 @@ from graph_fsdp.passes.spec import ParameterSpec
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.replica import Compiled, ReplicaProgram, all_here, own_turn
+from graph_fsdp.sharding import Storage
 from graph_fsdp.xla_mesh import XlaMesh
 from graph_fsdp.xla_storage import XlaParameter, XlaStorage
 
@@ -149,12 +150,12 @@ def _sharded(model: nn.Module, storage: ReplicaStorage) -> Iterator[tuple[str, X
 class ReplicaEngine(Engine):
     """An engine whose graphs run on this replica's device."""
 
-    storage: ReplicaStorage  # type: ignore[assignment]
+    storage: ReplicaStorage  # type: ignore[assignment]  # it has what Engine's methods call
     backend: XlaBackend
 
     def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
-        super().__init__(forward, spec, storage, *args, whole=True, **kwargs)  # type: ignore[arg-type]
-        self.unsharded.unavailable = _unavailable  # type: ignore[method-assign]
+        super().__init__(forward, spec, cast(Storage, storage), *args, whole=True, **kwargs)
+        self.unsharded.refused = _unavailable()
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         while True:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,9 +110,10 @@ class XlaStorage:
                 compat.swap(p.shard, p.value.requires_grad_(p.shard.requires_grad))
                 p.value = None
             if self._needs_stand_in(p.spec):
-                p.stand_in = compat_xla.without_memory(  # type: ignore[assignment]
+                stand_in = compat_xla.without_memory(
                     p.spec.shape, p.spec.param_dtype, self.device, p.shard.requires_grad, nn.Parameter
                 )
+                p.stand_in = cast(nn.Parameter, stand_in)
         replaced = {id(tensor) for tensor, _ in self._whole}
         parameters = {id(p.shard) for p in self.parameters.values()}
         for tensor in (*model.buffers(), *model.parameters()):

@@ -18,6 +18,7 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.offload import HOST
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.spec import ParameterSpec
 
@@ -39,7 +40,7 @@ def accumulate(
 ) -> dict[fx.Node, fx.Node]:
     """Keep the gradients of one bucket's ``reductions``, where the last of them exists; reduction → what replaces
     it."""
-    grads: dict[fx.Node, fx.Node] = {node: node.args[0] for node in reductions}  # type: ignore[misc]
+    grads: dict[fx.Node, fx.Node] = {node: operand(node) for node in reductions}
     last = max(grads.values(), key=positions.__getitem__)
     if last.op == "placeholder":
         last = graph.placeholders[-1]

@@ -29,6 +29,7 @@ from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.offload import HOST, fetch, fetch_shards
 from graph_fsdp.passes.offload import offload as copy_to_cpu
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.payloads import combine_reductions, place_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.share import share_buckets
@@ -144,7 +145,7 @@ def _gather_bucket(
         return NodeRecord(role, bucket.unit, bucket.name, names, bucket.full_nbytes)
 
     with graph.fx_graph.inserting_before(first_use):
-        shards = [by_name[p.name].args[0] for p in used]
+        shards = [operand(by_name[p.name]) for p in used]
         rest: list[Any] = [used[0].param_dtype, bucket.world_size, context.model.group]
         custom = context.settings.custom_all_gather
         messages = [] if custom else bucket.message_arguments()
@@ -152,7 +153,7 @@ def _gather_bucket(
             rest.append(messages)
         if context.model.offload is not None:
             device = context.model.offload.device
-            shards = [fetch(graph, shards, offsets, bucket.shard_numel, device, put(Role.FETCH_START))]  # type: ignore[arg-type]
+            shards = [fetch(graph, shards, offsets, bucket.shard_numel, device, put(Role.FETCH_START))]
             rest = [*rest[:3], messages, [p.shard_numel for p in used]]
         if custom:
             rest = [*(rest if len(rest) == 5 else [*rest[:3], [], []]), True]
@@ -201,7 +202,7 @@ def _reduce_bucket(
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters = [_parameter(n, context) for n in nodes]
     unit, dtype = parameters[0].unit, parameters[0].dtype
-    grads: list[fx.Node] = [n.args[0] for n in nodes]  # type: ignore[misc]
+    grads: list[fx.Node] = [operand(n) for n in nodes]
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
     last = max(grads, key=positions.__getitem__)
     if last.op == "placeholder":
@@ -321,7 +322,7 @@ def _gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> fx.Node:
 
 def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
     with graph.fx_graph.inserting_before(node):
-        device = {} if node.meta["val"].device == node.args[0].meta["val"].device else {"device": HOST}  # type: ignore[union-attr]
+        device = {} if node.meta["val"].device == operand(node).meta["val"].device else {"device": HOST}
         value = graph.fx_graph.call_function(
             aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype, **device}
         )

@@ -325,7 +325,7 @@ class _Wrapper(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
         raise AssertionError(f"{func} ran on a tensor without memory")
 
 

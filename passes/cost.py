@@ -40,6 +40,7 @@ from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.hardware import Hardware
 from graph_fsdp.passes.kernels import Arithmetic, Kind, Work, graph_work, value_nbytes
+from graph_fsdp.passes.operands import argument_names
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def op_key(node: fx.Node) -> str:
 
 def collective_key(node: fx.Node) -> str:
     """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node)
     ranks = dialect.argument(node, "world_size" if "world_size" in names else "ranks")
     dtype = _dtype_name(node.meta["val"].dtype)
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"

@@ -181,7 +181,7 @@ class Expansion:
             if original.target is not dialect.gather_param:
                 layer.add(original)
         for result in node.users:
-            self.around.of[result] = layer.of[layer.trace.outputs[result.args[1]]]  # type: ignore[index]
+            self.around.of[result] = layer.of[layer.trace.outputs[_index(result)]]
 
     def _backward(self, node: fx.Node) -> None:
         layer, given = self._layer(node)
@@ -192,7 +192,7 @@ class Expansion:
             else:
                 layer.add(original)
         for result in node.users:
-            gradient = layer.trace.found_gradients[result.args[1]]  # type: ignore[index]
+            gradient = layer.trace.found_gradients[_index(result)]
             if gradient.target is dialect.reduce_grad:
                 self._reduced.append((result, layer, gradient))
             else:
@@ -208,7 +208,8 @@ class Expansion:
 
     def _layer(self, node: fx.Node) -> tuple[_Layer, Any]:
         given, _, call_index = node.args
-        return self.layers[call_index], given  # type: ignore[index]
+        assert isinstance(call_index, int)
+        return self.layers[call_index], given
 
 
 def _is_result(node: fx.Node) -> bool:
@@ -234,3 +235,10 @@ def _layout(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype, value.device)
     return tuple(map(_layout, value)) if isinstance(value, (tuple, list)) else type(value)
+
+
+def _index(result: fx.Node) -> int:
+    """Of the output of a call that a ``getitem`` takes."""
+    index = result.args[1]
+    assert isinstance(index, int)
+    return index

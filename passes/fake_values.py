@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
+from graph_fsdp.passes.operands import function
 
 
 def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -31,9 +32,9 @@ def evaluate(node: fx.Node) -> Any:
         return args[0][args[1]]
     mode = fake_mode_of(node.all_input_nodes)
     if mode is None:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return function(node)(*args, **kwargs)
     with mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return function(node)(*args, **kwargs)
 
 
 def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:

@@ -21,6 +21,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.spec import BucketSpec
 
@@ -46,7 +47,7 @@ def keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> Non
         with graph.fx_graph.inserting_before(next_communication[last_use[wait]]):
             kept = _keep_shard(graph, wait, bucket, context)
         context.kept_shards[bucket.name] = kept
-    outputs = list(graph.output.args[0])  # type: ignore[arg-type]
+    outputs = operands(graph.output)
     place = context.forward_outputs + len(context.kept)
     outputs[place:place] = context.kept_shards.values()
     graph.output.args = (tuple(outputs),)

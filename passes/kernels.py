@@ -28,6 +28,7 @@ from torch import fx
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.operands import argument_names
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -179,7 +180,7 @@ def node_flops(node: fx.Node) -> int:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node)
     index = names.index("is_causal")
     return bool(node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", False))
 

@@ -28,6 +28,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.spec import BucketSpec, ParameterSpec
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ def fetch_shards(graph: Graph, name: str, gathers: Sequence[fx.Node], parameters
     bucket or, with None, of none. They are replaced."""
     positions = graph.positions()
     first_use = min((user for node in gathers for user in node.users), key=positions.__getitem__)
-    shards: list[fx.Node] = [node.args[0] for node in gathers]  # type: ignore[misc]
+    shards: list[fx.Node] = [operand(node) for node in gathers]
     if bucket is None:
         *offsets, length = itertools.accumulate((p.shard_numel for p in parameters), initial=0)
     else:
@@ -110,9 +111,9 @@ def drop_unread_fetches(graph: Graph) -> None:
     """Fetches whose gather is gone, because backward received the bucket, go too."""
     for wait in graph.with_role(Role.FETCH_WAIT):
         if not wait.users:
-            start = wait.args[0]
+            start = operand(wait)
             graph.fx_graph.erase_node(wait)
-            graph.fx_graph.erase_node(start)  # type: ignore[arg-type]
+            graph.fx_graph.erase_node(start)
 
 
 # When copies run

@@ -25,6 +25,7 @@ from graph_fsdp.passes.compat import CheckpointPolicy, size_hint
 from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, record, set_record
 from graph_fsdp.passes.graph import Graph, aliased_inputs
 from graph_fsdp.passes.kernels import is_view, value_nbytes
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.recompute import gradient_nodes
 from graph_fsdp.passes.unit_calls import UnitCall, unit_calls
@@ -76,7 +77,7 @@ def _offload(graph: Graph, context: PassContext) -> str:
                 last_use.update(dict.fromkeys(roots[source], positions[node]))
     borders = [*_borders(graph, _call_begins(graph, calls)), graph.output, graph.output]
     places = [positions[border] for border in borders]
-    outputs: list[Any] = list(graph.output.args[0])  # type: ignore[arg-type]
+    outputs: list[Any] = operands(graph.output)
     saved = {node: index for index, node in enumerate(_saved_tensors(graph, context))}
     copies: dict[fx.Node, fx.Node] = {}
     total = 0
@@ -125,8 +126,8 @@ def _is_whole(node: fx.Node, value: object) -> bool:
 
 def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
     """In the order in which backward receives them."""
-    values = graph.output.args[0][context.forward_outputs :]  # type: ignore[index]
-    return [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]  # type: ignore[union-attr]
+    values = operands(graph.output)[context.forward_outputs :]
+    return [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
 
 
 def _reload(graph: Graph, context: PassContext) -> str:

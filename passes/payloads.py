@@ -22,6 +22,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, has_role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.operands import operands
 
 
 def ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -79,7 +80,7 @@ def combine_reductions(graph: Graph) -> None:
     for node in _reductions(graph):
         alike.setdefault((*node.args[1:], node.meta["val"].dtype), []).append(node)
     for nodes in alike.values():
-        values: list[fx.Node] = [value for node in nodes for value in node.args[0]]  # type: ignore[union-attr,misc]
+        values: list[fx.Node] = [value for node in nodes for value in operands(node)]
         order = graph.positions()
         _put_first(graph, sorted(ancestors(values), key=order.__getitem__))
         order = graph.positions()

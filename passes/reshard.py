@@ -17,6 +17,7 @@ from graph_fsdp.passes.dialect import Role, set_record
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import keep_shards, receive_shards
 from graph_fsdp.passes.offload import drop_unread_fetches
+from graph_fsdp.passes.operands import operand, operands
 from graph_fsdp.passes.payloads import drop_unread_payloads
 from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.schedule import Gathers, at_distance, find_gathers
@@ -51,7 +52,7 @@ class Reshard(GraphPass):
         if context.sharing:  # what was taken from an earlier piece is kept as if this one had gathered it
             found = {node.meta["fsdp"].bucket: node for node in (*graph.with_role(Role.KEPT), *waits)}
             kept = [found[bucket] for bucket in context.sharing.kept]
-        outputs = list(graph.output.args[0])  # type: ignore[arg-type]
+        outputs = operands(graph.output)
         # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
         outputs[context.forward_outputs : context.forward_outputs] = kept
         for wait in kept:
@@ -80,7 +81,7 @@ class Reshard(GraphPass):
             return []
         if context.reshard_after_forward is False:
             return waits
-        starts: list[fx.Node] = [wait.args[0] for wait in waits]  # type: ignore[misc]
+        starts: list[fx.Node] = [operand(wait) for wait in waits]
         gathers = find_gathers(graph, starts, waits)
         if context.reshard_after_forward == "auto":
             return [waits[k] for k in _worth_keeping(gathers, starts, self.budget, context.cost)]

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.operands import operands
 
 
 def save_as_they_were(forward: Graph, user_outputs: int) -> list[str]:
@@ -32,7 +33,7 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> list[str]:
         if node.op == "call_function":
             inputs[node] = of(aliased_inputs(node))
     targets = {target: node for node in nodes for target in mutated_inputs(node)}
-    outputs: list[Any] = list(forward.output.args[0])  # type: ignore[arg-type]
+    outputs: list[Any] = operands(forward.output)
     written, saved = of(targets), of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]
     writing = {*targets.values(), *_with_sources(targets), forward.output}

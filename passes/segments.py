@@ -17,6 +17,7 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.fake_values import iterate_tensors
+from graph_fsdp.passes.operands import replaced
 from graph_fsdp.passes.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def _key(segment: Segment) -> Hashable:
         names[node] = _Name(len(names))
     for node in segment.nodes:
         args = node.args[:4] + node.args[5:] if node.target is dialect.gather_param else node.args
-        named = fx.map_arg((args, node.kwargs), names.__getitem__)  # type: ignore[arg-type]
+        named = replaced(args, node.kwargs, names.__getitem__)
         parts.append((node.op, node.target, repr(named), _described(node)))
         names[node] = _Name(len(names))
     for node in segment.outputs:

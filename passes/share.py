@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.payloads import drop_unread_payloads
 from graph_fsdp.passes.records import Role, has_role, set_record
 
@@ -57,7 +58,7 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
     for node in context.given.values():
         for escaping in (node, *(n for n in node.all_input_nodes if has_role(n, Role.GATHER_START))):
             set_record(escaping, dataclasses.replace(escaping.meta["fsdp"], escapes=True))
-    graph.output.args = ((*graph.output.args[0], *context.given.values()),)  # type: ignore[misc]
+    graph.output.args = ((*operands(graph.output), *context.given.values()),)
 
 
 def _take(graph: Graph, wait: fx.Node, before: fx.Node) -> fx.Node:

@@ -28,6 +28,7 @@ from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs
 from graph_fsdp.passes.layout import gradients_sent, landing_nbytes, packed_nbytes
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import Slot, slot_table
 
@@ -110,7 +111,7 @@ def _values(graph: Graph, context: PassContext) -> Storages:
     for node in graph.with_role(Role.ACCUMULATE):
         for storage in storages_of[node]:  # no value comes of it
             storage.nbytes = 0
-        for storage in storages_of[node.args[0]]:  # type: ignore[index]  # kept for a later graph
+        for storage in storages_of[operand(node)]:  # kept for a later graph
             storage.end = last
             storage.category = "gradients" if storage.category == "temporary" else storage.category
     outputs = _flat(graph.output.args[0])
@@ -235,7 +236,7 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
         if node.target in dialect.STARTS:
             started[node] = index
         elif node.target in dialect.WAITS:
-            start: fx.Node = node.args[0]  # type: ignore[assignment]
+            start = operand(node)
             begin = started[start]
             if start.target is dialect.all_gather_start:
                 buffers.append(Storage(start, landing_nbytes(start), begin, index, "landing"))
@@ -247,11 +248,12 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
 
 def _sent_until(wait: fx.Node) -> list[fx.Node]:
     """What a collective reads until this, its wait: the gradients of a reduction, a copy of the shards of a gather."""
-    start = wait.args[0] if wait.target in dialect.WAITS else None
-    if isinstance(start, fx.Node) and start.target is dialect.all_gather_start and not _casts(start):
+    if wait.target not in dialect.WAITS:
+        return []
+    start = operand(wait)
+    if start.target is dialect.all_gather_start and not _casts(start):
         return [shard for shard in _flat(start.args[0]) if has_role(shard, Role.FETCH_WAIT)]
-    sent = isinstance(start, fx.Node) and start.target is dialect.reduce_scatter_start
-    return gradients_sent(start) if sent else []  # type: ignore[arg-type]
+    return gradients_sent(start) if start.target is dialect.reduce_scatter_start else []
 
 
 def _casts(start: fx.Node) -> bool:
@@ -282,11 +284,11 @@ def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
             if record.landing_slot is None and not dialect.argument(node, "custom"):
                 take(landing_nbytes(node), node, index)
         elif node.target is dialect.all_gather_wait:
-            start: fx.Node = node.args[0]  # type: ignore[assignment]
+            start = operand(node)
             if start.meta["fsdp"].landing_slot is None and not dialect.argument(start, "custom"):
                 give(landing_nbytes(start), start, index)
-        elif node.target is dialect.free and not has_role(node.args[0], Role.KEPT):  # type: ignore[arg-type]
-            start = node.args[0].args[0]  # type: ignore[union-attr,assignment]
+        elif node.target is dialect.free and not has_role(operand(node), Role.KEPT):
+            start = operand(operand(node))
             if start.meta["fsdp"].slot is None:
                 give(_nbytes(start.meta["val"]), start, index)
     return pooled

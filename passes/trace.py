@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes import compat
 from graph_fsdp.passes.graph import mutated_inputs
+from graph_fsdp.passes.operands import argument_names
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
 _LIBRARY.define("repeat(Tensor[] inputs, int trace, int call) -> Tensor[]")
@@ -126,7 +127,7 @@ def _draws(node: fx.Node) -> bool:
     """Whether an operator draws random numbers. Attention has an argument that says so."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node)
     if "dropout_p" not in names:
         return True
     index = names.index("dropout_p")

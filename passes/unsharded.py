@@ -15,6 +15,7 @@ from torch import fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.pipeline import PassContext
 
 
@@ -33,7 +34,7 @@ def use_unsharded(graphs: Sequence[Graph], context: PassContext) -> bool:
     if len(graphs) > 1:
         backward = graphs[1]
         saved = [name for name in whole if name in gathers[1]]
-        outputs = list(first.output.args[0])  # type: ignore[arg-type]
+        outputs = operands(first.output)
         # Saved tensors follow the user's outputs; see [Note: saved tensors] in reshard.py.
         outputs[context.forward_outputs : context.forward_outputs] = [inputs[name] for name in saved]
         first.output.args = (tuple(outputs),)

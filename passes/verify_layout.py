@@ -11,6 +11,7 @@ from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.keep_shard import scale_of
 from graph_fsdp.passes.offload import wrong_fetch
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.pipeline import PassContext
 
 
@@ -25,17 +26,17 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
     invariant = "a gathered bucket has its own layout"
     if node.target is dialect.all_gather_start:
         bucket = context.bucket_of(node.meta["fsdp"].params[0])
-        shards, offsets = node.args[0], node.args[1]
+        shards, offsets = operands(node), operands(node, 1)
         scale = 1
-        if has_role(shards[0], Role.KEPT_SHARD):  # type: ignore[arg-type,index]
+        if has_role(shards[0], Role.KEPT_SHARD):
             scale = scale_of(context)
             _kept_layout(node, scale, context, fail)
-        elif has_role(shards[0], Role.FETCH_WAIT):  # type: ignore[arg-type,index]
+        elif has_role(shards[0], Role.FETCH_WAIT):
             if wrong := wrong_fetch(node, bucket):
                 fail(invariant, node, wrong)
         else:
-            found = [shard.meta["fsdp"].params[0] for shard in shards]  # type: ignore[union-attr]
-            if [bucket.offsets.get(name) for name in found] != list(offsets):  # type: ignore[arg-type]
+            found = [shard.meta["fsdp"].params[0] for shard in shards]
+            if [bucket.offsets.get(name) for name in found] != offsets:
                 fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
         custom = dialect.argument(node, "custom")
         if custom != context.settings.custom_all_gather:
@@ -85,6 +86,6 @@ def _kept_layout(node: fx.Node, scale: int, context: PassContext, fail: Fail) ->
     if sizes != (scale * bucket.shard_numel, model.reshard_group):
         expected = f"{scale * bucket.shard_numel} elements over group {model.reshard_group!r}"
         fail(invariant, node, f"{sizes[0]} elements over group {sizes[1]!r}, and not {expected}")
-    source = node.args[0] if isinstance(node.args[0], fx.Node) else node.args[0][0]  # type: ignore[index]
-    if source.meta["fsdp"].bucket != record.bucket:  # type: ignore[union-attr]
+    source = node.args[0] if isinstance(node.args[0], fx.Node) else operands(node)[0]
+    if source.meta["fsdp"].bucket != record.bucket:
         fail(invariant, node, f"{node} is of bucket {record.bucket} and takes {source}")

@@ -24,6 +24,7 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, layout_of
+from graph_fsdp.passes.operands import operand
 from graph_fsdp.runtime import collectives, custom_collectives, host_copies
 from graph_fsdp.runtime.collectives import Pending
 from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
@@ -255,7 +256,7 @@ def _generate(
         dropped = [names[n] for n in inputs if last[n] == index]
         if isinstance(step, Region):
             function = f"region_{index}"
-            constants[function] = cache.compile(step, graph.phase)  # type: ignore[arg-type]
+            constants[function] = cache.compile(step, graph.phase)
             lines.append(f"    inputs = [{', '.join(names[n] for n in step.inputs)}]")
             _drop(lines, dropped)
             results = "".join(f"{names[n]}, " for n in step.outputs)
@@ -292,7 +293,7 @@ def _generate_call(
         lines.append(f"    {names[node]} = frame.{method}({inputs})")
         return
     if node.target in dialect.WAITS | dialect.COPY_WAITS | dialect.ACTIVATION_COPIES:
-        lines.append(f"    {names[node]} = frame.wait({names[node.args[0]]})")  # type: ignore[index]
+        lines.append(f"    {names[node]} = frame.wait({names[operand(node)]})")
         return
     if node.target is dialect.keep_shard:
         constants[f"keep_{index}"] = _keep_plan(node)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.graph import Graph, aliased_inputs
+from graph_fsdp.passes.operands import operand, operands
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class KeptGradients:
 
 
 def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
-    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    source = operand(node)
     while aliased := aliased_inputs(source):
         source = aliased[0]
     reduced = has_role(source, Role.REDUCE_START)
@@ -86,7 +87,7 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
     taken: set[fx.Node] = set()
     owned = set()
     for node in nodes:
-        grad: fx.Node = node.args[0]  # type: ignore[assignment]
+        grad = operand(node)
         (root, *others) = roots[grad]
         value = root.meta.get("val")
         fills = root.op == "call_function" and root.target not in dialect.EXECUTED and isinstance(value, Tensor)
@@ -99,8 +100,8 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
 
 def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
     """For a reduction over the replicas: where in the shard each parameter's gradient begins."""
-    first: fx.Node = start.args[0].args[0]  # type: ignore[union-attr,assignment]
-    values = [grad.meta["val"] for grad in first.args[0]]  # type: ignore[union-attr]
+    first = operand(operand(start))
+    values = [grad.meta["val"] for grad in operands(first)]
     world = dialect.argument(first, "world_size")
     if first.target is dialect.reduce_scatter_start:
         dtype, messages = dialect.argument(first, "dtype"), dialect.argument(first, "messages")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
@@ -45,7 +45,7 @@ class RegionCache:
             if other is not key:
                 self._cache[key] = _part_of(self._cache[other], other.returned, key.returned)
 
-    def compile(self, region: Region, kind: Literal["forward", "backward", "inference"]) -> Compiled:
+    def compile(self, region: Region, kind: Phase) -> Compiled:
         self.regions += 1
         key = region_key(region, kind)
         if key not in self._cache:

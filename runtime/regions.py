@@ -21,6 +21,7 @@ from graph_fsdp.passes.dialect import Role
 from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph, aliased_inputs, mutated_inputs
 from graph_fsdp.passes.kernels import is_view
+from graph_fsdp.passes.operands import replaced
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
@@ -203,7 +204,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
         if node.op == "get_attr":
             parts.append((_Constant(id(_attribute(region.owner, str(node.target)))), _value_key(node.meta.get("val"))))
         else:
-            args = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))  # type: ignore[arg-type,return-value]
+            args = replaced(node.args, node.kwargs, lambda n: _Name(names[n]))
             parts.append((node.target, repr(args), _value_key(node.meta.get("val"))))
         names[node] = len(names)
     if any(mutated_inputs(node) for node in region.body):

@@ -11,6 +11,7 @@ from torch import nn
 
 from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.passes.arrange import BucketSize
 from graph_fsdp.planning.prediction import plan
 
 
@@ -21,7 +22,7 @@ class Choice:
 
     mesh_shape: tuple[int, ...]
     reshard: bool | None = None
-    bucket: str | int = "unit"
+    bucket: BucketSize = "unit"
     checkpointing: str | None = None
 
     def __str__(self) -> str:
@@ -111,7 +112,7 @@ def search(
     hardware: str | Hardware,
     memory: int | None = None,
     reshards: Sequence[bool | None] = (None, True, False),
-    buckets: Sequence[str | int] = ("unit", "auto"),
+    buckets: Sequence[BucketSize] = ("unit", "auto"),
     checkpointings: Sequence[str | None] = (None, "selective", "unit"),
     progress: Callable[[Iterable[Choice], int], Iterable[Choice]] | None = None,
     **plan_options: Any,
@@ -152,7 +153,7 @@ def search(
                 hardware=described,
                 reshard_after_forward=choice.reshard,
                 activation_checkpointing=choice.checkpointing,
-                passes=default_pipeline(bucket=choice.bucket, hardware=described),  # type: ignore[arg-type]
+                passes=default_pipeline(bucket=choice.bucket, hardware=described),
                 **plan_options,
             )
         except (BudgetError, MeshError, UnsupportedError) as error:  # of this choice; any other error is the call's

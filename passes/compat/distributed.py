@@ -93,7 +93,10 @@ _WRAPPERS = {c for c in register_fsdp_forward_method.__code__.co_consts if isins
 def registered_forward_method(value: object) -> Callable[..., Any] | None:
     """The user's method, if ``value`` is what torch's ``register_fsdp_forward_method`` sets in its place."""
     function = getattr(value, "__func__", None)
-    return function.__wrapped__ if getattr(function, "__code__", None) in _WRAPPERS else None  # type: ignore[union-attr]
+    if getattr(function, "__code__", None) not in _WRAPPERS:
+        return None
+    found: Callable[..., Any] = getattr(function, "__wrapped__")  # noqa: B009
+    return found
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from graph_fsdp.passes.constrain import constrain
 from graph_fsdp.passes.dialect import Role, has_role, set_record
 from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
 from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
 
 aten = torch.ops.aten
@@ -125,7 +126,7 @@ class _Lowering:
 
     def _output(self, node: fx.Node) -> None:
         outputs: list[Any] = []
-        for value in node.args[0]:  # type: ignore[union-attr]
+        for value in operands(node):
             if isinstance(value, fx.Node) and has_role(value, Role.GATHER_WAIT):
                 outputs += [self.parameters[name] for name in self.kept.get(value.meta["fsdp"].bucket, [])]
             else:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from graph_fsdp.passes import compat_xla
+from graph_fsdp.passes.operands import function
 
 OnHostFallback = Literal["error", "warn"]
 
@@ -76,7 +77,7 @@ def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), zeros)
     before = compat_xla.fallback_counts()
     with contextlib.suppress(Exception):  # what zeros cannot stand for: the graph itself will say
-        node.target(*args, **kwargs)  # type: ignore[operator]
+        function(node)(*args, **kwargs)
     after = compat_xla.fallback_counts()
     return [operator for operator, count in after.items() if count != before.get(operator, 0)]
 
