@@ -126,11 +126,13 @@ def read(config: Mapping[str, Any], ranks: Ranks) -> Settings:
 
 def mixed_precision(top: Keys) -> tuple[MixedPrecisionPolicy, int, list[str]]:
     """DeepSpeed reduces in the dtype that it computes in, where ``communication_data_type`` says nothing else."""
-    communication, bf16 = top.take("communication_data_type"), top.part("bf16")
+    communication, bf16, fp16 = top.take("communication_data_type"), top.part("bf16"), top.part("fp16")
+    if fp16.take("enabled", False):
+        raise ValueError("deepspeed_config: fp16.enabled needs torch.amp.GradScaler in the loop; take bf16, or add it")
     reduced = None if communication is None else DTYPES[communication]
     enabled = bf16.take("enabled", False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if enabled else None, reduce_dtype=reduced)
-    return policy, 2 if enabled else 4, bf16.done()
+    return policy, 2 if enabled else 4, bf16.done() + [f"fp16.{key}" for key in fp16.values]
 
 
 def zero(part: Keys, ranks: Ranks, itemsize: int) -> tuple[dict[str, Any], list[str]]:

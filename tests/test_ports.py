@@ -117,13 +117,17 @@ def passes(settings: from_deepspeed.Settings) -> str:
 
 
 def test_every_key_of_a_configuration_of_deepspeed_is_taken() -> None:
-    settings = read({**ZERO3, "train_batch_size": 16}, ALONE)
+    settings = read({**ZERO3, "train_batch_size": 16, "fp16": {"enabled": False, "hysteresis": 2}}, ALONE)
     assert (settings.batch, settings.accumulation, settings.clipping) == (8, 2, 1.0)
     assert settings.compile["reshard_after_forward"] is True
     assert settings.compile["mp_policy"].param_dtype == torch.bfloat16
     assert not settings.compile["offload_policy"].pin_memory
     assert "4000000" in passes(settings), "stage3_max_live_parameters, in bytes of bfloat16"
-    assert settings.without_effect == ["zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"]
+    assert settings.without_effect == [
+        "fp16.hysteresis",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients",
+    ]
     model = torch.nn.Linear(2, 2)
     optimizer = settings.optimizer(model)
     scheduler = settings.scheduler(optimizer)
@@ -141,7 +145,7 @@ def test_every_key_of_a_configuration_of_deepspeed_is_taken() -> None:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device is 'nvme'"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_optimization.zero_quantized_we"),
-        ({"fp16": {"enabled": True}}, "fp16 has no counterpart"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled needs"),
         ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto'"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type is 'OneBitAdam'"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler OneCycle"),
