@@ -8,7 +8,6 @@ goes into that memory. What is not written in the plain way is found to have no 
 from __future__ import annotations
 
 import collections
-import ctypes
 import io
 import math
 import pickle
@@ -91,10 +90,9 @@ def read_into(file: io.FileIO, offset: int, tensor: Tensor) -> None:
     Raises:
         EOFError: the file ends before.
     """
-    count = tensor.numel() * tensor.itemsize
-    if not count:
+    if not tensor.numel():
         return
-    view = memoryview((ctypes.c_ubyte * count).from_address(tensor.data_ptr())).cast("B")
+    view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
     torch.autograd.graph.increment_version(tensor)  # as an operator would
     file.seek(offset)
     while view:
