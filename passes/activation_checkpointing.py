@@ -174,11 +174,8 @@ class CheckpointActivations(GraphPass):
         context.activation_memory_budget = max(self.budget, _SMALLEST_BUDGET)
         kept = [*joint.borders(), *joint.random(), *joint.readers_of_unneeded_buckets()]
         kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
-        tuples = [n for n in joint.calls if isinstance(n.meta.get("val"), (tuple, list)) and "recompute" not in n.meta]
         for node in kept:
             save(node)
-        for node in tuples:  # under a budget the partitioner would save the tuple itself, beside its elements
-            node.meta.pop("recompute", None)
         return f"the partitioner chooses within {self.budget:g} of the activations; {len(kept)} nodes not recomputed"
 
 

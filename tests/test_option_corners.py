@@ -66,3 +66,26 @@ def test_a_parameter_sharded_by_columns_over_one_rank_is_fetched_as_it_is_stored
     expected = model(x)
     ours = compiled(model, mesh, offload_policy=CPUOffloadPolicy(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
     torch.testing.assert_close(ours(x), expected)
+
+
+class Dropped(nn.Module):
+    """All that backward needs is drawn at random: the partitioner has nothing to choose from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.sin(x * self.gain)) * self.gain
+
+
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_a_mask_is_saved_under_a_budget_and_not_the_tuple_that_it_is_in(budget: float) -> None:
+    model, x = nn.Sequential(Dropped(), Dropped()), torch.randn(4, 3)
+    plain = copy.deepcopy(model)
+    ours = compiled(model, activation_checkpointing=budget, auto_wrap_policy={Dropped})
+    for m in (ours, plain):
+        torch.manual_seed(1)
+        m(x).square().mean().backward()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]

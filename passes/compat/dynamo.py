@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
@@ -23,12 +25,30 @@ from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 
-def activation_memory_budget(budget: float) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def activation_memory_budget(budget: float) -> Iterator[None]:
     """The partitioner saves as much for backward; 1 is what it does without being asked."""
     if budget == 1:  # what the user may have set is left alone
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[Any] = functorch_config.patch(activation_memory_budget=budget)
-    return patched
+        yield
+        return
+    choose = partitioners.choose_saved_values_set
+
+    def chosen(*args: Any, **kwargs: Any) -> list[torch.fx.Node]:
+        return list(dict.fromkeys(node for found in choose(*args, **kwargs) for node in _tensors_of(found)))
+
+    with (
+        functorch_config.patch(activation_memory_budget=budget),
+        unittest.mock.patch.object(partitioners, "choose_saved_values_set", chosen),
+    ):
+        yield
+
+
+def _tensors_of(saved: torch.fx.Node) -> list[torch.fx.Node]:
+    """Where all that it might compute again must be saved, the partitioner returns operators of several results
+    themselves, which a forward graph cannot return. What nobody needs of them, it leaves out by itself."""
+    if isinstance(saved.meta.get("val"), (tuple, list)):
+        return [user for user in saved.users if user.target is operator.getitem]
+    return [saved]
 
 
 def profiler_is_active() -> bool:
