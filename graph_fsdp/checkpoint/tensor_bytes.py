@@ -92,7 +92,7 @@ def read_into(file: io.FileIO, offset: int, tensor: Tensor) -> None:
     """
     if not tensor.numel():
         return
-    view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
     torch.autograd.graph.increment_version(tensor)  # as an operator would
     file.seek(offset)
     while view:
