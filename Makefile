@@ -32,7 +32,7 @@ train: $(VENV)/.installed
 		examples/train_gpt.py --device $(DEVICE) --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n $(JOBS) --dist loadfile tests/xla $(ARGS)

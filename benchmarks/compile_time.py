@@ -23,6 +23,7 @@ because it starts its ranks anew for each measurement.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -85,7 +86,8 @@ def measure(options: argparse.Namespace, implementations: Mapping[str, Implement
         seconds, cpu = time.perf_counter() - begin, cpu_seconds()
         of_ranks = gather({"seconds": seconds, **_parts(trainer.model)})
         result = dict(max(of_ranks, key=lambda parts: parts["seconds"]))
-        result["cpu_seconds"] = None if cpu is None or cpu_begin is None else sum(gather(cpu - cpu_begin))
+        known = None if cpu is None or cpu_begin is None else cpu - cpu_begin
+        result["cpu_seconds"] = _sum(gather(known))  # gathered from all, whether or not a rank knows its own
         for _ in range(STEPS - 1):
             trainer.step()
         expected = reference_losses(STEPS, workload, setup, alone=implementation.alone)
@@ -93,6 +95,12 @@ def measure(options: argparse.Namespace, implementations: Mapping[str, Implement
         result["loss_difference"] = check_losses(losses, {options.measure: expected}, TOLERANCES[options.dtype])
         result["machine"] = machine(options.device, dist.get_world_size())
         return result
+
+
+def _sum(of_ranks: list[float | None]) -> float | None:
+    """None where a rank does not know."""
+    known = [value for value in of_ranks if value is not None]
+    return sum(known) if len(known) == len(of_ranks) else None
 
 
 def _compile_anything(device: str) -> float:
@@ -123,10 +131,10 @@ def _parts(model: torch.nn.Module) -> dict[str, float]:
 
 def cpu_seconds() -> float | None:
     """CPU time of this process and all that descend from it, ended ones too; None where there is no ``/proc``."""
-    try:
-        stats = {int(path.parent.name): path.read_text() for path in _stat_files()}
-    except OSError:
-        return None
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has ended since
+            stats[int(path.parent.name)] = path.read_text()
     if os.getpid() not in stats:
         return None
     # After the command's name, which may hold anything: state, parent, ..., and from the 12th on user and system time
@@ -137,10 +145,6 @@ def cpu_seconds() -> float | None:
         counted += sum(int(ticks) for pid in found for ticks in fields[pid][11:15])
         found = {pid for pid, values in fields.items() if int(values[1]) in found}
     return counted / os.sysconf("SC_CLK_TCK")
-
-
-def _stat_files() -> list[Path]:
-    return [path for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
 
 
 # Starting the ranks

@@ -130,8 +130,13 @@ def _changes(records: list[dict[str, Any]], alive: set[int]) -> list[tuple[float
 
 def _addresses_in_use() -> set[int]:
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not issubclass(type(o), FakeTensor)]
-    found = set()
-    for tensor in tensors:
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # tensors without a storage of their own
-            found.add(tensor.untyped_storage().data_ptr())
-    return found
+    return {address for tensor in tensors if (address := _address(tensor)) is not None}
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """None for a sparse tensor or one of a transformation, which have no storage: torch offers no question, but raises
+    one of two errors."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None

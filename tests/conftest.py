@@ -19,10 +19,23 @@ if importlib.util.find_spec("torch_xla") is None:
     collect_ignore_glob = ["xla/test_*.py"]
 
 
+# `make test` gives a worker one file after the other, in this order. The last ones are to be short, so that the workers
+# end at the same time; these are not, for the most part because they launch ranks.
+LONG = (
+    *("test_three_and_four_ranks", "test_benchmarks", "test_examples", "test_two_ranks", "test_agreement"),
+    *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_resume_ranks", "test_whole_ranks"),
+    *("test_option_numbers", "test_regions", "test_one_process", "test_tensor_parallel", "test_cuda_graphs_ranks"),
+    *("test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index", "test_checkpoint_faults"),
+    *("test_accelerate", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat", "test_train"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(XLA_TESTS):
             item.add_marker(pytest.mark.xla)
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(autouse=True)

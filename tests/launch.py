@@ -1,8 +1,9 @@
-"""Run a function on several ranks, each a fresh Python process: ``run_ranks(function, world_size, *args)``.
+"""Run a function on several ranks, each a process of its own: ``run_ranks(function, world_size, *args)``.
 
-Fresh processes inherit no state of the test that starts them (no fork, no compile caches, no default group),
-as under torchrun. The parent hosts the rendezvous store, as torchrun's agent does: the port is bound by the
-process that chose it, and no other program can take it in between.
+They inherit no state of the test that starts them (no compile caches, no default group), as under torchrun: a rank is
+a fork of a process that has only made imports (see preloaded.py), or a new process where it cannot be one. The parent
+hosts the rendezvous store, as torchrun's agent does: the port is bound by the process that chose it, and no other
+program can take it in between.
 
 [Note: life of a rank]
 A rank writes its result, or its traceback, to a file in a directory of this call, and then waits on its
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import inspect
 import io
 import os
@@ -29,10 +31,11 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from preloaded import Fork, Preloaded, exit_code
 
 Result = TypeVar("Result")
 
@@ -40,6 +43,8 @@ _POLL_SECONDS = 0.02
 _DUMP_SECONDS = 1.0  # for the ranks to print their stacks after a timeout
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
+
+_Rank: TypeAlias = "subprocess.Popen[bytes] | Fork"
 
 
 def run_ranks(
@@ -110,24 +115,35 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
     return {**environment, **extra}
 
 
+@functools.cache
+def _preloaded(which: int) -> Preloaded:
+    """One of the two (see [Note: two seeds] there), with the environment of this process."""
+    return Preloaded(_environment(Path(__file__).parent, 0, 0, {}))
+
+
+def _start(directory: Path, rank: int, environment: dict[str, str]) -> _Rank:
+    environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    arguments = [str(directory), str(rank)]
+    with open(directory / f"log{rank}", "wb") as log:
+        if sys.platform == "linux" and _preloaded(rank % 2).fits(environment):
+            return _preloaded(rank % 2).start(arguments, environment, log.fileno())
+        return subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 @contextlib.contextmanager
-def _processes(
-    directory: Path, world_size: int, environment: dict[str, str]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _processes(directory: Path, world_size: int, environment: dict[str, str]) -> Iterator[list[_Rank]]:
     """Start the ranks, each the leader of a process group; at the end kill what is left of these groups."""
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[_Rank] = []
     try:
         for rank in range(world_size):
-            with open(directory / f"log{rank}", "wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, str(directory), str(rank)],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            ranks.append(process)
+            ranks.append(_start(directory, rank, environment))
         yield ranks
     finally:
         for process in ranks:
@@ -142,9 +158,7 @@ def _processes(
             print(_log(directory, rank), end="")  # pytest shows it with a failing test
 
 
-def _wait(
-    ranks: list[subprocess.Popen[bytes]], directory: Path, deadline: float, timeout: float, lost: Collection[int]
-) -> None:
+def _wait(ranks: list[_Rank], directory: Path, deadline: float, timeout: float, lost: Collection[int]) -> None:
     """Return when all ranks have left a result and exited; raise at the first failure."""
     finishing = False
     while True:
@@ -170,12 +184,9 @@ def _wait(
         time.sleep(_POLL_SECONDS)
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Like ``poll``, but without reaping (see ``_processes``)."""
-    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if status is None:
-        return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+def _exit_code(process: _Rank) -> int | None:
+    """Without reaping (see ``_processes``)."""
+    return process.exit_code() if isinstance(process, Fork) else exit_code(process.pid)
 
 
 def _raise_failures(directory: Path, world_size: int) -> None:
@@ -187,9 +198,7 @@ def _raise_failures(directory: Path, world_size: int) -> None:
         raise RuntimeError("\n".join(tracebacks))
 
 
-def _raise_timeout(
-    ranks: list[subprocess.Popen[bytes]], directory: Path, timeout: float, results: list[bool]
-) -> NoReturn:
+def _raise_timeout(ranks: list[_Rank], directory: Path, timeout: float, results: list[bool]) -> NoReturn:
     for process in ranks:
         if _exit_code(process) is None:
             process.send_signal(signal.SIGUSR1)  # faulthandler prints the stacks
@@ -212,7 +221,9 @@ def _last_output(directory: Path, rank: int) -> str:
 # In the rank's process
 
 
-def _rank_main(directory: Path, rank: int) -> None:
+def main(folder: str, number: str) -> None:
+    """A rank's life. ``folder``: of the call. ``number``: its rank."""
+    directory, rank = Path(folder), int(number)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     finish = threading.Event()
@@ -261,4 +272,4 @@ def _watch_parent(finish: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    _rank_main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(*sys.argv[1:])

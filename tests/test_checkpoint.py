@@ -10,7 +10,8 @@ import pytest
 import torch
 from checkpoint_files import Split, check_equal, saved, state_of, without
 from models import CASES, CLASSES, GPT, MLP, WIDTH, llama, loss_of
-from test_meta import Shift, built, initialised, on_meta, refuse, unchanged
+from test_meta import Shift, built, initialised, on_meta
+from test_meta_errors import refuse, unchanged
 from torch import nn
 
 import graph_fsdp

@@ -14,7 +14,8 @@ from facts import Facts, Failures, check, shared_folder
 from launch import run_ranks
 from models import CASES, CLASSES, GPT, MLP, WIDTH, loss_of
 from reference import parameters_of
-from test_meta import built, on_meta, unchanged
+from test_meta import built, on_meta
+from test_meta_errors import unchanged
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

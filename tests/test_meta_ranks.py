@@ -13,7 +13,8 @@ from facts import Facts, Failures, check
 from launch import run_ranks
 from models import CASES, CLASSES, MLP, WIDTH, Batch, UnevenBlock, loss_of
 from reference import parameters_of, rows_of, whole
-from test_meta import Shift, built, initialised, on_meta, with_norm
+from test_meta import Shift, built, initialised, on_meta
+from test_meta_errors import with_norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

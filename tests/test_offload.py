@@ -4,7 +4,6 @@ accelerator here: copies go from the CPU to the CPU, or stand in graphs of fake 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from facts import Facts, Failures, check
 from models import MLP, UnevenBlock
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -23,24 +21,8 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import (
-    CostModel,
-    Graph,
-    GroupShape,
-    NodeRecord,
-    PassContext,
-    Phase,
-    Role,
-    VerificationError,
     default_pipeline,
-    dialect,
-    find_hardware,
-    memory_profile,
-    simulate,
 )
-from graph_fsdp.passes.dialect import set_record
-from graph_fsdp.passes.offload import HOST, find_transfers
-from graph_fsdp.passes.spec import Offload, ParameterSpec, make_model_spec
-from graph_fsdp.passes.verify import Verifier
 from graph_fsdp.report import GraphReport
 
 OFFLOADED = CPUOffloadPolicy()
@@ -183,148 +165,6 @@ def test_one_process_fetches_and_gathers_nothing() -> None:
 fetch_root fetched_root
 offload_root offloaded_root""",
     )
-
-
-# Graphs for a device that is not here
-
-CUDA = torch.device("cuda", 0)
-
-
-def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
-    """Two units on 8 ranks after all passes: their weights are used one after the other, or their gradients reduced."""
-    f32, mode, module = torch.float32, FakeTensorMode(), fx.GraphModule(nn.Module(), fx.Graph())
-    parameters = [ParameterSpec(f"{unit}.w", unit, (16, 4), f32, f32, f32, True, 8) for unit in "ab"]
-    offload = Offload(CUDA, pin_memory=True)
-    context = PassContext(replace(make_model_spec(parameters, "group", 8), offload=offload))
-    graph = Graph(module, phase)
-
-    def placeholder(name: str, shape: tuple[int, ...], device: torch.device) -> fx.Node:
-        node = module.graph.placeholder(name)
-        with mode:
-            node.meta["val"] = torch.empty(shape, device=device)
-        return node
-
-    if phase == "inference":
-        shards = [placeholder(p.unit, p.shard_shape, HOST) for p in parameters]
-        value = placeholder("x", (4, 4), CUDA)
-        for shard, p in zip(shards, parameters, strict=True):
-            full = graph.call(dialect.gather_param, (shard, [16, 4], f32, f32, p.name, "group", "", CUDA))
-            value = graph.call(aten.mm.default, (value, graph.call(aten.slice.Tensor, (full, 0, 0, 4))))
-        outputs = [value]
-    else:
-        context.reduced = frozenset(p.name for p in parameters)
-        grads = [placeholder(f"grad_{p.unit}", (16, 4), CUDA) for p in parameters]
-        outputs = []
-        for grad, p in zip(grads, parameters, strict=True):
-            doubled = graph.call(aten.mul.Tensor, (grad, 2.0))
-            arguments = (doubled, [2, 4], f32, f32, p.name, "group", "", HOST)
-            outputs.append(graph.call(dialect.reduce_grad, arguments))
-            record = NodeRecord(Role.REDUCE, p.unit, context.bucket_of(p.name).name, (p.name,))
-            set_record(outputs[-1], record)
-    module.graph.output(tuple(outputs))
-    default_pipeline(hardware="h100").run([graph], context)
-    return graph, context
-
-
-def test_a_cuda_graph_fetches_to_the_device_and_counts_its_memory_alone() -> None:
-    graph, context = cuda_graph("inference")
-    assert_expected_inline(
-        "\n".join(map(placed, graph.nodes)),
-        """\
-a cpu
-b cpu
-x cuda:0
-fetch_a cuda:0
-fetched_a cuda:0
-gather_a cuda:0
-fetch_b cuda:0
-full_a cuda:0
-fetched_b cuda:0
-gather_b cuda:0
-a_w cuda:0
-a_w_1 cuda:0
-slice_tensor cuda:0
-mm_default cuda:0
-free_a
-full_b cuda:0
-b_w cuda:0
-b_w_1 cuda:0
-slice_tensor_1 cuda:0
-mm_default_1 cuda:0
-free_b
-output""",
-    )
-    profile = memory_profile(graph, context)
-    assert max(profile.timeline["fetched"]) == 2 * 64, "two shards of 32 bytes, each with its padding"
-    assert not any(profile.timeline["shards"]), "they are on the CPU"
-
-
-def test_a_cuda_graph_returns_gradients_on_the_cpu() -> None:
-    graph, context = cuda_graph("backward")
-    assert_expected_inline(
-        "\n".join(map(placed, graph.nodes)),
-        """\
-grad_a cuda:0
-grad_b cuda:0
-mul_tensor cuda:0
-reduce_a cuda:0
-mul_tensor_1 cuda:0
-reduce_b cuda:0
-reduced_a cuda:0
-offload_a cpu
-reduced_b cuda:0
-offload_b cpu
-offloaded_a cpu
-a_w_grad cpu
-a_w_grad_1 cpu
-offloaded_b cpu
-b_w_grad cpu
-b_w_grad_1 cpu
-output""",
-    )
-    offloads = [t for t in find_transfers(graph) if t.kind == "offload"]
-    assert [dialect.argument(t.start, "pin_memory") for t in offloads] == [True, True]
-    on_device = memory_profile(graph, context).timeline["gradients"]
-    assert on_device[-1] == 0, "what the graph returns is on the CPU"
-
-
-def placed(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return f"{node.name} {value.device}" if isinstance(value, Tensor) else node.name
-
-
-def test_copies_have_lanes_of_their_own_on_the_modelled_clock() -> None:
-    graph, _ = cuda_graph("inference")
-    cost = CostModel(find_hardware("h100"), {"group": GroupShape(8)})
-    lanes = [event.group for event in simulate(graph, cost).events]
-    assert lanes == ["fetch", "group", "fetch", "group"]
-
-
-# What the verifier refuses
-
-
-@pytest.mark.parametrize(
-    ("spoiled", "words"), [("unwaited", "before it is waited for"), ("moved", "are said to lie at")]
-)
-def test_the_verifier_knows_copies(spoiled: str, words: str) -> None:
-    graph, context = cuda_graph("inference")
-    verifier = Verifier(graph, context)
-    verifier.check("nothing")
-    _gather_unwaited(graph) if spoiled == "unwaited" else _move_shard(graph)
-    with pytest.raises(VerificationError, match=words):
-        verifier.check("spoil")
-
-
-def _gather_unwaited(graph: Graph) -> None:
-    wait = graph.with_role(Role.FETCH_WAIT)[0]
-    gather = next(iter(wait.users))
-    gather.replace_input_with(wait, wait.args[0])  # type: ignore[arg-type]
-    gather.append(wait)
-
-
-def _move_shard(graph: Graph) -> None:
-    start = graph.with_role(Role.FETCH_START)[0]
-    start.args = (start.args[0], [4], *start.args[2:])
 
 
 # Numbers

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from case_strategies import cases
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from lasting_ranks import Ranks
@@ -25,6 +27,28 @@ SEEDS = {0: 4, 1: 3, 2: 3, 3: 1, 4: 1}
 def seeds(ranks: int) -> list[int]:
     """Of the tests on so many ranks; ``GRAPH_FSDP_SEED`` gives others."""
     return [10_000 * SEED + 100 * ranks + number for number in range(SEEDS[ranks])]
+
+
+def lasting(number: int) -> Callable[..., Iterator[Ranks]]:
+    """A file's fixture ``ranks``: so many processes for all of its tests."""
+
+    @pytest.fixture(scope="module", name="ranks")
+    def ranks() -> Iterator[Ranks]:
+        with Ranks(number) as processes:
+            yield processes
+
+    return ranks
+
+
+def training_is_the_same(*numbers: int) -> Callable[[Ranks, int, int], None]:
+    """A test of all cases on these numbers of ranks, 0 for one process without a mesh."""
+
+    @pytest.mark.timeout(1800)
+    @pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in numbers for seed in seeds(number)])
+    def test(ranks: Ranks, number: int, seed: int) -> None:
+        check_cases(ranks, max(number, 1), ("shard", "replicate", "hybrid") if number else ("none",), seed)
+
+    return test
 
 
 def may_refuse(case: Case, types: tuple[str, ...], text: str) -> bool:

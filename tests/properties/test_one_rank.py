@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from checked import check_cases, seeds
+from checked import lasting, training_is_the_same
 from lasting_ranks import Ranks
 from random_cases import Case, LayerCase, MeshCase, ModelCase, OptionsCase
 from run_case import verdict
@@ -20,16 +18,8 @@ TUPLE_SAVED = Case(
 )
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(1) as processes:
-        yield processes
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", seeds(1))
-def test_a_step_equals_that_of_one_process(ranks: Ranks, seed: int) -> None:
-    check_cases(ranks, 1, ("shard", "replicate", "hybrid"), seed)
+ranks = lasting(1)
+test_a_step_equals_that_of_one_process = training_is_the_same(1)
 
 
 @pytest.mark.parametrize("case", [TUPLE_SAVED], ids=["tuple saved"])

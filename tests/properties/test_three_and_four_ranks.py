@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from checked import lasting, training_is_the_same
 
-import pytest
-from checked import check_cases, seeds
-from lasting_ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as processes:
-        yield processes
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in (3, 4) for seed in seeds(number)])
-def test_a_step_equals_that_of_one_process(ranks: Ranks, number: int, seed: int) -> None:
-    check_cases(ranks, number, ("shard", "replicate", "hybrid"), seed)
+ranks = lasting(4)
+test_a_step_equals_that_of_one_process = training_is_the_same(3, 4)

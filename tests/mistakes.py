@@ -1,0 +1,87 @@
+"""Broken passes, and the test that each is made for: the verifier names its mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from models import MLP
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import VerificationError
+from graph_fsdp.passes import Graph, GraphPass, Role, default_pipeline
+
+LAYOUT = "a gathered bucket has its own layout"
+BLOCK0, BLOCK1 = (
+    tuple(f"blocks.{i}.{leaf}" for leaf in ("up.weight", "up.bias", "down.weight", "down.bias")) for i in (0, 1)
+)
+ROOT = ("head.weight", "head.bias")
+UP = BLOCK0[:2]
+
+
+class Mistake(GraphPass):
+    """A broken pass, where in the pipeline it stands, and what the verifier must say of it."""
+
+    phases: ClassVar = ("forward",)
+    after = "free"
+    options: ClassVar[dict[str, Any]] = {}  # of the pipeline
+    invariant: str
+    node: str
+    parameters: tuple[str, ...] = BLOCK0
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub("(?<!^)([A-Z])", r"_\1", cls.__name__).lower()
+        MISTAKES.append(cls)
+
+
+MISTAKES: list[type[Mistake]] = []
+
+
+def mistakes_of(module: str) -> list[type[Mistake]]:
+    return [mistake for mistake in MISTAKES if mistake.__module__ == module]
+
+
+def node_of(graph: Graph, role: Role, bucket: str = "blocks.0") -> fx.Node:
+    """The first node of a role in a bucket."""
+    return next(node for node in graph.with_role(role) if node.meta["fsdp"].bucket == bucket)
+
+
+def call_of(graph: Graph, target: object) -> fx.Node:
+    """The first call of an operator."""
+    return next(node for node in graph.nodes if node.target is target)
+
+
+def copy_of(graph: Graph, node: fx.Node, *args: object) -> fx.Node:
+    """Another call like ``node``'s, with its metadata, called "again"."""
+    copy = graph.fx_graph.create_node(node.op, node.target, args or node.args, node.kwargs, name="again")
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def batch() -> Tensor:
+    return torch.ones(4, 16)
+
+
+def change_record(node: fx.Node, **changes: int) -> None:
+    node.meta["fsdp"] = dataclasses.replace(node.meta["fsdp"], **changes)
+
+
+def check_named(mistake: type[Mistake]) -> None:
+    """The verifier's error has everything that the mistake says of itself, and the model is as it was before."""
+    pipeline = default_pipeline(**mistake.options).insert_after(mistake.after, mistake())
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    for _ in range(2):  # nothing of the first attempt is left behind
+        with pytest.raises(VerificationError) as raised:
+            model(batch()).sum().backward()
+        error = raised.value
+        assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
+        assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))
+        named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node, *mistake.parameters]
+        assert [word for word in named if word not in str(error)] == []
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert model._graph_fsdp.counter.current == 0

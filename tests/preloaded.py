@@ -1,0 +1,194 @@
+"""Processes that have imported torch and the library, and fork ranks: a rank then does not import them again.
+
+Of what a rank cost, the imports were more than the half. A process of this file runs no tensor and compiles nothing, so
+that what it forks knows as much as a fresh process that has made its imports: no compile caches, no threads, no default
+group, no random numbers drawn.
+
+[Note: two seeds]
+Python's order of a set of strings is another one in each process, and ranks must agree nevertheless. Forks of one
+process would have the same order. So there are two, each with an order of its own, and ranks come from them in turn.
+
+[Note: what imports read]
+Some variables of the environment are read while torch is imported. Ranks that are to have another value of one that is
+not in ``READ_LATER`` are not forked: ``Preloaded.fits`` says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+# Of all that a rank needs to compile a model, with what torch imports in its first compilation.
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch._dynamo.debug_utils",
+    "torch._dynamo.testing",
+    "torch._export.passes",
+    "torch._functorch.compilers",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch._inductor.scheduler",
+    "graph_fsdp",
+    "graph_fsdp.passes.verify",
+    "pytest",
+)
+
+# Read when they are used, and not at an import.
+READ_LATER = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"),
+        *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    }
+)
+_MESSAGE_BYTES = 1 << 17
+
+
+class Preloaded:
+    """A process of this file, seen from the one that starts it; it ends with that one. ``environment``: its own."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """It ends when it sees the other end closed."""
+        self._socket.close()
+        self._process.wait()
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a fork with this environment is as a process that had it from its start; and there are forks."""
+        names = {*self.environment, *environment} - READ_LATER
+        alike = all(self.environment.get(name) == environment.get(name) for name in names)
+        return alike and self._process.poll() is None
+
+    def start(self, arguments: list[str], environment: Mapping[str, str], log: int) -> Fork:
+        """Fork a rank, as ``launch.py`` with these arguments is; ``log``: its standard output and error."""
+        read, write = os.pipe()
+        try:
+            message = json.dumps(["start", arguments, dict(environment)]).encode()
+            socket.send_fds(self._socket, [message], [read, log])
+            return Fork(self, self._answer(), write)
+        finally:
+            os.close(read)
+
+    def ask(self, what: str, pid: int) -> int | None:
+        self._socket.send(json.dumps([what, pid]).encode())
+        return self._answer()
+
+    def _answer(self) -> int | None:
+        answer = self._socket.recv(_MESSAGE_BYTES)
+        if not answer:
+            raise RuntimeError("the process that forks ranks has ended; what it wrote is above")
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+
+class Fork:
+    """A rank, with what ``launch`` uses of ``subprocess.Popen``."""
+
+    def __init__(self, parent: Preloaded, pid: int | None, stdin: int) -> None:
+        assert pid is not None
+        self.pid, self.stdin = pid, os.fdopen(stdin, "wb")
+        self._parent = parent
+
+    def exit_code(self) -> int | None:
+        """Without reaping it."""
+        return self._parent.ask("exit code", self.pid)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> None:
+        """Until it has ended, and reap it."""
+        self._parent.ask("wait", self.pid)
+
+
+def exit_code(pid: int) -> int | None:
+    """Like ``Popen.poll``, but without reaping: the id of the process stays its own."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+# In the process that forks
+
+
+def _serve(connection: socket.socket) -> list[str] | None:
+    """Answer until the other side is gone, or in a rank: return its arguments."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+        if not message:
+            return None
+        what, *rest = json.loads(message)
+        answer: int | None = None
+        if what == "start":
+            pid = os.fork()
+            if not pid:
+                connection.close()
+                _become(*descriptors, environment=rest[1])
+                return rest[0]  # type: ignore[no-any-return]
+            # Here, and not in the rank: it may be killed by the id of its group as soon as it is known.
+            os.setpgid(pid, pid)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            answer = pid
+        elif what == "exit code":
+            answer = exit_code(rest[0])
+        else:
+            os.waitpid(rest[0], 0)
+        connection.send(json.dumps(answer).encode())
+
+
+def _become(stdin: int, log: int, environment: dict[str, str]) -> None:
+    """In a rank: the streams, the environment and the path of imports that a new process would have."""
+    with contextlib.suppress(PermissionError):  # the other side may have been faster, and this is done then
+        os.setpgid(0, 0)
+    for descriptor, standard in ((stdin, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, standard)
+    os.close(stdin)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
+
+
+def _main(connection: socket.socket) -> None:
+    for name in MODULES:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
+    if threads > 1:
+        sys.exit(f"{threads} threads run after the imports: a fork would not have them")
+    gc.collect()
+    gc.freeze()  # or a collection in a rank copies the pages of all that was imported
+    arguments = _serve(connection)
+    if arguments is not None:
+        importlib.import_module("launch").main(*arguments)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))
