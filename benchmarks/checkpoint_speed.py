@@ -1,10 +1,11 @@
 """Saving and loading a training: graph_fsdp.checkpoint beside plain torch.distributed.checkpoint, in turns, on the same
 tensors of the same model.
 
-    torchrun --nproc-per-node 2 benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/checkpoint_speed.py
 
 Plain is what a user of FSDP2 writes: ``get_state_dict`` and ``dcp.save``; ``get_state_dict``, ``dcp.load`` and
-``set_state_dict``. Both write to the disk (fsync). Ours sums all bytes that it writes, and compares all that it reads.
+``set_state_dict``. Both write to the disk (fsync). Ours sums all bytes that it writes, and compares all that it reads,
+before it changes anything. Files were just written, and are read from memory.
 """
 
 from __future__ import annotations
@@ -14,29 +15,35 @@ import gc
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tables import Table, quartile_cell
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import graph_fsdp
 from graph_fsdp import checkpoint
 
+SIDES = ("plain", "ours")
 
-def main() -> None:
+
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -64,38 +71,55 @@ def main() -> None:
         "load": (load_plain, lambda: checkpoint.load(folder / "ours", model, optimizer)),
     }
     seconds: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
+    cpu_seconds: dict[str, list[list[float]]] = {kind: [[], []] for kind in kinds}
     for turn in range(args.rounds + 1):
         for kind, functions in kinds.items():
             for which in (0, 1) if turn % 2 else (1, 0):
-                name = ("plain", "ours")[which]
                 if kind == "save" and dist.get_rank() == 0:
-                    shutil.rmtree(folder / name, ignore_errors=True)
+                    shutil.rmtree(folder / SIDES[which], ignore_errors=True)
                 gc.collect()
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
                 functions[which]()
+                cpu = torch.tensor(time.process_time() - cpu_begin)
                 dist.barrier()
                 if turn:  # the first is for the caches, and for ranks to connect
                     seconds[kind][which].append(time.perf_counter() - begin)
+                    dist.all_reduce(cpu)
+                    cpu_seconds[kind][which].append(cpu.item())
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
-        report(seconds, sum(p.numel() * 12 for p in model.parameters()), args)
+        result: dict[str, Any] = {
+            "benchmark": "checkpoint_speed",
+            "command": f"OMP_NUM_THREADS=1 torchrun --nproc-per-node {dist.get_world_size()} "
+            f"benchmarks/checkpoint_speed.py --layers {args.layers} --width {args.width} --rounds {args.rounds}",
+            "machine": harness.machine("cpu", dist.get_world_size()),
+            "bytes": sum(p.numel() * 12 for p in model.parameters()),
+            "seconds": {kind: dict(zip(SIDES, sides, strict=True)) for kind, sides in seconds.items()},
+            "cpu_seconds": {kind: dict(zip(SIDES, sides, strict=True)) for kind, sides in cpu_seconds.items()},
+        }
+        print(table(result).text())
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 
 
-def report(seconds: dict[str, list[list[float]]], nbytes: int, args: argparse.Namespace) -> None:
-    table: dict[str, object] = {"torch": torch.__version__, "ranks": dist.get_world_size(), "bytes": nbytes}
-    for kind, (plain, ours) in seconds.items():
-        ratios = sorted(b / a for a, b in zip(plain, ours, strict=True))
-        quartiles = statistics.quantiles(ratios, n=4)
-        table[kind] = {"plain_s": plain, "ours_s": ours, "ratio_quartiles": quartiles}
-        print(
-            f"{kind}: plain {statistics.median(plain):.2f} s, ours {statistics.median(ours):.2f} s, ratio "
-            f"{quartiles[1]:.2f} [{quartiles[0]:.2f}, {quartiles[2]:.2f}], {nbytes / 1e6:,.0f} MB"
-        )
-    if args.out:
-        args.out.write_text(json.dumps(table, indent=1) + "\n")
+def table(result: dict[str, Any]) -> Table:
+    """Medians, and in brackets quartiles over the rounds; a ratio is that of the two turns of a round."""
+    rows = []
+    for kind, wall in result["seconds"].items():
+        cpu = result["cpu_seconds"][kind]
+        cells = [f"{statistics.median(wall[side]):.2f}" for side in SIDES]
+        cells += [quartile_cell(_ratios(times), 1, 2) for times in (wall, cpu)]
+        rows.append([kind, *cells])
+    rounds = len(result["seconds"]["load"]["ours"])
+    note = f"{result['bytes'] / 1e6:,.0f} MB, {rounds} rounds: median [quartiles]. CPU time is that of all ranks."
+    return Table(("", "plain, s", "ours, s", "ours ÷ plain", "the same in CPU time"), rows, note)
+
+
+def _ratios(times: dict[str, list[float]]) -> list[float]:
+    return statistics.quantiles([b / a for a, b in zip(times["plain"], times["ours"], strict=True)], n=4)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp.cuda_graphs import program_graphs
-from graph_fsdp.dynamo import graph_break, own_code
+from graph_fsdp.dynamo import forget_programs, graph_break, own_code
 from graph_fsdp.entry import Entry, differentiable_once, entered
 from graph_fsdp.errors import (
     PassError,
@@ -188,7 +188,9 @@ class Engine:
         key = (self.settings, entry)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
-            self._compiled[key] = self._compile(own_code(entry.function), backend=backend)
+            function = own_code(entry.function)
+            weakref.finalize(self, forget_programs, function).atexit = False
+            self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
 
     def _compile_graph(

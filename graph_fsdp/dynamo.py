@@ -18,7 +18,7 @@ _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
 
 
-def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+def own_code(forward: Callable[..., Any]) -> types.FunctionType:
     """A function that calls ``forward``, with a code object and a name of its own.
 
     Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
@@ -39,6 +39,15 @@ def own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     name = f"{_FORWARD}_{next(_forwards)}"
     own = code.replace(co_name=name)
     return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def forget_programs(function: types.FunctionType) -> None:
+    """Dynamo takes what it has put into a function's globals out again when the code that it has made of the function
+    goes. That may stay long after the model: a process group remembers the stacks of its last 2,000 collectives
+    (``TORCH_FR_BUFFER_SIZE``), with the code that ran."""
+    scope = function.__globals__
+    for name in scope:
+        scope[name] = None
 
 
 def graph_break(error: compat.Unsupported, entry: Entry) -> GraphBreakError:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
+from facts import Facts, Failures, check
 from models import MLP
 
 import graph_fsdp
 from graph_fsdp.capture import Engine
 
 CAPTURED = 2  # graphs: of one size, of any size
+FACTS = Facts(__name__)
 
 
 def train_and_drop() -> weakref.ref[Engine]:
@@ -36,3 +39,32 @@ def test_neither_engine_nor_fake_values_stay_behind() -> None:
         train_and_drop()
     gc.collect()
     assert alive("_DispatchCacheKey") <= remembered
+
+
+def test_symbols_go_with_their_model() -> None:
+    train_and_drop()
+    gc.collect()
+    environments, fakes = alive("ShapeEnv"), alive("TrackedFake")
+    for _ in range(3):
+        train_and_drop()
+    gc.collect()
+    assert alive("ShapeEnv") <= environments
+    assert alive("TrackedFake") <= fakes
+
+
+@FACTS
+def no_graph_stays_where_process_groups_remember_the_code_that_ran() -> None:
+    engine = train_and_drop()
+    gc.collect()
+    assert engine() is None
+    assert not alive("Node") and not alive("GraphModule")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)

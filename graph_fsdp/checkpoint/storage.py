@@ -11,6 +11,8 @@ dies leaves a temporary folder and nothing else.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,17 +25,18 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     LoadPlan,
+    LoadPlanner,
     SavePlan,
     SavePlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graph_fsdp.checkpoint import checksums, folder
-from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.checkpoint import checksums, folder, tensor_bytes
+from graph_fsdp.checkpoint.metadata import Checkpoint, Place
 from graph_fsdp.errors import CheckpointError
 
 
@@ -120,6 +123,19 @@ class Reader(FileSystemReader):
             self.checkpoint.check_sums(self.checkpoint.place(item.storage_index) for item in plan.items)
         return super().prepare_local_plan(plan)
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[Place, ReadItem]]] = {}
+        for item in plan.items:
+            place = self.checkpoint.place(item.storage_index)
+            by_file.setdefault(place.file, []).append((place, item))
+        left: list[ReadItem] = []
+        for name, items in sorted(by_file.items()):
+            with open(self.checkpoint.path / name, "rb", buffering=0) as file:
+                for place, item in sorted(items, key=lambda found: found[0].offset):
+                    if not _read_straight(file, place, item, planner):
+                        left.append(item)
+        return super().read_data(dataclasses.replace(plan, items=left), planner)
+
 
 class TensorAccess:
     """What torch.distributed.checkpoint is given for a model's tensors: themselves. An engine whose tensors it cannot
@@ -151,6 +167,20 @@ class FillPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, and one in the model")
+
+
+def _read_straight(file: io.FileIO, place: Place, item: ReadItem, planner: LoadPlanner) -> bool:
+    """Read into the tensor itself if its bytes lie in the file as they do in memory."""
+    saved = tensor_bytes.find(file, place.offset, place.length) if item.type is LoadItemType.TENSOR else None
+    offset = None if saved is None else saved.part(item.storage_offsets, item.lengths)
+    if saved is None or offset is None:
+        return False
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != item.lengths or not tensor_bytes.fits(target, saved.dtype):
+        return False
+    tensor_bytes.read_into(file, offset, target)
+    planner.commit_tensor(item, target)
+    return True
 
 
 def _span(result: WriteResult) -> checksums.Span:

@@ -25,6 +25,7 @@ whole test-suite was run.
 | ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
 | ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
 | ``ShapeEnv.fake_tensor_cache`` | likewise, of graphs with symbolic sizes | 2.13 |
+| ``ShapeEnv.tracked_fakes``, ``cache_clear`` of its methods | likewise | 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |

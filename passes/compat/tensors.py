@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 
@@ -84,11 +85,17 @@ def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
 
 
 def forget_fake_values(shape_envs: Iterable[Any]) -> None:
-    """Drop what torch remembers of fake tensors, of all models and of captures with these ``ShapeEnv``. They are
-    caches: whoever lives computes them again. Torch keeps the second kind until ``torch._dynamo.reset()``."""
+    """Drop what torch remembers of fake tensors, of all models and of captures with these ``ShapeEnv``, which nobody
+    needs any more. The first are caches: whoever lives computes them again. Torch keeps the second kind until
+    ``torch._dynamo.reset()``, and a ``ShapeEnv`` for good: its fake tensors have its symbols as sizes, in C++, where
+    the garbage collector does not find the cycle."""
     FakeTensorMode.cache_clear()
+    for cached in vars(ShapeEnv).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
     for shape_env in shape_envs:
         getattr(shape_env, "fake_tensor_cache", {}).clear()
+        shape_env.tracked_fakes = None
 
 
 def fake_tensor(

@@ -1,0 +1,23 @@
+"""A short run of ``benchmarks/soak.py``: many models in one process, one after the other, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+
+
+@pytest.mark.timeout(600)
+def test_nothing_grows_from_model_to_model(tmp_path: Path) -> None:
+    run = "--steps 24 --processes 1 --restart-every 6 --evaluate-every 3 --save-every 3 --sample-every 3 --layers 1"
+    command = [sys.executable, str(SCRIPT), *run.split(), "--results", str(tmp_path), "--images", str(tmp_path)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    assert made.returncode == 0, made.stdout + made.stderr
+    rows = json.loads((tmp_path / "soak.json").read_text())["rows"]
+    assert len(rows) == 2
+    assert all(row["graphs_of_first_model"] == row["graphs_of_any_model"] == 3 for row in rows)
