@@ -25,6 +25,8 @@ import json
 import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +78,10 @@ class Sample:
 
 
 def sample(step: int, process: int, model: int, graphs: int) -> Sample:
+    for thread in threading.enumerate():
+        if thread.name.startswith("graph_fsdp-save"):  # counted between saves
+            thread.join()
+    time.sleep(0.05)  # for the system to know, too
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     files, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))

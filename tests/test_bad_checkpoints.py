@@ -140,7 +140,7 @@ def _run() -> None:
 def test_nothing_in_a_checkpoint_is_run(trained: Training, tmp_path: Path) -> None:
     trained.save(tmp_path / "a")
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with refused(trained, CheckpointError, "it asks for test_resume._run, which no description of a checkpoint needs"):
+    with refused(trained, CheckpointError, f"it asks for {__name__}._run, which no description of a checkpoint needs"):
         trained.load(tmp_path / "a")
     state = {name: torch.empty_like(value) for name, value in trained.model.state_dict().items()}
     dcp.save({"model": state, "optimizer": {"param_groups": [{"params": Evil()}]}}, checkpoint_id=tmp_path / "b")

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 @pytest.mark.timeout(600)
 def test_nothing_grows_from_model_to_model(tmp_path: Path) -> None:
-    run = "--steps 24 --processes 1 --restart-every 6 --evaluate-every 3 --save-every 3 --sample-every 3 --layers 1"
+    run = "--steps 18 --processes 1 --restart-every 6 --evaluate-every 3 --save-every 3 --sample-every 3 --layers 1"
     command = [sys.executable, str(SCRIPT), *run.split(), "--results", str(tmp_path), "--images", str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert made.returncode == 0, made.stdout + made.stderr
