@@ -27,6 +27,7 @@ from random_training import Outcome, train_sharded
 from torch.distributed.device_mesh import DeviceMesh
 
 COLLECT_EVERY = 8
+START_SECONDS = 300.0  # to import torch and to find each other
 CASE_SECONDS = 120.0  # no case takes a tenth of it on a busy machine
 STRAGGLER_SECONDS = 60.0  # for the others, when one rank has raised: they may wait for it in a collective
 
@@ -104,6 +105,11 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(START_SECONDS):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not start in {START_SECONDS:g} seconds")
+            pipe.recv()  # raises EOFError if it has died
 
 
 def serve(rank: int, number: int, port: int, pipe: Connection) -> None:
@@ -115,6 +121,7 @@ def serve(rank: int, number: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=CASE_SECONDS))
     meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= number}
     runner = Runner()
+    pipe.send("ready")
     while True:
         try:
             case: Case = pipe.recv()
