@@ -43,6 +43,7 @@ _POLL_SECONDS = 0.02
 _DUMP_SECONDS = 1.0  # for the ranks to print their stacks after a timeout
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
+_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # scikit-learn's, in the process of the tests
 
 _Rank: TypeAlias = "subprocess.Popen[bytes] | Fork"
 
@@ -100,7 +101,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
     tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
     path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in _SET_BY_IMPORTS},
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile workers per rank
         "MASTER_ADDR": "127.0.0.1",

@@ -59,6 +59,10 @@ def reduced(tensor: torch.Tensor, scale: int) -> dict[str, object]:
     }
 
 
+def command() -> str:
+    return Path("/proc/self/cmdline").read_text()
+
+
 def fails_on_rank_1(folder: str) -> None:
     (Path(folder) / str(os.getpid())).touch()
     # A child that would survive its parent, as a pool of compile workers might.
@@ -194,3 +198,9 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
 def test_the_fake_group_has_eight_ranks(fake_group: dist.ProcessGroup) -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "fake")
     dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
+def test_ranks_are_forks_whatever_tests_have_imported_before() -> None:
+    pytest.importorskip("sklearn")  # sets variables of the environment
+    assert all("preloaded.py" in line for line in run_ranks(command, 2))
