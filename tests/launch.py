@@ -43,7 +43,8 @@ _POLL_SECONDS = 0.02
 _DUMP_SECONDS = 1.0  # for the ranks to print their stacks after a timeout
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
-_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # scikit-learn's, in the process of the tests
+# In the process of the tests, where they say nothing about ranks: scikit-learn's, and Inductor's.
+_SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 _Rank: TypeAlias = "subprocess.Popen[bytes] | Fork"
 
@@ -101,7 +102,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
     tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
     path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in _SET_BY_IMPORTS},
+        **{name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES},
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile workers per rank
         "MASTER_ADDR": "127.0.0.1",

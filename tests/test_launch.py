@@ -201,6 +201,6 @@ def test_the_fake_group_has_eight_ranks(fake_group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
-def test_ranks_are_forks_whatever_tests_have_imported_before() -> None:
-    pytest.importorskip("sklearn")  # sets variables of the environment
+def test_ranks_are_forks_whatever_tests_have_run_before() -> None:
+    pytest.importorskip("sklearn")  # sets variables of the environment; so has Inductor, where tests have used it
     assert all("preloaded.py" in line for line in run_ranks(command, 2))
