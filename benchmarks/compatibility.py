@@ -32,6 +32,7 @@ PAIRS = [f"{torch}:3.{minor}" for torch in ("2.9.1", "2.11.0", "2.13.0", NEWEST)
 TESTS = (
     "test_passes.py",
     "test_verify.py",
+    "test_verify_values.py",
     "test_printed_graphs.py",
     "test_printed_graphs_backward.py",
     "test_module.py",
