@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import launch
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,6 +202,9 @@ def test_the_fake_group_has_eight_ranks(fake_group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
-def test_ranks_are_forks_whatever_tests_have_run_before() -> None:
-    pytest.importorskip("sklearn")  # sets variables of the environment; so has Inductor, where tests have used it
+def test_ranks_are_forks_though_libraries_set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.keys() - launch._preloaded(0).environment.keys():
+        monkeypatch.delenv(name)
+    for name in launch._SET_BY_LIBRARIES:
+        monkeypatch.setenv(name, "1")
     assert all("preloaded.py" in line for line in run_ranks(command, 2))
