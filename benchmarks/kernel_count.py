@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -77,9 +78,6 @@ class CountingBackend(InductorBackend):
         return function
 
 
-BACKENDS["counting"] = CountingBackend
-
-
 @dataclass
 class Count:
     """One graph of one form, per step."""
@@ -112,7 +110,8 @@ Found = tuple[Count, list[Kernel], Graph]
 def count(name: str, model: nn.Module, batch: Sequence[Tensor], form: str) -> dict[str, Found]:
     """Compile and run one step; by phase. The output of ``model`` is summed for a loss."""
     torch._dynamo.reset()
-    graph_fsdp.compile(model, backend="counting", regions="whole" if form == "whole" else "cut")
+    with mock.patch.dict(BACKENDS, {"counting": CountingBackend}):
+        graph_fsdp.compile(model, backend="counting", regions="whole" if form == "whole" else "cut")
     output = model(*batch)
     (output if isinstance(output, Tensor) else output.logits).float().sum().backward()
     engine: Any = model.__dict__["_graph_fsdp"]

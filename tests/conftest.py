@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graph_fsdp.runtime.backends import BACKENDS
+
 FAKE_WORLD_SIZE = 8
 
 # Those of XLA's CPU client run where torch_xla is installed, which is the environment of `make test-xla`.
@@ -42,8 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fresh_torch() -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # as on the ranks: kernels split their sums by the number of threads
+    backends = dict(BACKENDS)
     yield
     torch._dynamo.reset()
+    assert backends == BACKENDS, "the test leaves a backend registered: messages of later tests would name it"
 
 
 @contextlib.contextmanager

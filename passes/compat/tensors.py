@@ -112,7 +112,7 @@ def fake_tensor(
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if memory is not None:
-            meta.set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload,unused-ignore]
+            meta.set_(memory.untyped_storage(), offset, shape, stride)
     return FakeTensor(mode, meta, device)
 
 
