@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect as python_inspect
+import logging
 import weakref
 from typing import Any
 
@@ -47,6 +48,12 @@ class TestOneProcess:
         del model
         gc.collect()
         assert engine() is None and storage() is None
+
+    def test_torch_logs_no_error(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(logging.getLogger("torch._dynamo"), "handlers", [caplog.handler])
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        model(torch.randn(4, 16)).sum().backward()
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
     def test_a_second_backward_adds_into_the_memory_of_the_first(self) -> None:
         model = graph_fsdp.compile(MLP(), backend="eager")
