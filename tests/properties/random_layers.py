@@ -302,6 +302,17 @@ class Masked(nn.Module):
         return x + mask * self.experts[0](x) + (1 - mask) * self.experts[1](x)
 
 
+class Dropout(nn.Module):
+    """A mask that each call draws, and that backward needs again. One for all rows, so that it is that of all ranks."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.weight, self.part = random(width), 0.1 * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.sin(self.weight), self.part, self.training) * self.weight
+
+
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "affine": Affine,
     "norm": Norm,
@@ -324,5 +335,6 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "half": Half,
     "checkpointed": Checkpointed,
     "masked": Masked,
+    "dropout": Dropout,
 }
 OVER_ROWS = {"statistics", "batch_norm"}

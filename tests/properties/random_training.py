@@ -128,6 +128,7 @@ def _train(
             x.requires_grad_(case.input_grad and x.is_floating_point())
             if case.no_sync:
                 sync(microbatch == case.microbatches - 1)
+            torch.manual_seed(1000 * step + microbatch)  # the masks of all ranks and of the reference are the same
             loss = loss_of(case.model, _whole_outputs(call(x)))
             if loss.requires_grad:
                 loss.backward()
