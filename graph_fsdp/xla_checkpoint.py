@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from graph_fsdp.checkpoint.storage import TensorAccess
-from graph_fsdp.passes import compat_xla
+from graph_fsdp.passes import compat, compat_xla
 from graph_fsdp.xla_storage import XlaStorage
 
 _COPIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
@@ -31,7 +31,7 @@ class Parts(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: dict[tuple[int, ...], Tensor]) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made: Any = compat.wrapper_of(cls, tuple(shape), dtype, torch.device("cpu"))
         made.parts = parts
         return made
 

@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from graph_fsdp.capture import Engine
 from graph_fsdp.entry import Entry as Function
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, compat, compat_xla, memory_profile
+from graph_fsdp.passes.compat import pytree
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime.backends.xla import XlaBackend
 from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes

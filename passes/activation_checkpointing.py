@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx
 
-from graph_fsdp.passes.compat import CheckpointPolicy, HigherOrderOperator
+from graph_fsdp.passes.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph, is_random, mutated_inputs
@@ -40,7 +40,7 @@ from graph_fsdp.passes.unit_calls import unit_calls
 Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
 Recompute: TypeAlias = Literal["unit", "selective"] | float | Collection[Operator] | None
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, HigherOrderOperator)
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 _ACCEPTED = (
     "'unit' (computed again, per unit), 'selective' (all but matrix multiplications and attention), 'offload' (copied "
     "to the CPU), a collection of operators that are saved, such as [torch.ops.aten.mm], a memory budget from 0 to 1, "

@@ -70,6 +70,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp.passes import compat
 from graph_fsdp.passes.operands import overload
 from graph_fsdp.passes.records import STARTING as STARTING
 from graph_fsdp.passes.records import WAITING as WAITING
@@ -153,7 +154,7 @@ EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | ACTIVATION_COPIES | _OTHE
 
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of an operator of the dialect that its schema calls ``name``."""
-    for index, described in enumerate(overload(node)._schema.arguments):
+    for index, described in enumerate(compat.schema_arguments(overload(node))):
         if described.name == name:
             value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
             return described.default_value if value is None else value

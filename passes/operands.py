@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
+
+from graph_fsdp.passes.compat import OpOverload, schema_arguments
 
 
 def operand(node: fx.Node, index: int = 0) -> fx.Node:
@@ -30,7 +31,7 @@ def overload(node: fx.Node) -> OpOverload[..., Any]:
 
 def argument_names(node: fx.Node) -> list[str]:
     """Of the operator that a node calls, by its schema."""
-    return [argument.name for argument in overload(node)._schema.arguments]
+    return [argument.name for argument in schema_arguments(overload(node))]
 
 
 def function(node: fx.Node) -> Callable[..., Any]:

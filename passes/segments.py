@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 WORTH = 3  # equal segments: to trace one by itself costs about what it costs within the model
 
-_SET_GRAD = torch._C._set_grad_enabled
+_SET_GRAD = compat.set_grad_enabled
 # Without a value, and without effect on how the operators that follow are traced. Anything else might have one.
-_WITHOUT_EFFECT = frozenset({torch._C._log_api_usage_once})
+_WITHOUT_EFFECT = frozenset({compat.log_api_usage})
 
 
 @dataclass

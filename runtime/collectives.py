@@ -100,7 +100,7 @@ def _sendable(value: Tensor) -> Tensor:
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
     """Each rank's part of a message is cast to where it belongs in the target, and sent from there."""
     own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
-    torch._foreach_copy_(own, [part for _, part in targets])
+    compat.foreach_copy(own, [part for _, part in targets])
     return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
 
 

@@ -275,7 +275,7 @@ def _text(value: Any) -> str:
         return f"({', '.join(map(_text, value))})"
     if isinstance(value, _Constant):
         return "constant"
-    if callable(value) and not isinstance(value, torch._ops.OpOverload):
+    if callable(value) and not isinstance(value, compat.OpOverload):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
     return str(value)
 

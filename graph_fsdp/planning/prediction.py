@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes.compat import pytree
 from graph_fsdp.passes.kernels import graph_work
 from graph_fsdp.passes.simulate import Conditions, simulate
 from graph_fsdp.passes.spec import ModelSpec

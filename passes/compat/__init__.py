@@ -52,9 +52,14 @@ whole test-suite was run.
 | ``distributed.tensor._utils.compute_local_shape_and_global_offset`` | a rank's part of a DTensor | 2.9, 2.13 |
 | ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
+| ``_ops.OpOverload``, ``OpOverloadPacket``, ``OpOverload._schema`` | names of an operator's arguments | 2.9 to 2.15 |
+| ``_decomp.get_decompositions`` | operators that torch_xla lacks | 2.9 |
+| ``_foreach_copy_`` | casting all of a message at once | 2.9 to 2.15 |
+| ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
+| ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices, as their parts | 2.9 |
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
-| ``utils._pytree.tree_map_only`` | casts of inputs and outputs | 2.9 to 2.15 |
+| ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
@@ -86,11 +91,11 @@ from torch._dynamo.exc import (
 )
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -131,6 +136,17 @@ from graph_fsdp.passes.compat.inductor import (
     inductor_decompositions,
     inductor_joint_passes,
 )
+from graph_fsdp.passes.compat.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    foreach_copy,
+    get_decompositions,
+    log_api_usage,
+    schema_arguments,
+    set_grad_enabled,
+    wrapper_of,
+)
 from graph_fsdp.passes.compat.tensors import (
     chunk_cat,
     clear_cublas_workspaces,
@@ -161,6 +177,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
     "OptimizedModule",
     "StridedShard",
     "TorchDispatchMode",
@@ -184,9 +202,11 @@ __all__ = [
     "fake_process_group",
     "fake_tensor",
     "flop_registry",
+    "foreach_copy",
     "forget_fake_values",
     "forward_outputs",
     "free_symbols",
+    "get_decompositions",
     "grouped_all_gather",
     "grouped_reduce_scatter",
     "has_memory",
@@ -202,13 +222,17 @@ __all__ = [
     "local_part",
     "local_shape_and_offset",
     "local_tensor",
+    "log_api_usage",
     "make_dtensor",
     "min_cut_rematerialization_partition",
     "profiler_is_active",
+    "pytree",
     "reduce_scatter_single",
     "registered_forward_method",
     "resolve_group",
     "same_memory",
+    "schema_arguments",
+    "set_grad_enabled",
     "set_local_tensor",
     "size_hint",
     "storage_at",
@@ -224,5 +248,6 @@ __all__ = [
     "with_graph",
     "without_memory",
     "without_torch_function",
+    "wrapper_of",
     "writes_code_when_asked",
 ]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
 
+from graph_fsdp.passes import compat
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.regions import Compiled, Region
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
@@ -33,7 +33,7 @@ class XlaBackend(Backend):
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Of operators whose lowering in torch_xla is missing or other than PyTorch's on CPU and CUDA (BatchNorm's
         running variance is the biased one there)."""
-        return dict(get_decompositions(_DECOMPOSED))
+        return dict(compat.get_decompositions(_DECOMPOSED))
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return number_random_operators(module)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from graph_fsdp.passes import compat_xla
+from graph_fsdp.passes.compat import OpOverload
 from graph_fsdp.passes.operands import function
 
 OnHostFallback = Literal["error", "warn"]

@@ -1,0 +1,29 @@
+"""Operators as objects: their types, their schemas, and those that nothing public names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions as get_decompositions
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
+set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
+log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
+
+
+def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
+    """With ``name`` and ``default_value`` each."""
+    return list(operator._schema.arguments)
+
+
+def wrapper_of(
+    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of a subclass, with no memory of its own."""
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return made
