@@ -71,7 +71,7 @@ types: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples,benchmarks]"
+	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples,benchmarks,float8]"
 	touch $@
 
 .venv-xla/.installed: pyproject.toml constraints-xla.txt

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ from graph_fsdp.passes.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from graph_fsdp.capture import Engine
+
+_ENDS_BY_ITSELF = (
+    "is for reductions that are started apart from a backward; here they are in its graph, and done when it returns. "
+    "To reduce once for several backwards, call set_requires_gradient_sync(False) before all but the last of them"
+)
 
 
 class GradientMethods:
@@ -74,6 +79,16 @@ class GradientMethods:
                 "returns; set_requires_gradient_sync(False) leaves them out",
                 stacklevel=2,
             )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Only False. The reductions of a backward are in its graph, and end with it."""
+        check_bool("enabled", enabled)
+        if enabled:
+            raise UnsupportedError(f"set_manual_backward_finalization(True) {_ENDS_BY_ITSELF}")
+
+    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
+        """Not available, see ``set_manual_backward_finalization``: raises UnsupportedError."""
+        raise UnsupportedError(f"finalize_backward() {_ENDS_BY_ITSELF}")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole

@@ -78,6 +78,16 @@ class UnitMethods:
             else:
                 engine.unsharded.whole_after_backward.add(unit)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Only False. With FSDP2, True keeps the address of each gathered parameter, for CUDA graphs."""
+        check_bool("keep", keep)
+        check_bool("recurse", recurse)
+        if keep:
+            raise UnsupportedError(
+                "set_keep_unsharded_storage(True) keeps gathered parameters' memory, and here buckets share slots; "
+                "for CUDA graphs compile with cuda_graphs=True; set_reshard_after_forward(False) keeps parameters whole"
+            )
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this unit (an embedding's), and none is kept for it. Backward gathers
         what it reads in any case: if it reads one, capturing the graph is a ``SettingError``."""

@@ -92,7 +92,7 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
         self._graph_fsdp.unsharded.release()
 
 
-def _unsupported(name: str) -> Callable[..., NoReturn]:
+def unsupported(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"{name}() of FSDP2 is not available on models compiled by graph_fsdp yet")
 
@@ -103,7 +103,7 @@ def _unsupported(name: str) -> Callable[..., NoReturn]:
 
 for _name, _value in vars(FSDPModule).items():
     if callable(_value) and not _name.startswith("_") and getattr(GraphFSDPModule, _name) is _value:
-        setattr(GraphFSDPModule, _name, _unsupported(_name))
+        setattr(GraphFSDPModule, _name, unsupported(_name))
 
 
 for _name, _method in communication.METHODS.items():

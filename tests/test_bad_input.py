@@ -24,6 +24,7 @@ from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, Uns
 from graph_fsdp.communication import METHODS
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
+from graph_fsdp.module import unsupported
 from graph_fsdp.validate import torch_version, world_size_of_environment
 
 
@@ -287,10 +288,30 @@ FSDP2_METHODS = [
 ]
 
 
-@pytest.mark.parametrize("method", FSDP2_METHODS)
-def test_methods_of_fsdp2_that_are_not_available_say_so(fake_group: None, method: str) -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager")
-    assert isinstance(model, FSDPModule)
-    with pytest.raises(UnsupportedError, match=rf"{method}\(\) of FSDP2 is not available"):
-        getattr(model, method)()
+def test_every_method_of_fsdp2_is_there_or_says_why_not(fake_group: None) -> None:
+    assert FSDP2_METHODS == []
+    with pytest.raises(UnsupportedError, match=r"one_of_tomorrow\(\) of FSDP2 is not available"):
+        unsupported("one_of_tomorrow")(graph_fsdp.compile(MLP(), backend="eager"))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m.set_keep_unsharded_storage(True), ("set_keep_unsharded_storage(True)", "cuda_graphs=True")),
+        (
+            lambda m: m.set_manual_backward_finalization(True),
+            ("(True)", "set_requires_gradient_sync(False)"),
+        ),
+        (lambda m: m.finalize_backward(), ("finalize_backward()", "set_requires_gradient_sync(False)")),
+    ],
+)
+def test_methods_for_what_is_otherwise_here(fake_group: None, call: Any, words: tuple[str, ...]) -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    with pytest.raises(UnsupportedError) as raised:
+        call(model)
+    assert all(word in str(raised.value) for word in words)
+    model.set_keep_unsharded_storage(False)
+    model.set_manual_backward_finalization(False)
+    with pytest.raises(ValueError, match="keep must be"):
+        model.set_keep_unsharded_storage(1)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
