@@ -111,6 +111,7 @@ class Engine:
         self.repeat_traces = True  # equal layers are traced once
         self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
         self.settings = Settings()
+        self.own_reduce_group = ""  # its name, once a process group of reductions was made
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
@@ -200,9 +201,12 @@ class Engine:
         ``_function_compiled``."""
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
-        captured = CapturedGraph(len(self.graphs), self.spec, cause)
+        spec = self.spec
+        if settings.own_reduce_group:
+            spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
+        captured = CapturedGraph(len(self.graphs), spec, cause)
         context = PassContext(
-            self.spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
+            spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )
         context.extensions = self.extensions
         self._shape_envs.add(compat.current_fake_mode().shape_env)

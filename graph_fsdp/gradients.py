@@ -124,14 +124,30 @@ class GradientMethods:
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Only False. All collectives of the ranks that shard run in one group, in the order that they agreed on."""
+        """Reduce gradients in a process group of their own, of the same ranks: of the whole model, so call it on the
+        model, on all ranks, which make the group together. NCCL runs the collectives of one group one after the other,
+        so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
+        on all ranks. It takes the memory of another communicator. False: in the group that gathers, again."""
         check_bool("enable", enable)
         check_bool("recurse", recurse)
-        if enable:
+        engine, unit = place(self)
+        _check_reduced(engine, "set_separate_reduce_scatter_group")
+        if unit or not recurse:
             raise UnsupportedError(
-                "set_separate_reduce_scatter_group(True) would have gathers and reductions overtake each other in two "
-                "process groups; here they run in one, in the order that was verified and agreed on"
+                "set_separate_reduce_scatter_group() is about the order of all collectives; call it on the model, with "
+                "recurse=True"
             )
+        mesh = engine.storage.mesh
+        if mesh is None or mesh.shard_dim is None:
+            raise UnsupportedError(
+                "set_separate_reduce_scatter_group() is about gathers, and on this mesh every rank holds all "
+                "parameters whole"
+            )
+        if enable and not engine.own_reduce_group:
+            engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
+            if engine.cost is not None:
+                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]
+        change(engine, own_reduce_group=enable)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a

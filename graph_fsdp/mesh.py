@@ -74,15 +74,15 @@ class DataParallelMesh:
         """Global ranks of the whole mesh."""
         return tuple(self.mesh.mesh.flatten().tolist())
 
-    def subgroup(self, size: int) -> dist.ProcessGroup:
+    def subgroup(self, size: int, use: str = "gathers") -> dist.ProcessGroup:
         """A group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
-        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one, which all models on these ranks share: a
-        process group lives until the program ends."""
+        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one, which all models on these ranks share for
+        one use: a process group lives until the program ends."""
         assert self.shard_dim is not None
         ranks = dist.get_process_group_ranks(self.mesh.get_group(self.shard_dim))
         begin = self.shard_rank - self.shard_rank % size
         members = tuple(ranks[begin : begin + size])
-        key = (self.ranks, members)
+        key = (self.ranks, members, use)
         if key not in _subgroups or not _exists(_subgroups[key]):
             # Made by its own ranks alone: those of other slices of a larger mesh may never come here.
             _subgroups[key] = dist.new_group(list(members), use_local_synchronization=True)

@@ -126,6 +126,8 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
         group = dialect.group_of(start)
         if group == spec.group:
             return "communication"
+        if group == spec.own_reduce_group:
+            return "reductions"
         return "over replicas" if group == spec.replicate_group else "in subgroups"
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 

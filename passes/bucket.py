@@ -274,7 +274,7 @@ def _reduce(
     if model.world_size == 1:
         arguments = (grads, reduce_dtype, model.replicas, model.replicate_group)
         return collective(dialect.all_reduce_start, arguments, *roles, "reduce"), whole
-    over_shards: tuple[Any, ...] = (grads, reduce_dtype, model.world_size, model.group)
+    over_shards: tuple[Any, ...] = (grads, reduce_dtype, model.world_size, model.reduce_group)
     if bucket is None:  # scalars
         target, begins, messages = dialect.all_reduce_start, whole, []
     else:

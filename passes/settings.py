@@ -28,6 +28,7 @@ class Settings:
     are divided by, instead of the number of ranks. ``summed``: units whose reductions are sums, divided apart.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
     ``reductions_in_flight``: how many may be under way at once; None for what the pipeline has.
+    ``own_reduce_group``: reductions over the ranks that shard have a process group of their own.
     ``custom_all_gather``, ``custom_reduce_scatter``: collectives that the user brings, in one message per bucket.
     """
 
@@ -42,6 +43,7 @@ class Settings:
     summed: frozenset[str] = frozenset()
     hooked: frozenset[str] = frozenset()
     reductions_in_flight: int | None = None
+    own_reduce_group: bool = False
     custom_all_gather: bool = False
     custom_reduce_scatter: bool = False
 

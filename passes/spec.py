@@ -154,8 +154,10 @@ class ModelSpec:
 
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
-    shards between forward and backward; 0 where there is no such group. ``offload``: None where shards are kept on the
-    device that they are gathered on. ``payloads``: what extended parameters travel as; they are in ``buckets``, too.
+    shards between forward and backward; 0 where there is no such group. ``own_reduce_group``: another group of the
+    ranks of ``group``, for reductions, so that gathers do not queue with them; "" where they do. ``offload``: None
+    where shards are kept on the device that they are gathered on. ``payloads``: what extended parameters travel as;
+    they are in ``buckets``, too.
     """
 
     parameters: dict[str, ParameterSpec]
@@ -166,6 +168,7 @@ class ModelSpec:
     replicas: int = 1
     reshard_group: str = ""
     reshard_size: int = 0
+    own_reduce_group: str = ""
     offload: Offload | None = None
     payloads: dict[str, ParameterSpec] = field(default_factory=dict)
     bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
@@ -183,9 +186,14 @@ class ModelSpec:
         return self.world_size * self.replicas
 
     @property
+    def reduce_group(self) -> str:
+        """The group of the ranks that shard, for their gradients."""
+        return self.own_reduce_group or self.group
+
+    @property
     def reduce_groups(self) -> tuple[str, ...]:
         """The groups over which a gradient is reduced, in order."""
-        groups = ((self.group, self.world_size), (self.replicate_group, self.replicas))
+        groups = ((self.reduce_group, self.world_size), (self.replicate_group, self.replicas))
         return tuple(name for name, size in groups if size > 1)
 
     @cached_property

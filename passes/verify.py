@@ -287,7 +287,7 @@ class Verifier:
                     self._fail(invariant, node, wrong)
             elif has_role(node, Role.SHARD_GRAD) and groups != model.reduce_groups:
                 names = tuple(n for n in node.meta["fsdp"].params if not model.parameters[n].empty)
-                missing = "its replicas" if model.group in groups else "the ranks that shard it"
+                missing = "its replicas" if model.reduce_group in groups else "the ranks that shard it"
                 if names:
                     self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
             if groups:

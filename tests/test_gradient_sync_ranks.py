@@ -64,6 +64,11 @@ def three_under_way(model: nn.Module, microbatch: int) -> None:
         model.set_reduce_scatter_max_input_buffers(3)
 
 
+def own_group_at_times(model: nn.Module, microbatch: int) -> None:
+    if hasattr(model, "set_separate_reduce_scatter_group"):  # FSDP2 has it since torch 2.13
+        model.set_separate_reduce_scatter_group(microbatch != 1)
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 
@@ -81,6 +86,7 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "a factor and one reduction": ("gpt", (2,), {}, factor_and_sync),
     "a hook": ("gpt", (2,), {}, every_unit("set_all_reduce_hook", halve)),
     "three reductions under way": ("gpt", (2,), {}, three_under_way),
+    "a group of reductions": ("gpt", (2,), {}, own_group_at_times),
 }
 SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "one reduction": ("gpt", (2, 2), {}, sync_last),
@@ -89,6 +95,7 @@ SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] 
     "whole, then shards": ("gpt", (2, 2), {}, sync_then_replicate),
     "sums": ("gpt", (2, 2), {}, every_unit("set_force_sum_reduction_for_comms", True)),
     "a hook": ("gpt", (2, 2), {}, every_unit("set_all_reduce_hook", halve)),
+    "a group of reductions": ("gpt", (2, 2), {}, own_group_at_times),
 }
 
 

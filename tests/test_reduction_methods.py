@@ -1,19 +1,24 @@
-"""Newer methods of FSDP2 on reductions: the bound on those under way, and those that are refused with a reason."""
+"""Newer methods of FSDP2 on reductions: the bound on those under way, a process group of their own, and those that are
+refused with a reason."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from models import MLP
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
-from graph_fsdp.passes import GraphPass, default_pipeline
+from graph_fsdp.passes import GraphPass, Link, compat, default_pipeline, dialect, find_hardware
+from graph_fsdp.report import GraphView
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -87,20 +92,65 @@ def test_the_bound_is_of_the_model_and_of_the_pass_that_schedules() -> None:
         model.set_reduce_scatter_max_input_buffers(1)
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("set_reduce_scatter_unused_params", "on every rank .a mask or a factor of zero."),
-        ("set_separate_reduce_scatter_group", "overtake each other in two process groups"),
-    ],
-)
-def test_what_is_refused_says_why_and_turning_it_off_is_no_error(method: str, words: str) -> None:
+def groups_of(report: GraphView, operator: str) -> set[str]:
+    nodes = report.stages["free"].graph.nodes
+    return {dialect.group_of(node) for node in nodes if node.op == "call_function" and operator in str(node.target)}
+
+
+def test_reductions_have_a_process_group_of_their_own() -> None:
+    model = graph_fsdp.compile(MLP(depth=3), backend="eager", reshard_after_forward=True)
+    both = backward_of(model)
+    assert groups_of(both, "reduce_scatter_start") == groups_of(both, "all_gather_start") == {"0"}
+    text = both.stages["free"].body
+    model.set_separate_reduce_scatter_group()
+    apart = backward_of(model)
+    (group,) = groups_of(apart, "reduce_scatter_start")
+    assert group != "0" and groups_of(apart, "all_gather_start") == {"0"}
+    assert dist.get_process_group_ranks(compat.resolve_group(group)) == list(range(8))
+    assert apart.stages["free"].body.replace(f"'{group}'", "'0'") == text, "nothing else is different"
+    model.set_separate_reduce_scatter_group(False)
+    backward_of(model)
+    assert len(graph_fsdp.inspect(model).graphs) == 2, "the first graphs run again"
+
+
+def test_gathers_do_not_wait_for_reductions_of_another_group() -> None:
+    """On a link so slow that communication is all there is."""
+    slow = dataclasses.replace(find_hardware("h100"), intra=Link(1e6, 1e-6))
+    passes = default_pipeline(hardware=slow)
+    seconds = []
+    for own in (False, True):
+        model = graph_fsdp.compile(MLP(depth=3), backend="eager", reshard_after_forward=True, passes=passes)
+        model.set_separate_reduce_scatter_group(own)
+        backward = backward_of(model)
+        seconds.append(backward.timeline.seconds)
+        lanes = {event.group for event in backward.timeline.events}
+        assert len(lanes) == 1 + own
+    assert seconds[1] < 0.8 * seconds[0]
+
+
+def test_all_reductions_of_the_model_are_in_one_group() -> None:
     model = compiled()
-    with pytest.raises(UnsupportedError, match=words):
-        getattr(model, method)(True)
-    getattr(model, method)(False)
+    for call in (
+        lambda: model.blocks[0].set_separate_reduce_scatter_group(True),
+        lambda: model.set_separate_reduce_scatter_group(True, recurse=False),
+    ):
+        with pytest.raises(UnsupportedError, match="call it on the model"):
+            call()
     with pytest.raises(ValueError, match="must be True or False"):
-        getattr(model, method)(1)
+        model.set_separate_reduce_scatter_group(1)
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("replicate",))
+    replicated: Any = graph_fsdp.compile(MLP(), mesh, backend="eager")
+    with pytest.raises(UnsupportedError, match="every rank holds all parameters whole"):
+        replicated.set_separate_reduce_scatter_group(True)
+
+
+def test_ranks_that_use_other_parameters_are_refused_and_turning_it_off_is_no_error() -> None:
+    model = compiled()
+    with pytest.raises(UnsupportedError, match="on every rank"):
+        model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_unused_params(False)
+    with pytest.raises(ValueError, match="must be True or False"):
+        model.set_reduce_scatter_unused_params(1)
 
 
 def test_symmetric_memory_is_refused() -> None:
