@@ -360,7 +360,7 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        return self.schedules.in_step(runnable, graph, self.pipeline)
+        return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
 
     def _piece(
         self,

@@ -143,7 +143,7 @@ class DataParallelMesh:
 
 
 # (ranks of the mesh, ranks of the group) → what ``subgroup`` has made.
-_subgroups: dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup] = {}
+_subgroups: dict[tuple[tuple[int, ...], tuple[int, ...], str], dist.ProcessGroup] = {}
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

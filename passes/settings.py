@@ -17,7 +17,8 @@ class SettingError(ValueError):
 class Settings:
     """Each value has graphs of its own, captured at the first call with it; regions are compiled once for all of them.
 
-    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same. Units are named.
+    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same, and
+    compare it with their collectives. Units are named.
 
     ``unsharded``: units whose parameters are whole before the forward begins: nothing of them is gathered.
     ``reshard_after_forward``: (unit, whether it is gathered again in backward), for the units that were set.

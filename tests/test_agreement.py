@@ -207,6 +207,23 @@ def another_distance() -> None:
 
 
 @FACTS
+def another_group_for_reductions() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model.set_separate_reduce_scatter_group(True)
+    model.set_separate_reduce_scatter_group(rank() == 0)
+    with pytest.raises(RankDisagreement, match="'settings own_reduce_group=True' on rank 0"):
+        model(batch())
+
+
+@FACTS
+def another_divide_factor() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model.set_gradient_divide_factor(2.0 + rank())
+    with pytest.raises(RankDisagreement, match="divide_factors"):
+        model(batch())
+
+
+@FACTS
 def a_frozen_parameter_on_one_rank() -> None:
     model = MLP()
     model.head.requires_grad_(rank() == 0)
@@ -274,6 +291,20 @@ def train_with_other_lengths_on_every_rank() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int) -> None:
     run_ranks(train_with_other_lengths_on_every_rank, world_size, timeout=240)
+
+
+def change_settings_on_rank_1() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    for step in range(6):
+        model.set_force_sum_reduction_for_comms(step % 2 == 1)
+        model(batch()).sum().backward()
+    model.set_force_sum_reduction_for_comms(rank() == 1)  # both graphs are known to both
+    with pytest.raises(RankDisagreement, match=r"settings summed=\[''\]"):
+        model(batch())
+
+
+def test_another_setting_between_steps() -> None:
+    run_ranks(change_settings_on_rank_1, 2)
 
 
 def train_one_more_on_rank_0() -> None:

@@ -69,7 +69,7 @@ class RandomModel(nn.Module):
             "hidden": seen[len(seen) // 2],
             "mean": x.mean(1),
             "bias": self.head.bias,
-            "weight_view": self.head.weight.view(-1),
+            "weight_view": self.head.weight.flatten(),  # a view, unless it is tied to a transposed one
             "penalty": self.head.weight.square().sum(),
             "detached": head.detach(),
             "input": source,
