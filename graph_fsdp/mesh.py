@@ -142,7 +142,7 @@ class DataParallelMesh:
         return list(coordinate)
 
 
-# (ranks of the mesh, ranks of the group) → what ``subgroup`` has made.
+# (ranks of the mesh, ranks of the group, use) → what ``subgroup`` has made.
 _subgroups: dict[tuple[tuple[int, ...], tuple[int, ...], str], dist.ProcessGroup] = {}
 
 
