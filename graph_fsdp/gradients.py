@@ -127,7 +127,8 @@ class GradientMethods:
         """Reduce gradients in a process group of their own, of the same ranks: of the whole model, so call it on the
         model, on all ranks, which make the group together. NCCL runs the collectives of one group one after the other,
         so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
-        on all ranks. It takes the memory of another communicator. False: in the group that gathers, again."""
+        on all ranks. It takes the memory of another communicator. False: in the group that gathers, again. Raises
+        RankDisagreement where another rank does something else instead."""
         check_bool("enable", enable)
         check_bool("recurse", recurse)
         engine, unit = place(self)
@@ -144,6 +145,7 @@ class GradientMethods:
                 "parameters whole"
             )
         if enable and not engine.own_reduce_group:
+            engine.schedules.begin_group("set_separate_reduce_scatter_group")
             engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
             if engine.cost is not None:
                 engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]

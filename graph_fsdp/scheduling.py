@@ -111,6 +111,11 @@ class Schedules:
             what = f"of unit {unit or 'root'!r}"
             self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
 
+    def begin_group(self, method: str) -> None:
+        """Called by ``method`` before it makes a process group, which every rank has to come to."""
+        if self.lockstep is not None:
+            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, f"{method}()", (), "call")))
+
     def failed_outside(self, error: BaseException, method: str) -> None:
         """A forward, or another method, raised ``error``. Other ranks may wait for this one."""
         if self.lockstep is not None:

@@ -31,7 +31,7 @@ class Parts(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: dict[tuple[int, ...], Tensor]) -> Any:
-        made: Any = compat.wrapper_of(cls, tuple(shape), dtype, torch.device("cpu"))
+        made = compat.wrapper_of(cls, shape, dtype, torch.device("cpu"))
         made.parts = parts
         return made
 

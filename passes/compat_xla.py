@@ -20,7 +20,6 @@
 | ``core.xla_model.xla_real_devices`` | waiting for one replica's device alone | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
 | ``_functorch.aot_autograd.AOTConfig`` (torch) | backward that is compiled at once | torch 2.9 |
-| ``Tensor._make_wrapper_subclass`` (torch) | tensors of XLA's device type without memory | torch 2.9 |
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
+
+from graph_fsdp.passes.compat.tensors import wrapper_of
 
 # Reads of a value on the host, which every program does that prints its loss.
 _HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
@@ -322,7 +323,7 @@ def backward_compiled_with_forward() -> Iterator[None]:
 class _Wrapper(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return wrapper_of(cls, shape, dtype, device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant

@@ -307,6 +307,20 @@ def test_another_setting_between_steps() -> None:
     run_ranks(change_settings_on_rank_1, 2)
 
 
+def make_a_group_on_rank_0() -> None:
+    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model(batch()).sum().backward()
+    with pytest.raises(RankDisagreement, match=r"set_separate_reduce_scatter_group\(\) call of model 0"):
+        if rank() == 0:
+            model.set_separate_reduce_scatter_group(True)
+        else:
+            model(batch())
+
+
+def test_a_process_group_is_made_by_all_ranks() -> None:
+    run_ranks(make_a_group_on_rank_0, 2)
+
+
 def train_one_more_on_rank_0() -> None:
     groups = [dist.new_group([index]) for index in range(2)]
     if rank() == 0:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.passes import GraphPass, Link, compat, default_pipeline, dialect, find_hardware
+from graph_fsdp.passes.simulate import Conditions, simulate
 from graph_fsdp.report import GraphView
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -117,15 +118,17 @@ def test_gathers_do_not_wait_for_reductions_of_another_group() -> None:
     """On a link so slow that communication is all there is."""
     slow = dataclasses.replace(find_hardware("h100"), intra=Link(1e6, 1e-6))
     passes = default_pipeline(hardware=slow)
-    seconds = []
+    seconds, shared = [], []
     for own in (False, True):
         model = graph_fsdp.compile(MLP(depth=3), backend="eager", reshard_after_forward=True, passes=passes)
         model.set_separate_reduce_scatter_group(own)
         backward = backward_of(model)
         seconds.append(backward.timeline.seconds)
+        shared.append(simulate(backward.graph, backward.graph.cost, Conditions(contention=True)).seconds)
         lanes = {event.group for event in backward.timeline.events}
         assert len(lanes) == 1 + own
     assert seconds[1] < 0.8 * seconds[0]
+    assert shared[1] == pytest.approx(shared[0], rel=0.05), "they share what there is of the link"
 
 
 def test_all_reductions_of_the_model_are_in_one_group() -> None:

@@ -56,7 +56,7 @@ whole test-suite was run.
 | ``_decomp.get_decompositions`` | operators that torch_xla lacks | 2.9 |
 | ``_foreach_copy_`` | casting all of a message at once | 2.9 to 2.15 |
 | ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
-| ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices, as their parts | 2.9 |
+| ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices: as their parts, and without memory | 2.9 |
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
@@ -145,7 +145,6 @@ from graph_fsdp.passes.compat.operators import (
     log_api_usage,
     schema_arguments,
     set_grad_enabled,
-    wrapper_of,
 )
 from graph_fsdp.passes.compat.tensors import (
     chunk_cat,
@@ -167,6 +166,7 @@ from graph_fsdp.passes.compat.tensors import (
     take_over,
     without_memory,
     without_torch_function,
+    wrapper_of,
 )
 from graph_fsdp.passes.compat.versions import check_torch_version
 

@@ -19,11 +19,3 @@ log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
     """With ``name`` and ``default_value`` each."""
     return list(operator._schema.arguments)
-
-
-def wrapper_of(
-    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A tensor of a subclass, with no memory of its own."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-    return made

@@ -158,3 +158,8 @@ def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
     with FakeTensorMode():
         loaded = torch.load(path, weights_only=True)
     return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
+
+
+def wrapper_of(cls: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass, with no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
