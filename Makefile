@@ -1,6 +1,6 @@
 # make train      set up and train the example GPT
 # make test       set up and run the tests, but for those that are long by nature
-# make test-all   those as well
+# make test-long   those; make test-all: both
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
@@ -26,7 +26,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 
-.PHONY: train test test-all test-xla test-package test-matrix docs lint types clean
+.PHONY: train test test-long test-all test-xla test-package test-matrix docs lint types clean
 
 train: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -35,8 +35,10 @@ train: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
-test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test-long: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+
+test-all: test test-long
 
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n $(JOBS) --dist loadfile tests/xla $(ARGS)
