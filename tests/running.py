@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +25,3 @@ def run_script(launcher: list[str], script: Path, folder: Path, *arguments: str)
     assert finished.returncode == 0, finished.stderr[-6000:]
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return facts
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port

@@ -82,6 +82,12 @@ def hangs_on_rank_0(folder: str) -> None:
         dist.recv(torch.zeros(1), src=1)
 
 
+def hangs_alone(folder: str) -> None:
+    for pid in (os.getpid(), os.getppid()):
+        (Path(folder) / str(pid)).touch()
+    time.sleep(3600)
+
+
 def leaves_a_child_behind(folder: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     (Path(folder) / str(child.pid)).touch()
@@ -189,6 +195,44 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, scratch: P
         parent.kill()
         parent.wait()
     wait_until_dead(started)
+
+
+# What a test starts and does not end: a child in a session of its own that is stopped, and a rank that hangs.
+INTERRUPTED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from launch import run_ranks
+from test_launch import hangs_alone
+
+def test_hangs():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    os.kill(child.pid, signal.SIGSTOP)
+    for pid in (os.getpid(), child.pid):
+        (Path(os.environ["STARTED"]) / str(pid)).touch()
+    run_ranks(hangs_alone, 1, os.environ["STARTED"], backend=None, timeout=3600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no guard")
+def test_nothing_outlives_an_interrupted_pytest(tmp_path: Path) -> None:
+    started, temporary, suite = (tmp_path / name for name in ("pids", "temporary", "suite"))
+    for folder in (started, temporary, suite):
+        folder.mkdir()
+    here = Path(__file__).parent
+    (suite / "conftest.py").write_text((here / "conftest.py").read_text())
+    (suite / "test_interrupted.py").write_text(INTERRUPTED)
+    environment = {**os.environ, "STARTED": str(started), "TMPDIR": str(temporary), "PYTHONPATH": str(here)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", suite, suite]
+    run = subprocess.Popen(command, cwd=suite, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        while len(pids(started)) < 4:  # the worker, its child, the rank and what forked it
+            assert run.poll() is None
+            time.sleep(0.05)
+    finally:
+        run.terminate()
+        run.wait()
+    wait_until_dead(started)
+    assert [path.name.partition("-of-")[0] for path in temporary.iterdir()] == ["pytest"], "all is in pytest's folder"
 
 
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:
