@@ -93,7 +93,7 @@ def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In pytest's folder, also those of the processes that tests start; but Inductor keeps its cache of compiled code."""
+    """In pytest's folder, also those of the processes that tests start; Inductor keeps its cache of compiled code."""
     with pytest.MonkeyPatch.context() as patch:
         cache = compat.default_inductor_cache_directory()
         if cache is not None:

@@ -1,5 +1,5 @@
-"""Nothing that the tests start outlives them: when the process of the tests is gone, however it ended, a process of this
-file kills what it had started, and what that had started: ranks, torchrun and its ranks, compilers, browsers.
+"""Nothing that the tests start outlives them: when the process of the tests is gone, however it ended, a process of
+this file kills what it had started, and what that had started: ranks, torchrun and its ranks, compilers, browsers.
 
 They are known by a variable of their environment, which a child inherits from its parent, whatever groups and sessions
 the two are in. The system's table of processes is Linux's; elsewhere there is no guard.

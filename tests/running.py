@@ -20,7 +20,7 @@ def run_script(launcher: list[str], script: Path, folder: Path, *arguments: str)
     command = [sys.executable, "-m", *launcher, str(script), "--out", str(folder), *arguments]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, start_new_session=True
+        command, env=environment, capture_output=True, text=True, timeout=600, start_new_session=True
     )
     assert finished.returncode == 0, finished.stderr[-6000:]
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())

@@ -75,7 +75,7 @@ def all_of_them(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(all_of_them, 2, str(tmp_path_factory.mktemp("ports")), backend=None, timeout=280)
+    return run_ranks(all_of_them, 2, str(tmp_path_factory.mktemp("ports")), backend=None, timeout=600)
 
 
 def test_fsdp1s_mnist_tutorial_has_the_originals_losses_and_accuracy(on_two_ranks: list[dict[str, Any]]) -> None:
