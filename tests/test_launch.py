@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import launch
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import shuffle
 from launch import run_ranks
 
 
@@ -240,6 +243,17 @@ def test_nothing_outlives_an_interrupted_pytest(tmp_path: Path) -> None:
         run.wait()
     wait_until_dead(started)
     assert [path.name.partition("-of-")[0] for path in temporary.iterdir()] == ["pytest"], "all is in pytest's folder"
+
+
+def test_a_random_order_keeps_files_together_and_is_that_of_its_seed() -> None:
+    def shuffled(seed: int) -> list[tuple[str, int]]:
+        items: list[Any] = [SimpleNamespace(path=name, test=test) for name in "abcd" for test in range(5)]
+        shuffle(items, seed)
+        return [(item.path, item.test) for item in items]
+
+    first, again, other = shuffled(7), shuffled(7), shuffled(8)
+    assert first == again != other and sorted(first) == sorted(other) != first
+    assert len(list(groupby(first, lambda item: item[0]))) == 4
 
 
 def test_a_function_that_ranks_cannot_import_is_refused() -> None:
