@@ -11,6 +11,7 @@
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
 # ARGS="-k verify" JOBS=2    for test and test-xla: what to run, and how many files at a time
+# ARGS=--random-order-seed=7    for the same: in a random order
 
 PYTHON ?= python3
 TORCH  ?=

@@ -1,17 +1,25 @@
-"""Fixtures for all tests. Each test starts from the same seed and without compiled code of other tests."""
+"""Fixtures for all tests. Each test starts from the same seed and without compiled code of other tests, makes temporary
+files in pytest's own folder, and leaves no process behind."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import random
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from guard import Guard
 
+from graph_fsdp.passes import compat
 from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.runtime.private_files import own_folder
 
 FAKE_WORLD_SIZE = 8
 
@@ -32,12 +40,69 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run the files, and the tests of each, in the random order that this number is the seed of"
+    parser.addoption("--random-order-seed", type=int, metavar="NUMBER", help=text)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("random_order_seed")
+    return [] if seed is None else [f"random order: --random-order-seed={seed}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(XLA_TESTS):
             item.add_marker(pytest.mark.xla)
+    seed = config.getoption("random_order_seed")
+    if seed is not None:
+        shuffle(items, seed)
+        return
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Tests of a file stay together, as its fixtures are made once, and each worker finds the same order."""
+    draw = random.Random(seed)
+    files = sorted({item.path for item in items})
+    draw.shuffle(files)
+    draw.shuffle(items)
+    places = {path: place for place, path in enumerate(files)}
+    items.sort(key=lambda item: places[item.path])
+
+
+GUARD = pytest.StashKey[Guard]()
+ORPHAN_SECONDS = 60.0  # a process that was killed, or told to end, is gone a moment later
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sys.platform == "linux":
+        config.stash[GUARD] = Guard()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    guard = request.config.stash.get(GUARD, None)
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while guard is not None and (left := guard.orphans()):
+        assert time.monotonic() < deadline, f"tests have left processes behind: {left}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In pytest's folder, also those of the processes that tests start; Inductor keeps its cache of compiled code."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = compat.default_inductor_cache_directory()
+        if cache is not None:
+            own_folder(cache)
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        folder = str(tmp_path_factory.mktemp("temporary"))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from typing import TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
+from launch import TIMEOUT_SECONDS, run_ranks
 
 Fact: TypeAlias = Callable[[], None]
 Failures: TypeAlias = list[dict[str, str]]  # per rank: name → traceback
@@ -50,7 +50,9 @@ class Facts:
     def names(self) -> list[str]:
         return list(self.functions)
 
-    def check_on(self, world_size: int, timeout: float = 120, env: Mapping[str, str] | None = None) -> Failures:
+    def check_on(
+        self, world_size: int, timeout: float = TIMEOUT_SECONDS, env: Mapping[str, str] | None = None
+    ) -> Failures:
         return run_ranks(check_all, world_size, self.module, timeout=timeout, env=env)
 
 

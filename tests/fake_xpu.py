@@ -27,7 +27,7 @@ def build(folder: Path) -> Path:
     command = [COMPILER, "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     command += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-L{root / 'lib'}"]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-lc10", "-ltorch_cpu"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr[-4000:]
     return library
 

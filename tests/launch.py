@@ -39,8 +39,10 @@ from preloaded import Fork, Preloaded, exit_code
 
 Result = TypeVar("Result")
 
+TIMEOUT_SECONDS = 600.0  # ends what hangs: ten times what the longest calls take, which a busy machine does not pass
 _POLL_SECONDS = 0.02
-_DUMP_SECONDS = 1.0  # for the ranks to print their stacks after a timeout
+_DUMP_SECONDS = 30.0  # at most, for the ranks to print their stacks after a timeout; a stopped one never does
+_QUIET_SECONDS = 1.0  # they are printed when nothing more has come for so long
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
 # In the process of the tests, where they say nothing about ranks: scikit-learn's, and Inductor's.
@@ -53,7 +55,7 @@ def run_ranks(
     function: Callable[..., Result],
     world_size: int,
     *args: object,
-    timeout: float = 120,
+    timeout: float = TIMEOUT_SECONDS,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
     lost: Collection[int] = (),
@@ -201,14 +203,32 @@ def _raise_failures(directory: Path, world_size: int) -> None:
 
 
 def _raise_timeout(ranks: list[_Rank], directory: Path, timeout: float, results: list[bool]) -> NoReturn:
+    before = _log_sizes(directory, len(ranks))
     for process in ranks:
         if _exit_code(process) is None:
             process.send_signal(signal.SIGUSR1)  # faulthandler prints the stacks
-    time.sleep(_DUMP_SECONDS)
+    _wait_for_stacks(directory, before)
     waiting = [rank for rank, done in enumerate(results) if not done]
     outputs = [f"rank {rank}: {_last_output(directory, rank)}" for rank in range(len(ranks))]
     summary = f"no result of ranks {waiting} after {timeout:g} seconds"
     raise RuntimeError("\n".join([summary if waiting else f"ranks did not exit in {timeout:g} seconds", *outputs]))
+
+
+def _wait_for_stacks(directory: Path, before: list[int]) -> None:
+    """Until all ranks have printed since their logs had the sizes ``before``, and are quiet."""
+    deadline, changed, sizes = time.monotonic() + _DUMP_SECONDS, time.monotonic(), before
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        found = _log_sizes(directory, len(before))
+        if found != sizes:
+            changed, sizes = time.monotonic(), found
+        printed = all(size > old for size, old in zip(sizes, before, strict=True))
+        if printed and time.monotonic() > changed + _QUIET_SECONDS:
+            return
+
+
+def _log_sizes(directory: Path, world_size: int) -> list[int]:
+    return [(directory / f"log{rank}").stat().st_size for rank in range(world_size)]
 
 
 def _log(directory: Path, rank: int) -> str:

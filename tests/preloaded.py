@@ -64,6 +64,7 @@ class Preloaded:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked = 0
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env=self.environment,
@@ -89,21 +90,27 @@ class Preloaded:
         """Fork a rank, as ``launch.py`` with these arguments is; ``log``: its standard output and error."""
         read, write = os.pipe()
         try:
-            message = json.dumps(["start", arguments, dict(environment)]).encode()
-            socket.send_fds(self._socket, [message], [read, log])
-            return Fork(self, self._answer(), write)
+            pid = self._ask(["start", arguments, dict(environment)], [read, log])
+        except BaseException:
+            os.close(write)  # the rank, if there is one, ends by that
+            raise
         finally:
             os.close(read)
+        return Fork(self, pid, write)
 
     def ask(self, what: str, pid: int) -> int | None:
-        self._socket.send(json.dumps([what, pid]).encode())
-        return self._answer()
+        return self._ask([what, pid], [])
 
-    def _answer(self) -> int | None:
-        answer = self._socket.recv(_MESSAGE_BYTES)
-        if not answer:
-            raise RuntimeError("the process that forks ranks has ended; what it wrote is above")
-        return json.loads(answer)  # type: ignore[no-any-return]
+    def _ask(self, question: list[object], descriptors: list[int]) -> int | None:
+        self._asked += 1
+        socket.send_fds(self._socket, [json.dumps([self._asked, *question]).encode()], descriptors)
+        while True:
+            message = self._socket.recv(_MESSAGE_BYTES)
+            if not message:
+                raise RuntimeError("the process that forks ranks has ended; what it wrote is above")
+            number, answer = json.loads(message)
+            if number == self._asked:  # another one is of a question whose asker was interrupted
+                return answer  # type: ignore[no-any-return]
 
 
 class Fork:
@@ -143,7 +150,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
         message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
         if not message:
             return None
-        what, *rest = json.loads(message)
+        number, what, *rest = json.loads(message)
         answer: int | None = None
         if what == "start":
             pid = os.fork()
@@ -160,7 +167,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
             answer = exit_code(rest[0])
         else:
             os.waitpid(rest[0], 0)
-        connection.send(json.dumps(answer).encode())
+        connection.send(json.dumps([number, answer]).encode())
 
 
 def _become(stdin: int, log: int, environment: dict[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +20,8 @@ def run_script(launcher: list[str], script: Path, folder: Path, *arguments: str)
     command = [sys.executable, "-m", *launcher, str(script), "--out", str(folder), *arguments]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     finished = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, start_new_session=True
+        command, env=environment, capture_output=True, text=True, timeout=600, start_new_session=True
     )
     assert finished.returncode == 0, finished.stderr[-6000:]
     facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return facts
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port

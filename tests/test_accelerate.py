@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
 from accelerate_script import make_model
 from launch import run_ranks
-from running import free_port, run_script
+from running import run_script
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import (
@@ -76,8 +77,10 @@ def launch(folder: Path, config: dict[str, Any], *arguments: str, precision: str
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     launcher = ["accelerate.commands.launch", "--config_file", str(folder / "config.yaml")]
-    launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-    return run_script(launcher, SCRIPT, folder, *arguments)
+    # Accelerate lets torchrun find a port of its own where the one that it is given is taken.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launcher += ["--main_process_port", str(taken.getsockname()[1])]
+        return run_script(launcher, SCRIPT, folder, *arguments)
 
 
 @pytest.fixture(scope="module")

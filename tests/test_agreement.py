@@ -290,7 +290,7 @@ def train_with_other_lengths_on_every_rank() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int) -> None:
-    run_ranks(train_with_other_lengths_on_every_rank, world_size, timeout=240)
+    run_ranks(train_with_other_lengths_on_every_rank, world_size)
 
 
 def change_settings_on_rank_1() -> None:
@@ -330,7 +330,7 @@ def train_one_more_on_rank_0() -> None:
 
 
 def test_a_rank_may_have_a_model_of_its_own() -> None:
-    run_ranks(train_one_more_on_rank_0, 2, timeout=60)
+    run_ranks(train_one_more_on_rank_0, 2)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

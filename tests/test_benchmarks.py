@@ -98,7 +98,7 @@ def run_step_time(folder: str) -> dict[str, Any]:
 def test_step_time_compares_implementations_and_fails_where_one_trains_wrongly(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    codes = run_ranks(run_step_time, 2, str(tmp_path), timeout=240)
+    codes = run_ranks(run_step_time, 2, str(tmp_path))
     output = capfd.readouterr().out
     assert codes == [{"sound": 0, "forgets_to_reduce": 1, "forgets_a_block": 1}] * 2, "on all ranks"
     assert "FAILED: forgets_to_reduce does not train as the reference does: at step 1 rank 0 has loss" in output
@@ -143,7 +143,7 @@ def run_others(folder: str) -> list[int]:
 def test_memory_and_compile_time_fail_where_an_implementation_trains_wrongly(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_ranks(run_others, 2, str(tmp_path), timeout=240) == [[0, 1, 0, 1]] * 2
+    assert run_ranks(run_others, 2, str(tmp_path)) == [[0, 1, 0, 1]] * 2
     output = capfd.readouterr().out
     assert output.count("FAILED: forgets_to_reduce does not train as the reference does: at step 1") == 2
     result = json.loads((tmp_path / "memory.json").read_text())
@@ -160,7 +160,7 @@ def test_compile_time_starts_ranks_of_its_own_for_every_measurement(tmp_path: Pa
     where = ["--results", str(tmp_path), "--images", str(tmp_path)]
     chosen = ["--implementations", "ours_eager", "--depths", "1", "2"]
     command = [sys.executable, str(FOLDER / "compile_time.py"), *TINY, *chosen, *where, "--markdown"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "compile_time.json").read_text())
     rows = result["rows"]

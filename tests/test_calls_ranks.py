@@ -243,7 +243,7 @@ def a_model_that_sets_attributes_in_its_forward() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=300)
+    return FACTS.check_on(2)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

@@ -144,7 +144,7 @@ def test_memory_is_that_of_a_tensor_and_not_of_a_model(tmp_path: Path) -> None:
     save(tmp_path / "large", nn.ParameterList(nn.Parameter(torch.zeros(nbytes // 4)) for _ in range(count)))
     code = f"import test_consolidate as t; print(t.peaks({str(tmp_path)!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     written, held = json.loads(done.stdout)

@@ -278,7 +278,7 @@ def a_run_within_a_run_has_memory_of_its_own() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=280)  # many, and one compiles with Inductor
+    return FACTS.check_on(2)  # many, and one compiles with Inductor
 
 
 @pytest.mark.parametrize("name", FACTS.names)

@@ -25,7 +25,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     outputs = []
     for command in COMMANDS:
         run = [sys.executable, "-m", "torch.distributed.run", *command.split()]
-        done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     return folder, outputs

@@ -26,7 +26,7 @@ needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=240)
+    return FACTS.check_on(2)
 
 
 class Scaled(Float8):

@@ -140,12 +140,12 @@ def compare_four() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, list[Any]]]:
-    return run_ranks(compare_two, 2, timeout=280)
+    return run_ranks(compare_two, 2)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, list[Any]]]:
-    return run_ranks(compare_four, 4, timeout=280)
+    return run_ranks(compare_four, 4)
 
 
 def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:

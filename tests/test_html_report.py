@@ -22,7 +22,7 @@ import graph_fsdp
 from graph_fsdp.passes.memory import CATEGORIES
 from graph_fsdp.report import GraphReport, GraphView
 
-SLOW = 20_000  # milliseconds that an element may take on a busy machine
+SLOW = 120_000  # milliseconds after which an element is not coming, however busy the machine
 
 
 def step(model: nn.Module) -> GraphReport:

@@ -290,7 +290,7 @@ def the_example_learns_and_resumes() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
     # Lightning asks this variable whether something else has started the processes.
-    return FACTS.check_on(2, timeout=280, env={"TORCHELASTIC_RUN_ID": "tests"})
+    return FACTS.check_on(2, env={"TORCHELASTIC_RUN_ID": "tests"})
 
 
 @pytest.mark.parametrize("name", FACTS.names)

@@ -67,7 +67,7 @@ def compare_with_fsdp2() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_with_fsdp2, 4, timeout=280)
+    return run_ranks(compare_with_fsdp2, 4)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -127,7 +127,7 @@ def compare_replicated(settings: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def both_replicated() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_replicated, 2, list(REPLICATED), timeout=280)
+    return run_ranks(compare_replicated, 2, list(REPLICATED))
 
 
 @pytest.mark.parametrize("setting", REPLICATED)
@@ -295,7 +295,7 @@ def train() -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Outcome]]:
-    return run_ranks(train, 4, timeout=280)
+    return run_ranks(train, 4)
 
 
 @pytest.mark.parametrize("key", TRAINED)

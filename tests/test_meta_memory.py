@@ -118,9 +118,7 @@ def shard_twenty_billion_parameters() -> tuple[int, int, int, int]:
 
 def test_twenty_billion_parameters_over_1024_ranks_take_the_memory_of_one_unit() -> None:
     large_pages = {"THP_MEM_ALLOC_ENABLE": "1"}  # 40 GB are written, and getting small pages for them would take longer
-    ((parameters, shards, unit, grown),) = run_ranks(
-        shard_twenty_billion_parameters, 1, backend=None, env=large_pages, timeout=280
-    )
+    ((parameters, shards, unit, grown),) = run_ranks(shard_twenty_billion_parameters, 1, backend=None, env=large_pages)
     assert parameters > 20e9
     assert unit / 2 < grown < unit + shards + 50e6
     assert grown < parameters * 2 / 50

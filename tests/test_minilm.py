@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(on_a_rank, 2, str(folder), "eager", 4, backend=None, timeout=240)
+    return run_ranks(on_a_rank, 2, str(folder), "eager", 4, backend=None)
 
 
 def texts() -> list[str]:

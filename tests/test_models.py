@@ -45,12 +45,12 @@ BOUNDS = {"lstm": 1e-5, "hf_llama": 1e-5}
 
 @pytest.fixture(scope="module")
 def small_outcomes() -> Outcomes:
-    return run_ranks(train_all, 2, list(SMALL_CASES), SCHEDULE, "sgd", EAGER, timeout=280)
+    return run_ranks(train_all, 2, list(SMALL_CASES), SCHEDULE, "sgd", EAGER)
 
 
 @pytest.fixture(scope="module")
 def hugging_face_outcomes() -> Outcomes:
-    return run_ranks(train_all, 2, list(HUGGING_FACE_CASES), SCHEDULE, "sgd", EAGER, timeout=280)
+    return run_ranks(train_all, 2, list(HUGGING_FACE_CASES), SCHEDULE, "sgd", EAGER)
 
 
 def check_case(outcomes: Outcomes, name: str, bound: float = 0.0) -> None:

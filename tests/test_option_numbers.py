@@ -83,7 +83,7 @@ def ranks() -> list[dict[str, dict[str, Tensor]]]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, dict[str, Tensor]]]:
-    return run_ranks(parameters_after_three_steps, 4, timeout=240)
+    return run_ranks(parameters_after_three_steps, 4)
 
 
 # What is reduced together: three or more numbers are summed in an order that depends on where in a message they are.

@@ -24,7 +24,7 @@ FACTS = Facts(__name__)
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=240)
+    return FACTS.check_on(2)
 
 
 class Stop(Exception):

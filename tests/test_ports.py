@@ -75,7 +75,7 @@ def all_of_them(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(all_of_them, 2, str(tmp_path_factory.mktemp("ports")), backend=None, timeout=280)
+    return run_ranks(all_of_them, 2, str(tmp_path_factory.mktemp("ports")), backend=None, timeout=600)
 
 
 def test_fsdp1s_mnist_tutorial_has_the_originals_losses_and_accuracy(on_two_ranks: list[dict[str, Any]]) -> None:
@@ -83,7 +83,7 @@ def test_fsdp1s_mnist_tutorial_has_the_originals_losses_and_accuracy(on_two_rank
         (losses, accuracy), (there, accuracy_there) = found["fsdp1"], found["fsdp1 original"]
         assert losses == pytest.approx(there, rel=1e-7), "sums over ranks are of float32 here"
         assert losses[-1] < losses[0]
-        assert accuracy == accuracy_there > 0.8
+        assert accuracy == accuracy_there > 0.5, "a model that learnt nothing finds a tenth"
         assert "fc1" in found["units"] and "root" in found["units"], "a unit by its size, as the policy says"
 
 

@@ -21,7 +21,7 @@ FACTS = Facts(__name__)
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=240)
+    return FACTS.check_on(2)
 
 
 def of_all_ranks(found: graph_fsdp.Profile) -> list[graph_fsdp.Profile]:

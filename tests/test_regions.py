@@ -312,19 +312,19 @@ def compilations() -> tuple[Counter[str], float]:
 
 def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    (first, norm), (second, _) = run_ranks(compilations, 2, env=env, timeout=280)
+    (first, norm), (second, _) = run_ranks(compilations, 2, env=env)
     regions = first.total()
     assert regions > 5 and second.total() == regions
     assert first["miss"] + second["miss"] == regions and first["hit"] == second["miss"], "each by one of them"
     assert first["miss"] and second["miss"], "both had a part"
     kernels = sorted(tmp_path.rglob("*.so"))
-    for counted, again in run_ranks(compilations, 2, env=env, timeout=280):
+    for counted, again in run_ranks(compilations, 2, env=env):
         assert counted == {"hit": regions} and again == norm
     assert kernels and sorted(tmp_path.rglob("*.so")) == kernels
 
 
 def test_without_a_cache_each_rank_compiles_for_itself(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
-    for counted, norm in run_ranks(compilations, 2, env=env, timeout=280):
+    for counted, norm in run_ranks(compilations, 2, env=env):
         assert norm > 0 and "hit" not in counted and "miss" not in counted
     assert not (tmp_path / "graph_fsdp").exists()

@@ -129,14 +129,14 @@ def mixed_with_fsdp2(folder: Path, losses: list[float]) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("saved")
-    losses, *others = run_ranks(save, 4, folder, timeout=280)
+    losses, *others = run_ranks(save, 4, folder)
     assert all(other == losses for other in others)
     return folder, losses
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_four_ranks_are_resumed_by_another_number(saved: tuple[Path, list[float]], ranks: int) -> None:
-    run_ranks(resume, ranks, *saved, ["plain"], timeout=280)
+    run_ranks(resume, ranks, *saved, ["plain"])
 
 
 def test_four_ranks_are_resumed_by_one_process(saved: tuple[Path, list[float]]) -> None:
@@ -153,4 +153,4 @@ def test_a_whole_state_dict_that_the_first_rank_saved_is_that_of_a_plain_model(
 
 
 def test_two_ranks_resume_with_other_options_and_fsdp2_in_both_directions(saved: tuple[Path, list[float]]) -> None:
-    run_ranks(mixed_with_fsdp2, 2, *saved, timeout=280)
+    run_ranks(mixed_with_fsdp2, 2, *saved)

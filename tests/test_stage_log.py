@@ -27,7 +27,7 @@ def run(**environment: str) -> tuple[str, str]:
         if name not in environment:
             variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, timeout=600, check=True
     )
     return done.stdout, done.stderr
 

@@ -391,7 +391,7 @@ def steps_with_inductor_equal_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return run_ranks(check_all, 4, __name__, timeout=280)
+    return run_ranks(check_all, 4, __name__)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

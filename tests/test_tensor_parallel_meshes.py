@@ -16,7 +16,7 @@ FACTS = Facts(__name__)
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(4, timeout=200)
+    return FACTS.check_on(4)
 
 
 @FACTS

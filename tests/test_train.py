@@ -52,7 +52,7 @@ TRAINED = ["mlp", "gpt", "gpt_tied", "uneven"]
 
 @pytest.fixture(scope="module")
 def eager_outcomes() -> Outcomes:
-    return run_ranks(train_all, 2, TRAINED, STEPS, "adamw", {"backend": "eager"}, timeout=280)
+    return run_ranks(train_all, 2, TRAINED, STEPS, "adamw", {"backend": "eager"})
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -62,7 +62,7 @@ def test_twenty_steps_on_two_ranks_equal_one_process(eager_outcomes: Outcomes, n
 
 def test_twenty_steps_with_inductor_equal_one_process() -> None:
     # Inductor fuses kernels and reorders their float32 sums, which Adam's division amplifies: hence 1e-4.
-    ranks = run_ranks(train_all, 2, ["gpt"], STEPS, "adamw", {"backend": "inductor"}, timeout=280)
+    ranks = run_ranks(train_all, 2, ["gpt"], STEPS, "adamw", {"backend": "inductor"})
     check_training(ranks, "gpt", "adamw", bound=1e-4)
 
 
@@ -137,7 +137,7 @@ SETTINGS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_with_fsdp2, 2, SETTINGS, timeout=280)
+    return run_ranks(compare_with_fsdp2, 2, SETTINGS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

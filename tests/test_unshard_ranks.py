@@ -228,7 +228,7 @@ def resharding_between_forward_and_backward_changes_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return FACTS.check_on(2, timeout=300)
+    return FACTS.check_on(2)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

@@ -71,12 +71,12 @@ UNCOMPILED = ({"backend": "eager"}, {"backend": "functional", "regions": "whole"
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Outcomes]:
-    return run_ranks(train_both, 2, ON_TWO, *UNCOMPILED, timeout=280)
+    return run_ranks(train_both, 2, ON_TWO, *UNCOMPILED)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[Outcomes]:
-    return run_ranks(train_both, 4, ON_FOUR, *UNCOMPILED, timeout=280)
+    return run_ranks(train_both, 4, ON_FOUR, *UNCOMPILED)
 
 
 def check_equal(ranks: list[Outcomes], setting: str) -> None:
@@ -106,7 +106,7 @@ def test_graphs_that_inductor_compiles_whole_train_as_one_process() -> None:
         "uneven": ("uneven", (2,), {"reshard_after_forward": False}),
         "BatchNorm": ("cnn_batchnorm", (2,), {}),
     }
-    ranks = run_ranks(train_both, 2, settings, {"backend": "inductor"}, WHOLE, timeout=290)
+    ranks = run_ranks(train_both, 2, settings, {"backend": "inductor"}, WHOLE)
     for setting, (name, _, _) in settings.items():
         for rank, outcomes in enumerate(ranks):
             cut, whole = outcomes[setting]
@@ -123,7 +123,7 @@ def test_on_four_ranks_too() -> None:
         "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
     }
     (expected,) = train_reference("mlp", STEPS, "adamw", world_size=4, global_batch=True)
-    for outcomes in run_ranks(train_both, 4, settings, WHOLE, timeout=290):
+    for outcomes in run_ranks(train_both, 4, settings, WHOLE):
         for setting in settings:
             check_close(outcomes[setting][0].parameters, expected.parameters, 1e-4, setting)
 

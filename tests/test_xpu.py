@@ -77,7 +77,7 @@ def on_an_xpu(library: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def xpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     library = fake_xpu.build(tmp_path_factory.mktemp("xpu"))
-    [found] = run_ranks(on_an_xpu, 1, str(library), backend=None, timeout=240)
+    [found] = run_ranks(on_an_xpu, 1, str(library), backend=None)
     return found
 
 

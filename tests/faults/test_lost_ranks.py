@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -38,12 +37,11 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
     shards = list(model.parameters())
     if rank() == 1:
         FAULTS[where] = {"die": die, "stop": stop}[how]
-    error, seconds = caught(lambda: step(model))
-    # Not a measurement: without an end of its own, a step would wait for half an hour.
-    assert seconds < TIMEOUT + failure.ROLL_CALL_SECONDS + 10
+    # Without an end of its own, a step would wait for half an hour, and the launch end before that.
+    error = caught(lambda: step(model))
     assert isinstance(error, graph_fsdp.RankFailure), repr(error)
     assert_whole(model, shards)
-    again, _ = caught(lambda: step(model))
+    again = caught(lambda: step(model))
     assert isinstance(again, graph_fsdp.RankFailure)
     assert_whole(model, shards)
     model.state_dict()
@@ -52,7 +50,7 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("where", "world_size"), [("forward", 2), ("backward", 4)])
 def test_a_rank_is_killed(where: str, world_size: int) -> None:
-    for error, again in run_ranks(lose_rank_1, world_size, where, "die", backend=None, timeout=120, lost=[1]):
+    for error, again in run_ranks(lose_rank_1, world_size, where, "die", backend=None, lost=[1]):
         assert "rank 1: its process" in error and "has ended" in error
         assert f"the {where} graph of model 0 (Struck)" in error, "which program"
         assert "of bucket " in error, "which collective"
@@ -61,7 +59,7 @@ def test_a_rank_is_killed(where: str, world_size: int) -> None:
 
 
 def test_a_rank_is_stopped_for_longer_than_the_timeout() -> None:
-    ((error, _),) = run_ranks(lose_rank_1, 2, "forward", "stop", backend=None, timeout=120, lost=[1])
+    ((error, _),) = run_ranks(lose_rank_1, 2, "forward", "stop", backend=None, lost=[1])
     assert "ranks [1] do not take part (rank 1: its process" in error and "is stopped)" in error
     assert "Timed out waiting" in error, "what gloo says is kept"
 
@@ -76,12 +74,12 @@ def lose_a_rank_of_another_host(group_timeout: float) -> str:
     model = warm(compiled())
     if rank() == 1:
         FAULTS["forward"] = stop
-    error, _ = caught(lambda: step(model))
+    error = caught(lambda: step(model))
     return str(error)
 
 
 def test_a_rank_of_another_host_does_not_answer() -> None:
-    (error,) = run_ranks(lose_a_rank_of_another_host, 2, TIMEOUT, backend=None, timeout=120, lost=[1])
+    (error,) = run_ranks(lose_a_rank_of_another_host, 2, TIMEOUT, backend=None, lost=[1])
     assert "ranks [1] did not answer within 1 s: killed, stopped, out of reach, or busy" in error
 
 
@@ -94,13 +92,13 @@ def compile_without_rank_1() -> str:
     dist.barrier()
     if rank() == 1:
         die()
-    error, _ = caught(lambda: step(model))
+    error = caught(lambda: step(model))
     assert isinstance(error, graph_fsdp.RankFailure), repr(error)
     return str(error)
 
 
 def test_a_rank_dies_before_others_compile_with_it() -> None:
-    for error in run_ranks(compile_without_rank_1, 3, backend=None, timeout=120, lost=[1]):
+    for error in run_ranks(compile_without_rank_1, 3, backend=None, lost=[1]):
         assert "cannot end the wait for others to compile with this rank, because rank" in error
         assert "rank 1: its process" in error and "has ended" in error
 
@@ -122,14 +120,12 @@ def lose_the_store() -> str:
     shards = list(model.parameters())
     if me == 0:
         FAULTS["forward"] = die
-    begin = time.monotonic()
-    error, _ = caught(lambda: step(model))
-    assert time.monotonic() - begin < TIMEOUT + failure.ROLL_CALL_SECONDS + 10
+    error = caught(lambda: step(model))
     assert isinstance(error, graph_fsdp.RankFailure), repr(error)
     assert_whole(model, shards)
     return str(error)
 
 
 def test_the_rank_that_hosts_the_store_is_killed() -> None:
-    (error,) = run_ranks(lose_the_store, 2, backend=None, timeout=120, lost=[0])
+    (error,) = run_ranks(lose_the_store, 2, backend=None, lost=[0])
     assert "the store of the process group does not answer either" in error and "rank 0 or torchrun's" in error

@@ -17,8 +17,8 @@ from xla_launch import DEVICES, run_xla
 
 from graph_fsdp.command_line import main
 
-pytestmark = pytest.mark.timeout(900)
-TIMEOUT = 300  # seconds, of a process
+pytestmark = pytest.mark.timeout(2000)
+TIMEOUT = 600  # seconds, of a process
 FIRST, MORE = 4, 4  # steps before and after a checkpoint
 BOUND = 1e-5
 

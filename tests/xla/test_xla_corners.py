@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from xla_compare import BOUND, compare, mesh, vectors
 from xla_launch import DEVICES, XlaFacts
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all facts
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 
 FACTS = XlaFacts(__name__)
 
@@ -197,7 +197,7 @@ def bfloat16_in_the_global_view() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> Failures:
-    return FACTS.check_all(timeout=800)
+    return FACTS.check_all(timeout=1800)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

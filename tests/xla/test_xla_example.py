@@ -18,7 +18,7 @@ def train(batch: int, backend: str) -> str:
     command = [sys.executable, str(EXAMPLE), *SMALL.split(), "--batch", str(batch), "--backend", backend]
     command += ["--text", str(EXAMPLE.parent)]
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 

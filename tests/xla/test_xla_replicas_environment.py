@@ -68,7 +68,6 @@ torch_xla.launch(train)  # which calls it in this process where torchrun started
 """
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", ["gloo", "none"])
 def test_processes_of_torchrun_on_the_cpu_client_are_worlds_of_one(group: str, tmp_path: Path) -> None:
     """Each would train a model of its own, without a word."""
@@ -77,7 +76,7 @@ def test_processes_of_torchrun_on_the_cpu_client_are_worlds_of_one(group: str, t
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, **ENVIRONMENT, "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*launcher, str(program), group], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*launcher, str(program), group], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = re.findall(r"refused: mesh: torch\.distributed .* counts 2 processes and XLA 1 .* cpu True", done.stdout)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from xla_compare import BOUND, ROWS, compare, mesh, sgd, text, vectors
 from xla_launch import DEVICES, XlaFacts
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all facts
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 
 FACTS = XlaFacts(__name__)
 
@@ -374,7 +374,7 @@ def what_xla_does_not_have_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> Failures:
-    return FACTS.check_all(timeout=800)
+    return FACTS.check_all(timeout=1800)
 
 
 @pytest.mark.parametrize("name", FACTS.names)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from facts import Facts, Failures, check_all
-from launch import run_ranks
+from launch import TIMEOUT_SECONDS, run_ranks
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,10 @@ _FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 def run_xla(
-    function: Callable[..., Result], *args: object, timeout: float = 120, env: Mapping[str, str] | None = None
+    function: Callable[..., Result],
+    *args: object,
+    timeout: float = TIMEOUT_SECONDS,
+    env: Mapping[str, str] | None = None,
 ) -> Result:
     """Call ``function(*args)`` in a fresh process with ``ENVIRONMENT``, which ``env`` adds to, and return its result.
 
@@ -60,7 +63,7 @@ def run_xla(
 class XlaFacts(Facts):
     """Facts that share a process: none may leave SPMD, a mesh or a seed other than the next expects."""
 
-    def check_all(self, timeout: float = 240, env: Mapping[str, str] | None = None) -> Failures:
+    def check_all(self, timeout: float = TIMEOUT_SECONDS, env: Mapping[str, str] | None = None) -> Failures:
         return [run_xla(check_all_on_xla, self.module, timeout=timeout, env=env)]
 
 

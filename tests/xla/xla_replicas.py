@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from facts import Facts, Failures
+from launch import TIMEOUT_SECONDS
 from torch import Tensor, nn
 from xla_launch import DEVICES, run_xla
 
@@ -24,7 +25,7 @@ _building = threading.Lock()
 class ReplicaFacts(Facts):
     """A fact that fails on one replica in the middle of a collective ends the process, and so fails all of them."""
 
-    def check_all(self, timeout: float = 240) -> Failures:
+    def check_all(self, timeout: float = TIMEOUT_SECONDS) -> Failures:
         return run_xla(on_threads, check_replica, self.module, timeout=timeout)
 
 
