@@ -1,6 +1,6 @@
-# make train      set up and train the example GPT
-# make test       set up and run the tests, but for those that are long by nature
-# make test-long   those; make test-all: both
+# make train       set up what training needs, and train the example GPT
+# make test        set up what the tests need, and run them, but for those that are long by nature
+# make test-long   run those; make test-all: both
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
@@ -26,10 +26,11 @@ BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
+PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 
 .PHONY: train test test-long test-all test-xla test-package test-matrix docs lint types clean
 
-train: $(VENV)/.installed
+train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 		examples/train_gpt.py --device $(DEVICE) --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
@@ -61,29 +62,49 @@ test-matrix: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py $(addprefix --pair ,$(PAIRS))
 	$(BIN)/python benchmarks/update_docs.py
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.docs
 	rm -rf build
 	$(BIN)/python -m pip install --quiet --no-deps --target build/installed .
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 # mypy does not follow an editable install, and the folders of the source are not laid out as the package is.
-types: $(VENV)/.installed
+types: $(VENV)/.types
 	rm -rf build
 	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
 	MYPYPATH=build/types $(BIN)/python -m mypy -p graph_fsdp
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# One environment. Each stamp says that what one job needs is in it, and nothing is installed for a job that is not run.
+# The linter and the site read source files only: they need neither the package nor torch.
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIN) -e ".[dev,examples,benchmarks,float8]"
+
+$(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) $(PIN) -e ".[train]"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.train
+	$(PIP) $(PIN) -e ".[test,examples,benchmarks,float8]"
+	touch $@
+
+$(VENV)/.types: $(VENV)/.train
+	$(PIP) $(PIN) -e ".[types]"
+	touch $@
+
+$(VENV)/.lint: Makefile | $(BIN)/python
+	$(PIP) ruff
+	touch $@
+
+$(VENV)/.docs: Makefile | $(BIN)/python
+	$(PIP) mkdocs-material "mkdocstrings[python]"
 	touch $@
 
 .venv-xla/.installed: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/python -m pip install -c constraints-xla.txt -e ".[dev,xla]"
+	.venv-xla/bin/python -m pip install -c constraints-xla.txt -e ".[test,xla]"
 	touch $@
 
 clean:

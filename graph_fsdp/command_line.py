@@ -1,4 +1,7 @@
-"""``graph-fsdp``, and ``python -m graph_fsdp``."""
+"""``graph-fsdp``, and ``python -m graph_fsdp``.
+
+Neither this module nor those of the commands import torch before a command runs: ``--help`` does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from graph_fsdp.commands import consolidate, inspect_checkpoint, plan, report
-from graph_fsdp.errors import CheckpointError, UnsupportedError
 
 # Each module has SUMMARY and add(parser), which sets what `run` is called.
 _COMMANDS = {
@@ -25,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, command in _COMMANDS.items():
         command.add(commands.add_parser(name, help=command.SUMMARY))
     chosen = parser.parse_args(arguments)
+
+    from graph_fsdp.errors import CheckpointError, UnsupportedError
+
     try:
         chosen.run(chosen)
     except (ValueError, TypeError, UnsupportedError, CheckpointError, OSError) as error:

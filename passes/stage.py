@@ -15,7 +15,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-import graph_fsdp  # registers torch.ops.graph_fsdp
+import graph_fsdp.api  # registers torch.ops.graph_fsdp
 """
 
 

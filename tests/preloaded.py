@@ -43,7 +43,6 @@ MODULES = (
     "torch._inductor.compile_fx",
     "torch._inductor.lowering",
     "torch._inductor.scheduler",
-    "graph_fsdp",
     "graph_fsdp.passes.verify",
     "pytest",
 )
@@ -187,6 +186,9 @@ def _become(stdin: int, log: int, environment: dict[str, str]) -> None:
 def _main(connection: socket.socket) -> None:
     for name in MODULES:
         importlib.import_module(name)
+    library = importlib.import_module("graph_fsdp")
+    for name in library.__all__:  # a module of the library is imported when a name of it is asked for
+        getattr(library, name)
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
         sys.exit(f"{threads} threads run after the imports: a fork would not have them")

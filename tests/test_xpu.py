@@ -94,7 +94,7 @@ def test_forward_as_printed(xpu: dict[str, Any]) -> None:
 import operator
 import torch
 from torch import device, inf, nan
-import graph_fsdp  # registers torch.ops.graph_fsdp
+import graph_fsdp.api  # registers torch.ops.graph_fsdp
 def forward(primals_1, primals_2, primals_3):
     gather_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1], [0], 16, torch.float32, 4, '0')
     full_0 = torch.ops.graph_fsdp.all_gather_wait.default(gather_0)
@@ -121,7 +121,7 @@ def test_backward_as_printed(xpu: dict[str, Any]) -> None:
 import operator
 import torch
 from torch import device, inf, nan
-import graph_fsdp  # registers torch.ops.graph_fsdp
+import graph_fsdp.api  # registers torch.ops.graph_fsdp
 def forward(kept_0, primals_2, primals_3, mm, tangents_1):
     expand = torch.ops.aten.expand.default(tangents_1, [2, 4])
     permute_2 = torch.ops.aten.permute.default(expand, [1, 0])

@@ -6,12 +6,6 @@ import argparse
 import re
 import sys
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-from graph_fsdp.checkpoint.consolidate import consolidate
-from graph_fsdp.checkpoint.contents import contents
-
 SUMMARY = "one model file from a checkpoint that many ranks have written"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -31,6 +25,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from graph_fsdp.checkpoint.consolidate import consolidate
+    from graph_fsdp.checkpoint.contents import contents
+
     start = f"{chosen.model_key}." if chosen.model_key else ""
     total = sum(tensor.bytes for tensor in contents(chosen.checkpoint).tensors if tensor.key.startswith(start))
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

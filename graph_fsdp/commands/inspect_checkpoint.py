@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from graph_fsdp.checkpoint.contents import check, contents
-
 SUMMARY = "contents, sizes and step of a checkpoint, and whether it is whole"
 
 
@@ -23,6 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(chosen: argparse.Namespace) -> None:
+    from graph_fsdp.checkpoint.contents import check, contents
+
     found = contents(chosen.checkpoint)
     if chosen.json:
         print(json.dumps(found.summary(), indent=1))

@@ -8,21 +8,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.progress import track
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from graph_fsdp.files import write_text
-from graph_fsdp.passes import find_hardware
-from graph_fsdp.planning import Choice, plan, search
-from graph_fsdp.planning.model_config import find_model
-from graph_fsdp.planning.search import meshes
+if TYPE_CHECKING:
+    from graph_fsdp.planning import Choice
 
 SUMMARY = "time and memory of a training step on a cluster that is not there"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 _RESHARD = {"default": None, "true": True, "false": False}
 _CHECKPOINTING = ("none", "unit", "selective", "offload")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -73,6 +65,11 @@ def _search_or_plan(chosen: argparse.Namespace) -> None:
 
 
 def _plan(chosen: argparse.Namespace) -> None:
+    from graph_fsdp.files import write_text
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import plan
+    from graph_fsdp.planning.model_config import find_model
+
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
             write_text(getattr(chosen, name), "")
@@ -95,6 +92,11 @@ def _plan(chosen: argparse.Namespace) -> None:
 
 
 def _search(chosen: argparse.Namespace) -> None:
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import search
+    from graph_fsdp.planning.model_config import find_model
+    from graph_fsdp.planning.search import meshes
+
     for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
         if getattr(chosen, option) != default:
             raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
@@ -108,6 +110,9 @@ def _search(chosen: argparse.Namespace) -> None:
 
 def _common(chosen: argparse.Namespace) -> dict[str, Any]:
     """Options of a plan and of a search."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     return {
         "hardware": chosen.hardware,
         "optimizer": None if chosen.optimizer == "none" else chosen.optimizer,
@@ -115,17 +120,22 @@ def _common(chosen: argparse.Namespace) -> dict[str, Any]:
         "expandable_segments": chosen.expandable_segments,
         "straggler": chosen.straggler,
         "contention": chosen.contention,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=_DTYPES[chosen.dtype], reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.dtype), reduce_dtype=torch.float32),
     }
 
 
 def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:
+    from rich.console import Console
+    from rich.progress import track
+
     console = Console(stderr=True)
     return track(choices, "plans", count, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextlib.contextmanager
 def _spinner(what: str) -> Iterator[None]:
+    from rich.console import Console
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

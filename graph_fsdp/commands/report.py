@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
-from graph_fsdp.report_file import is_page, load_report
-
 SUMMARY = "print a report that report.save('report.json') or an error has written"
 
 
@@ -24,6 +20,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from graph_fsdp.report_file import is_page, load_report
+
     if chosen.html and not is_page(chosen.html):
         raise ValueError(f"--html: {chosen.html!r} must end in .html")
     report = load_report(chosen.file)
