@@ -84,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
+    if request.session.exitstatus == pytest.ExitCode.INTERRUPTED:
+        return  # by Ctrl-C, in the middle of a test: the guard ends what it had started
     guard = request.config.stash.get(GUARD, None)
     deadline = time.monotonic() + ORPHAN_SECONDS
     while guard is not None and (left := guard.orphans()):
