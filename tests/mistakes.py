@@ -1,8 +1,13 @@
-"""Broken passes, and the test that each is made for: the verifier names its mistake."""
+"""Broken passes, and the test that each is made for: the verifier names its mistake.
+
+A model is traced once for all of them: most stand behind the partitioner, and the pipeline then runs on copies of the
+forward and backward graph that it was given. ``check_named(mistake, whole=True)`` is a model's own attempt."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import re
 from typing import Any, ClassVar
 
@@ -14,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import VerificationError
-from graph_fsdp.passes import Graph, GraphPass, Role, default_pipeline
+from graph_fsdp.passes import Graph, GraphPass, PassContext, PassPipeline, Plan, Role, default_pipeline
+from graph_fsdp.passes.stage import Snapshot
 
 LAYOUT = "a gathered bucket has its own layout"
 BLOCK0, BLOCK1 = (
@@ -71,17 +77,68 @@ def change_record(node: fx.Node, **changes: int) -> None:
     node.meta["fsdp"] = dataclasses.replace(node.meta["fsdp"], **changes)
 
 
-def check_named(mistake: type[Mistake]) -> None:
-    """The verifier's error has everything that the mistake says of itself, and the model is as it was before."""
+def check_named(mistake: type[Mistake], *, whole: bool = False) -> None:
+    """The verifier's error has everything that the mistake says of itself.
+
+    Args:
+        whole: a model tries to run, twice, and is each time as it was before.
+    """
     pipeline = default_pipeline(**mistake.options).insert_after(mistake.after, mistake())
+    if not (whole or mistake.options or mistake.phases[0] == "joint"):
+        with pytest.raises(VerificationError) as raised:
+            run_on_copies(pipeline)
+        return check_says(raised.value, mistake)
     model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
-    for _ in range(2):  # nothing of the first attempt is left behind
+    for _ in range(1 + whole):  # nothing of the first attempt is left behind
         with pytest.raises(VerificationError) as raised:
             model(batch()).sum().backward()
-        error = raised.value
-        assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
-        assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))
-        named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node, *mistake.parameters]
-        assert [word for word in named if word not in str(error)] == []
+        check_says(raised.value, mistake)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert model._graph_fsdp.counter.current == 0
+
+
+def check_says(error: VerificationError, mistake: type[Mistake]) -> None:
+    assert (error.pass_name, error.phase, error.invariant) == (mistake.name, mistake.phases[0], mistake.invariant)
+    assert (error.node, set(error.parameters)) == (mistake.node, set(mistake.parameters))
+    named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node, *mistake.parameters]
+    assert [word for word in named if word not in str(error)] == []
+
+
+class Take(GraphPass):
+    """Keeps forward and backward as the first pass behind the partitioner is given them."""
+
+    name, phases = "take", ("forward", "backward")
+
+    def __init__(self) -> None:
+        self.graphs: list[tuple[Graph, Snapshot]] = []
+        self.context: PassContext
+
+    def run(self, graph: Graph, context: PassContext) -> None:
+        self.graphs.append((graph, Snapshot(graph.fx_graph)))
+        self.context = _copy_of_context(context)
+
+
+def _copy_of_context(context: PassContext) -> PassContext:
+    """With collections of its own. Nothing in it is a node of forward or backward before the first pass there."""
+    values = {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+    copies = {name: copy.copy(value) for name, value in values.items() if isinstance(value, (dict, list))}
+    copies["stages"] = {phase: dict(stages) for phase, stages in context.stages.items()}
+    return dataclasses.replace(context, **copies, plan=Plan())
+
+
+@functools.cache
+def partitioned() -> Take:
+    take = Take()
+    model = graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline().insert_before("just_in_time", take))
+    model(batch())
+    return take
+
+
+def run_on_copies(pipeline: PassPipeline) -> None:
+    """The pipeline on the graphs of the model that all mistakes share."""
+    taken = partitioned()
+    graphs = [Graph(fx.GraphModule(graph.module, kept.copy()), graph.phase) for graph, kept in taken.graphs]
+    context = _copy_of_context(taken.context)
+    for graph in graphs:
+        graph.cost = context.cost
+    pipeline.run(graphs, context)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from conftest import fake_process_group
 from expecttest import assert_expected_inline
 from models import MLP
 from torch import Tensor, fx, nn
@@ -15,29 +17,23 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_fsdp
 from graph_fsdp.passes import Gather, Graph, GraphPass, PassContext, Reduction, default_pipeline
 
-pytestmark = pytest.mark.usefixtures("fake_group")
-
 
 class Describe(GraphPass):
     """Notes what a function says of each graph."""
 
-    name = "describe"
-
-    def __init__(self, describe: Callable[[Graph], str]) -> None:
-        self.describe = describe
+    def __init__(self, describe: Callable[[Graph], str], name: str = "describe") -> None:
+        self.describe, self.name = describe, name
         self.found: dict[str, str] = {}
 
     def run(self, graph: Graph, context: PassContext) -> None:
         self.found[graph.phase] = self.describe(graph)
 
 
-def described(
-    describe: Callable[[Graph], str], model: nn.Module | None = None, after: str = "free", **options: Any
-) -> dict[str, str]:
-    """Phase → what ``describe`` says of its graph after a pass."""
+def described(describe: Callable[[Graph], str], model: nn.Module | None = None, **options: Any) -> dict[str, str]:
+    """Phase → what ``describe`` says of its graph after buffers are freed."""
     look = Describe(describe)
     compiled = graph_fsdp.compile(
-        model or MLP(), backend="eager", passes=default_pipeline().insert_after(after, look), **options
+        model or MLP(), backend="eager", passes=default_pipeline().insert_after("free", look), **options
     )
     output = compiled(torch.ones(4, 16))
     (output[0] if isinstance(output, tuple) else output).sum().backward()
@@ -78,9 +74,34 @@ def reductions(graph: Graph) -> str:
     return "\n".join(map(reduction_line, graph.reductions))
 
 
-def test_gathers_in_forward_are_started_and_freed_or_escape() -> None:
+@dataclass
+class OfMLP:
+    """What is said of an MLP's graphs: phase → text."""
+
+    gathers: dict[str, str]
+    reductions: dict[str, str]
+    bucketed: dict[str, str]  # of gathers, before the free pass
+
+
+@pytest.fixture(scope="module")
+def of_mlp() -> OfMLP:
+    looks = [
+        Describe(gathers, "gathers"),
+        Describe(reductions, "reductions"),
+        Describe(lambda g: str([(x.free, len(x.reads), len(x.uses)) for x in g.gathers]), "bucketed"),
+    ]
+    pipeline = default_pipeline()
+    for look, after in zip(looks, ("free", "free", "bucket"), strict=True):
+        pipeline = pipeline.insert_after(after, look)
+    with fake_process_group():
+        model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+        model(torch.ones(4, 16)).sum().backward()
+    return OfMLP(*(look.found for look in looks))
+
+
+def test_gathers_in_forward_are_started_and_freed_or_escape(of_mlp: OfMLP) -> None:
     assert_expected_inline(
-        described(gathers)["forward"],
+        of_mlp.gathers["forward"],
         """\
 blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight, blocks.0.down.bias; 5120 bytes
   start, wait, buffer, free: gather_blocks_0, full_blocks_0, full_blocks_0, free_blocks_0
@@ -97,9 +118,9 @@ root of root: head.weight, head.bias; 1024 bytes
     )
 
 
-def test_gathers_in_backward_may_be_received_from_forward() -> None:
+def test_gathers_in_backward_may_be_received_from_forward(of_mlp: OfMLP) -> None:
     assert_expected_inline(
-        described(gathers)["backward"],
+        of_mlp.gathers["backward"],
         """\
 root of root: head.weight, head.bias; 1024 bytes
   start, wait, buffer, free: -, -, kept_0, free_root
@@ -116,14 +137,13 @@ blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight
     )
 
 
-def test_before_the_free_pass_nothing_is_freed_and_reads_are_known() -> None:
-    found = described(lambda g: str([(x.free, len(x.reads), len(x.uses)) for x in g.gathers]), after="bucket")
-    assert_expected_inline(found["forward"], """[(None, 10, 2), (None, 10, 2), (None, 7, 1)]""")
+def test_before_the_free_pass_nothing_is_freed_and_reads_are_known(of_mlp: OfMLP) -> None:
+    assert_expected_inline(of_mlp.bucketed["forward"], """[(None, 10, 2), (None, 10, 2), (None, 7, 1)]""")
 
 
-def test_reductions_have_what_goes_in_and_what_comes_out() -> None:
+def test_reductions_have_what_goes_in_and_what_comes_out(of_mlp: OfMLP) -> None:
     assert_expected_inline(
-        described(reductions)["backward"],
+        of_mlp.reductions["backward"],
         """\
 root of root: head.weight, head.bias; 68 bytes
   gradients: t_8, view
@@ -140,7 +160,7 @@ blocks.0 of blocks.0: blocks.0.up.weight, blocks.0.up.bias, blocks.0.down.weight
     )
 
 
-def test_on_a_mesh_that_also_replicates_a_reduction_has_two_stages() -> None:
+def test_on_a_mesh_that_also_replicates_a_reduction_has_two_stages(fake_group: None) -> None:
     mesh = init_device_mesh("cpu", (2, 4))
     found = described(lambda g: "\n".join(names(*_stages(r)) for r in g.reductions), mesh=mesh)
     assert_expected_inline(
@@ -175,7 +195,7 @@ def pairs(graph: Graph) -> str:
     )
 
 
-def test_buckets_pair_the_gather_and_the_reduction_of_a_name() -> None:
+def test_buckets_pair_the_gather_and_the_reduction_of_a_name(fake_group: None) -> None:
     found = described(pairs, WithScalar())
     assert_expected_inline(found["forward"], """root: full_root, None""")
     assert_expected_inline(
@@ -186,14 +206,14 @@ root#scalars: None, reduce_root_scalars""",
     )
 
 
-def test_what_returns_a_view_of_a_parameter_lets_its_buffer_escape() -> None:
+def test_what_returns_a_view_of_a_parameter_lets_its_buffer_escape(fake_group: None) -> None:
     again = {"reshard_after_forward": True}  # for no other reason
     found = described(lambda g: str([(x.bucket, x.escapes, x.free) for x in g.gathers]), WithScalar(), **again)
     assert_expected_inline(found["forward"], """[('root', True, None)]""")
 
 
-def test_one_rank_gathers_and_reduces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_gathers_and_reduces_nothing(fake_group: None) -> None:
     torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    found = described(lambda g: str((g.gathers, g.reductions, g.buckets)))
+    found = described(lambda g: str((g.gathers, g.reductions, g.buckets)), MLP(depth=1))
     assert set(found.values()) == {"([], [], {})"}

@@ -48,6 +48,7 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+@pytest.mark.long
 def test_all_kernels_of_a_model_are_in_few_libraries_and_compute_the_same(libraries: Path) -> None:
     tokens = torch.arange(8).expand(2, 8)
     plain = GPT(depth=1)

@@ -36,17 +36,31 @@ def test_names_choose_the_dimensions(
     names: tuple[str, ...], shape: tuple[int, ...], placements: tuple[object, ...], group: list[int]
 ) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = graph_fsdp.compile(MLP(), mesh, backend="eager")
-    model(torch.ones(4, 16)).sum().backward()
-    for p in model.parameters():
-        assert isinstance(p, DTensor) and p.placements == p.grad.placements == placements
+    model = graph_fsdp.compile(MLP(depth=1), mesh, backend="eager")
+    assert all(isinstance(p, DTensor) and p.placements == placements for p in model.parameters())
     kept = model.head.weight.device_mesh.mesh
     assert kept[(0,) * (kept.ndim - 1)].tolist() == group
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "placements"),
+    [
+        (("dp_replicate", "dp_shard", "tp"), (2, 2, 2), HYBRID),
+        (("fsdp", "model"), (4, 2), SHARDED),
+        (("dp_replicate", "tp"), (4, 2), REPLICATED),
+    ],
+)
+def test_a_step_communicates_over_the_dimensions_chosen(
+    names: tuple[str, ...], shape: tuple[int, ...], placements: tuple[object, ...]
+) -> None:
+    model = graph_fsdp.compile(MLP(depth=1), init_device_mesh("cpu", shape, mesh_dim_names=names), backend="eager")
+    model(torch.ones(4, 16)).sum().backward()
+    assert all(p.grad.placements == placements for p in model.parameters())
     report = graph_fsdp.inspect(model)
     gathered = [bucket for bucket in report.forward.buckets if bucket.kind == "gather"]
     assert bool(gathered) == (placements != REPLICATED)
     again = [bucket for bucket in report.backward.buckets if bucket.kind == "replicate"]
-    assert bool(again) == (kept.ndim == 2 and len(kept) > 1)
+    assert bool(again) == (placements == HYBRID)
 
 
 def test_a_slice_is_as_good() -> None:

@@ -7,11 +7,13 @@ import gc
 import inspect as python_inspect
 import logging
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import fake_process_group
 from launch import run_ranks
 from models import MLP
 from torch import nn
@@ -20,6 +22,31 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
+
+
+@dataclass
+class Trained:
+    """A model that has made two steps without its gradients being cleared."""
+
+    model: nn.Module
+    parameters: list[nn.Parameter]  # before the first step
+    memory: list[list[int]]  # of the gradients, after each step
+    errors: list[str]  # that torch logged
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    with fake_process_group(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(logging.getLogger("torch._dynamo"), "handlers", [handler])
+        model = graph_fsdp.compile(MLP(), backend="eager")
+        before, memory = list(model.parameters()), []
+        for _ in range(2):
+            model(torch.randn(4, 16)).sum().backward()
+            memory.append([p.grad.to_local().data_ptr() for p in model.parameters()])
+    return Trained(model, before, memory, [record.getMessage() for record in records])
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -49,19 +76,11 @@ class TestOneProcess:
         gc.collect()
         assert engine() is None and storage() is None
 
-    def test_torch_logs_no_error(self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(logging.getLogger("torch._dynamo"), "handlers", [caplog.handler])
-        model = graph_fsdp.compile(MLP(), backend="eager")
-        model(torch.randn(4, 16)).sum().backward()
-        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    def test_torch_logs_no_error(self, trained: Trained) -> None:
+        assert trained.errors == []
 
-    def test_a_second_backward_adds_into_the_memory_of_the_first(self) -> None:
-        model = graph_fsdp.compile(MLP(), backend="eager")
-        memory = []
-        for _ in range(2):
-            model(torch.randn(4, 16)).sum().backward()
-            memory.append([p.grad.to_local().data_ptr() for p in model.parameters()])
-        assert memory[0] == memory[1]
+    def test_a_second_backward_adds_into_the_memory_of_the_first(self, trained: Trained) -> None:
+        assert trained.memory[0] == trained.memory[1]
 
     def test_backward_runs_when_the_model_is_gone(self) -> None:
         model = graph_fsdp.compile(MLP(), backend="eager")
@@ -71,19 +90,14 @@ class TestOneProcess:
         loss.backward()
         assert weight.grad is not None
 
-    def test_parameters_are_shards_before_and_after_a_step(self) -> None:
-        model = graph_fsdp.compile(MLP(), backend="eager")
-        before = list(model.parameters())
-        model(torch.randn(4, 16)).sum().backward()
-        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        for p in model.parameters():
+    def test_parameters_are_shards_before_and_after_a_step(self, trained: Trained) -> None:
+        assert all(a is b for a, b in zip(trained.parameters, trained.model.parameters(), strict=True))
+        for p in trained.model.parameters():
             assert isinstance(p, DTensor) and p.placements == (Shard(0),)
             assert isinstance(p.grad, DTensor) and p.grad.placements == p.placements and p.grad.shape == p.shape
 
-    def test_gradients_are_views_of_their_buckets_reduced_buffer(self) -> None:
-        model = graph_fsdp.compile(MLP(), backend="eager")
-        model(torch.randn(4, 16)).sum().backward()
-        grads = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    def test_gradients_are_views_of_their_buckets_reduced_buffer(self, trained: Trained) -> None:
+        grads = [p.grad.to_local() for p in trained.model.parameters() if isinstance(p.grad, DTensor)]
         assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 3, "a copy would have its own memory"
 
     def test_module_hooks_of_root_and_submodules_run(self) -> None:
@@ -114,7 +128,7 @@ class TestOneProcess:
         assert model(torch.randn(4, 16))["weight"] is model.weight
 
     def test_two_models_of_one_class_share_nothing(self) -> None:
-        first, second = (graph_fsdp.compile(MLP(), backend="eager") for _ in range(2))
+        first, second = (graph_fsdp.compile(MLP(depth=1), backend="eager") for _ in range(2))
         for model in (first, second):
             model(torch.randn(4, 16)).sum().backward()
         assert [len(graph_fsdp.inspect(m).graphs) for m in (first, second)] == [1, 1]
@@ -147,6 +161,7 @@ def tools_on_shards() -> dict[str, Any]:
         "norms": [norms[0].full_tensor(), norms[1]],  # type: ignore[attr-defined]
         "clipped": clipped,
         "expected": {n: p.grad for n, p in reference.named_parameters()},
+        "synchronised": rank_zero_values(),
     }
 
 
@@ -157,8 +172,12 @@ def rank_zero_values() -> dict[str, torch.Tensor]:
     return {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
-def test_state_dict_clipping_and_gradient_hooks_on_two_ranks() -> None:
-    results = run_ranks(tools_on_shards, 2)
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(tools_on_shards, 2)
+
+
+def test_state_dict_clipping_and_gradient_hooks_on_two_ranks(results: list[dict[str, Any]]) -> None:
     full = results[0]["full"]  # DCP gives the full state dict to rank 0
     assert list(full) == list(results[0]["saved"])
     assert all(torch.equal(full[name], value) for name, value in results[0]["saved"].items())
@@ -168,11 +187,11 @@ def test_state_dict_clipping_and_gradient_hooks_on_two_ranks() -> None:
         torch.testing.assert_close(result["clipped"], result["expected"], rtol=1e-5, atol=1e-8)
 
 
-def test_sync_module_states_gives_every_rank_the_values_of_rank_zero() -> None:
+def test_sync_module_states_gives_every_rank_the_values_of_rank_zero(results: list[dict[str, Any]]) -> None:
     torch.manual_seed(0)
     expected = dict(MLP().named_parameters())
-    for values in run_ranks(rank_zero_values, 2):
-        assert all(torch.equal(values[name], p) for name, p in expected.items())
+    for result in results:
+        assert all(torch.equal(result["synchronised"][name], p) for name, p in expected.items())
 
 
 def readme_loop() -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+from marks import mostly_long
 from models import MLP
 from torch import Tensor, fx, nn
 
@@ -235,7 +236,7 @@ def test_collectives_and_random_numbers_keep_their_order(fake_group: None) -> No
     run(compiled(Everything(), visit))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_long(range(4), [0]))
 def test_any_topological_order_computes_the_same(seed: int) -> None:
     """One process, no collectives: results are the proof that no dependency is missing."""
     changed = []
@@ -290,18 +291,12 @@ def test_a_users_schedule_replaces_prefetch(fake_group: None) -> None:
     ],
     ids=["one missing", "one twice", "one twice and one missing", "one of another graph"],
 )
-def test_reorder_takes_each_node_once(fake_group: None, wrong: Callable[..., list[fx.Node]]) -> None:
-    refused = []
-
-    def visit(graph: Graph) -> None:
-        nodes = graph.nodes
-        with pytest.raises(ValueError, match="give each node of the graph once"):
-            graph.reorder(wrong(nodes, fx.Graph().placeholder("other")))
-        assert graph.nodes == nodes
-        refused.append(graph.phase)
-
-    run(compiled(MLP(), visit))
-    assert refused == ["forward", "backward"]
+def test_reorder_takes_each_node_once(wrong: Callable[..., list[fx.Node]]) -> None:
+    graph = Graph(fx.symbolic_trace(MLP()), "forward")
+    nodes = graph.nodes
+    with pytest.raises(ValueError, match="give each node of the graph once"):
+        graph.reorder(wrong(nodes, fx.Graph().placeholder("other")))
+    assert graph.nodes == nodes
 
 
 # What running leaves behind
@@ -341,7 +336,7 @@ def test_garbage_collection_is_left_as_it_was(fake_group: None, enabled: bool) -
     gc.enable() if enabled else gc.disable()
     try:
         with pytest.raises(Exception, match="KeyError"):
-            run(compiled(MLP(), fail))
+            compiled(MLP(depth=1), fail)(torch.ones(4, 16))
         assert gc.isenabled() is enabled
     finally:
         gc.enable()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import fake_process_group
 from expecttest import assert_expected_inline
 from models import MLP
 from torch import nn
@@ -19,8 +20,6 @@ from torch.profiler import profile as torch_profile
 import graph_fsdp
 from graph_fsdp.report import engine_of
 from graph_fsdp.runtime import ranges
-
-pytestmark = pytest.mark.usefixtures("fake_group")
 
 BATCH = torch.ones(4, 16)
 
@@ -46,9 +45,16 @@ def names(profiler: torch_profile) -> list[str]:
     return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
-def test_a_step_is_a_range_per_region_start_and_wait_in_the_order_of_the_program() -> None:
+@pytest.fixture(scope="module")
+def profiler() -> torch_profile:
+    """Of a step."""
+    with fake_process_group():
+        return recorded(compiled())
+
+
+def test_a_step_is_a_range_per_region_start_and_wait_in_the_order_of_the_program(profiler: torch_profile) -> None:
     assert_expected_inline(
-        "\n".join(names(recorded(compiled()))),
+        "\n".join(names(profiler)),
         """\
 FSDP::forward
 FSDP::gather blocks.0 (forward)
@@ -77,7 +83,7 @@ FSDP::wait reduce blocks.0 (backward)""",
     )
 
 
-def test_a_run_that_nobody_records_runs_the_programs_own_function() -> None:
+def test_a_run_that_nobody_records_runs_the_programs_own_function(fake_group: None) -> None:
     model = compiled()
     program = next(iter(engine_of(model).programs.values()))
     assert ranges.recording() is None and program.ranges.around(program.ordinary) is program.ordinary
@@ -86,8 +92,7 @@ def test_a_run_that_nobody_records_runs_the_programs_own_function() -> None:
     assert ranges.recording() is None and not names(profiler)
 
 
-def test_operators_lie_in_the_ranges_of_their_units() -> None:
-    profiler = recorded(compiled())
+def test_operators_lie_in_the_ranges_of_their_units(profiler: torch_profile) -> None:
     found = [
         (event.name, child.name)
         for event in profiler.events()
@@ -103,8 +108,7 @@ def test_operators_lie_in_the_ranges_of_their_units() -> None:
     }
 
 
-def test_a_trace_that_torch_exports_has_them(tmp_path: Path) -> None:
-    profiler = recorded(compiled())
+def test_a_trace_that_torch_exports_has_them(profiler: torch_profile, tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     exported = [event for event in events if event.get("ph") == "X" and event["name"].startswith("FSDP::")]
@@ -112,7 +116,7 @@ def test_a_trace_that_torch_exports_has_them(tmp_path: Path) -> None:
     assert {event["cat"] for event in exported} == {"user_annotation"}
 
 
-def test_gradients_are_the_same_bits_when_recorded() -> None:
+def test_gradients_are_the_same_bits_when_recorded(fake_group: None) -> None:
     def gradients(record: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = compiled()
@@ -127,14 +131,14 @@ def test_gradients_are_the_same_bits_when_recorded() -> None:
     assert plain and all(torch.equal(a, b) for a, b in zip(plain, ranged, strict=True))
 
 
-def test_reductions_over_replicas_and_copies_from_the_cpu_have_ranges() -> None:
+def test_reductions_over_replicas_and_copies_from_the_cpu_have_ranges(fake_group: None) -> None:
     mesh = init_device_mesh("cpu", (2, 4))
     assert "FSDP::reduce over replicas blocks.0 (backward)" in names(recorded(compiled(mesh=mesh)))
     offloaded = names(recorded(compiled(offload_policy=CPUOffloadPolicy(pin_memory=False))))
     assert "FSDP::fetch blocks.0 (forward)" in offloaded and "FSDP::wait offload blocks.0 (backward)" in offloaded
 
 
-def test_an_inference_graph_says_so() -> None:
+def test_an_inference_graph_says_so(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager").eval()
     with torch.no_grad():
         model(BATCH)
@@ -143,11 +147,12 @@ def test_an_inference_graph_says_so() -> None:
     assert names(profiler)[0] == "FSDP::inference" and "FSDP::compute blocks.0 (inference)" in names(profiler)
 
 
-def test_a_graph_that_is_compiled_whole_is_one_range() -> None:
+@pytest.mark.long
+def test_a_graph_that_is_compiled_whole_is_one_range(fake_group: None) -> None:
     assert names(recorded(compiled(backend="inductor", regions="whole"))) == ["FSDP::forward", "FSDP::backward"]
 
 
-def test_under_nsys_each_range_is_pushed_and_popped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_nsys_each_range_is_pushed_and_popped(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of NVTX, which this torch may be built without, what is called."""
     model, calls = compiled(), []
     expected = names(recorded(model))

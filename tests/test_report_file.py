@@ -200,16 +200,24 @@ def failed(new: GraphPass, after: str = "slots") -> tuple[BaseException, Path]:
     return raised.value, Path(found[1])
 
 
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[BaseException, Path]:
+    """The error of a pass that the verifier refuses, and the file that it names."""
+    with pytest.MonkeyPatch.context() as patched, fake_process_group():
+        patched.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("refused")))
+        return failed(FreesTooEarly())
+
+
 @pytest.fixture
 def files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_a_graph_that_the_verifier_refuses_is_saved(fake_group: None, files_here: Path) -> None:
-    error, path = failed(FreesTooEarly())
+def test_a_graph_that_the_verifier_refuses_is_saved(refused: tuple[BaseException, Path]) -> None:
+    error, path = refused
     report = graph_fsdp.load_report(path)
-    assert path.parent == files_here
+    assert path.parent.name.startswith("refused"), "the folder of temporary files"
     assert report.error is not None and report.error in f"VerificationError: {error}"
     stages = report.stages("forward")
     assert list(stages)[-1] == "frees_too_early (failed)" and "backward" in str(report)
@@ -229,20 +237,20 @@ def test_a_pass_on_dynamos_graph_that_fails(fake_group: None, files_here: Path) 
 
 
 def test_the_command_opens_what_an_error_saved(
-    fake_group: None, files_here: Path, capsys: pytest.CaptureFixture[str]
+    refused: tuple[BaseException, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, path = failed(FreesTooEarly())
+    _, path = refused
     assert main(["report", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "VerificationError: pass 'frees_too_early' broke the forward graph" in printed
     assert "forward graph after partition, just_in_time, bucket, " in printed
-    assert main(["report", str(path), "--html", str(files_here / "page.html")]) == 0
-    assert (files_here / "page.html").stat().st_size > 10_000
+    assert main(["report", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
-def test_nobody_else_can_read_the_file(fake_group: None, files_here: Path) -> None:
-    _, path = failed(FreesTooEarly())
+def test_nobody_else_can_read_the_file(refused: tuple[BaseException, Path]) -> None:
+    _, path = refused
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from facts import Facts, Failures, check
-from models import GPT, MLP, SMALL_CASES, VOCABULARY, loss_of
+from launch import run_ranks
+from marks import mostly_long
+from models import MLP, SMALL_CASES, loss_of
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -72,9 +74,9 @@ slots: 2, 2,048 bytes, at most 2,048 at once
     )
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize("prefetch", [0, 3])
 def test_as_many_slots_as_layers_are_gathered_at_once(fake_group: None, prefetch: int) -> None:
-    report = step(Layers(depth=6), prefetch, auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
+    report = step(Layers(depth=5), prefetch, auto_wrap_policy={nn.Linear}, reshard_after_forward=True)
     for view in (report.forward, report.backward):
         assert (len(view.slots), view.slots.nbytes, view.slots.peak) == (prefetch + 1, *2 * [1024 * (prefetch + 1)])
 
@@ -139,16 +141,16 @@ slots: 3, 34,816 bytes, at most 33,792 at once
 
 
 def test_what_outlives_the_graph_has_memory_of_its_own(fake_group: None) -> None:
-    kept_last = step(Layers(), auto_wrap_policy={nn.Linear})
-    kept_all = step(Layers(), auto_wrap_policy={nn.Linear}, reshard_after_forward=False)
-    assert slots_of(kept_last.forward)["layers.3"] == (None, None)
+    kept_last = step(Layers(2), auto_wrap_policy={nn.Linear})
+    kept_all = step(Layers(2), auto_wrap_policy={nn.Linear}, reshard_after_forward=False)
+    assert slots_of(kept_last.forward)["layers.1"] == (None, None)
     assert set(slots_of(kept_all.forward).values()) == {(None, None)}
     assert len(kept_all.forward.slots) == len(kept_all.backward.slots) == 0
     assert "slots:" not in str(kept_all)
 
 
 def test_only_the_landing_buffer_of_a_kept_bucket_has_a_slot(fake_group: None) -> None:
-    report = step(MLP(), reshard_after_forward=False)
+    report = step(MLP(depth=1), reshard_after_forward=False)
     assert all(own is None and landing is not None for own, landing in slots_of(report.forward).values())
 
 
@@ -207,8 +209,9 @@ def layers_planned(*slots: int) -> dict[str, tuple[int | None, int | None]]:
     model = graph_fsdp.compile(
         Layers(), backend="eager", reshard_after_forward=True, passes=pipeline, auto_wrap_policy={nn.Linear}
     )
-    model(torch.ones(4, 16))
-    return slots_of(graph_fsdp.inspect(model).forward)
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    return slots_of(graph_fsdp.inspect(model).inference)
 
 
 def test_planned_slots_are_kept_where_they_fit(fake_group: None) -> None:
@@ -221,7 +224,7 @@ def test_planned_slots_are_kept_where_they_fit(fake_group: None) -> None:
 
 
 def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
-    model = graph_fsdp.compile(MLP(depth=4), backend="eager", dynamic=False)
+    model = graph_fsdp.compile(MLP(), backend="eager", dynamic=False)
     for rows in (4, 6):
         model(torch.ones(rows, 16)).sum().backward()
     (plan,) = model._graph_fsdp.schedules.plans.values()
@@ -241,9 +244,10 @@ ALLOCATED += [
     ("uneven", False, 0),
     ("frozen", None, 3),
 ]
+SHORT = [("mlp", None, 1), ("mlp", True, 3), ("uneven", False, 0)]
 
 
-@pytest.mark.parametrize(("case", "reshard", "prefetch"), ALLOCATED)
+@pytest.mark.parametrize(("case", "reshard", "prefetch"), mostly_long(ALLOCATED, SHORT))
 def test_a_run_allocates_each_slot_once_and_gives_all_back(
     fake_group: None, case: str, reshard: bool | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,9 +281,9 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
 
 
 def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
-    model = graph_fsdp.compile(GPT(), backend="eager")
+    model = graph_fsdp.compile(Vocabulary(), backend="eager", reshard_after_forward=True)
     with pytest.raises(IndexError, match="out of range"):
-        model(torch.arange(8).expand(2, 8) + VOCABULARY)
+        model(torch.arange(8).expand(4, 8) + 512)
     counter = model._graph_fsdp.counter
     assert (counter.slot_current, counter.slot_peak > 0) == (0, True)
 
@@ -289,7 +293,7 @@ def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
 
 def test_without_the_pass_there_are_no_slots(fake_group: None) -> None:
     pipeline = default_pipeline().remove("slots")
-    model = graph_fsdp.compile(MLP(), backend="eager", passes=pipeline)
+    model = graph_fsdp.compile(MLP(depth=1), backend="eager", passes=pipeline)
     model(torch.ones(4, 16)).sum().backward()
     report = graph_fsdp.inspect(model)
     assert len(report.forward.slots) == len(report.backward.slots) == 0
@@ -319,12 +323,21 @@ def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
     return [*losses, *(p.to_local() for p in model.parameters())]
 
 
+def compare_with_no_slots(case: str, reshard: bool | None) -> None:
+    pairs = zip(trained(case, reshard, slots=True), trained(case, reshard, slots=False), strict=True)
+    assert all(torch.equal(with_slots, without) for with_slots, without in pairs), (case, reshard)
+
+
 @FACTS
 def numbers_do_not_depend_on_slots() -> None:
+    compare_with_no_slots("mlp", True)
+    compare_with_no_slots("uneven", None)
+
+
+def compare_all_with_no_slots() -> None:
     for case in ("mlp", "gpt", "uneven"):
         for reshard in (None, True, False):
-            pairs = zip(trained(case, reshard, slots=True), trained(case, reshard, slots=False), strict=True)
-            assert all(torch.equal(with_slots, without) for with_slots, without in pairs), (case, reshard)
+            compare_with_no_slots(case, reshard)
 
 
 @pytest.fixture(scope="module")
@@ -335,3 +348,8 @@ def ranks() -> Failures:
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
+
+
+@pytest.mark.long
+def test_numbers_of_all_cases_do_not_depend_on_slots() -> None:
+    run_ranks(compare_all_with_no_slots, 2)

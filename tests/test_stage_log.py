@@ -1,4 +1,4 @@
-"""What TORCH_LOGS and TORCH_TRACE show of the passes. In processes of their own: torch reads both when imported."""
+"""What TORCH_LOGS and TORCH_TRACE show of the passes. In a process of its own: torch reads both when imported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from models import MLP
+
+import graph_fsdp
 
 PROGRAM = """
 import torch
@@ -32,16 +36,20 @@ def run(**environment: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("level", ["graph_fsdp", "+graph_fsdp"])
-def test_torch_logs(level: str) -> None:
-    code, logged = run(TORCH_LOGS=level)
+def check_logged(code: str, logged: str, *, graphs: bool) -> None:
     assert "backward graph after pass 'bucket'" in logged and "forward graph after pass 'free'" in logged
     body = code.splitlines()[-3:]
-    assert all((line in logged) == level.startswith("+") for line in body)
+    assert all((line in logged) == graphs for line in body)
 
 
-def test_torch_trace(tmp_path: Path) -> None:
-    code, _ = run(TORCH_TRACE=str(tmp_path))
+@pytest.mark.long
+def test_torch_logs_without_graphs() -> None:
+    check_logged(*run(TORCH_LOGS="graph_fsdp"), graphs=False)
+
+
+def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
+    code, logged = run(TORCH_LOGS="+graph_fsdp", TORCH_TRACE=str(tmp_path))
+    check_logged(code, logged, graphs=True)
     (log,) = tmp_path.iterdir()
     text = log.read_text()
     names = []
@@ -56,5 +64,8 @@ def test_torch_trace(tmp_path: Path) -> None:
     assert "".join(f"\t{line}\n" for line in code.splitlines()) in text
 
 
-def test_nothing_is_logged_unless_asked_for() -> None:
-    assert "graph after pass" not in run()[1]
+@pytest.mark.skipif("TORCH_LOGS" in os.environ, reason="it is asked for")
+def test_nothing_is_logged_unless_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    model = graph_fsdp.compile(MLP(depth=1), backend="eager")
+    model(torch.ones(4, 16))
+    assert "graph after pass" not in "".join(capfd.readouterr())

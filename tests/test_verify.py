@@ -21,6 +21,7 @@ from mistakes import (
     copy_of,
     mistakes_of,
     node_of,
+    run_on_copies,
 )
 from models import MLP
 from torch.distributed.tensor import DTensor
@@ -240,6 +241,15 @@ class KeptInSlot(Mistake):
 @pytest.mark.parametrize("mistake", mistakes_of(__name__), ids=lambda mistake: mistake.name)
 def test_the_verifier_names_the_mistake(fake_group: None, mistake: type[Mistake]) -> None:
     check_named(mistake)
+
+
+@pytest.mark.parametrize("mistake", [FreesEarly, DropsWaitOfReduction], ids=lambda mistake: mistake.name)
+def test_a_model_is_as_it_was_after_a_mistake(fake_group: None, mistake: type[Mistake]) -> None:
+    check_named(mistake, whole=True)
+
+
+def test_the_shared_graphs_pass_without_a_mistake(fake_group: None) -> None:
+    run_on_copies(default_pipeline())
 
 
 def test_inference_graphs_are_verified_too(fake_group: None) -> None:
