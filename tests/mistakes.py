@@ -84,4 +84,4 @@ def check_named(mistake: type[Mistake]) -> None:
         named = [repr(mistake.name), mistake.phases[0], mistake.invariant, mistake.node, *mistake.parameters]
         assert [word for word in named if word not in str(error)] == []
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert model._graph_fsdp.counter.current == 0
+        assert graph_fsdp.report.engine_of(model).counter.current == 0
