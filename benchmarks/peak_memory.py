@@ -89,7 +89,7 @@ def _on_cpu(make: Callable[[], _Trainer]) -> Peak:
         alive = _addresses_in_use()
     spans = [e for e in found if e.get("ph") == "X" and e["name"].startswith(_SPAN)]
     assert len(spans) == STEPS
-    changes = _changes([e for e in found if e["name"] == "[memory]"], alive)
+    changes = allocation_changes([e for e in found if e["name"] == "[memory]"], alive)
     peak = held = 0
     for span in spans:
         begin, end = span["ts"], span["ts"] + span["dur"]
@@ -115,7 +115,7 @@ def _trace() -> Iterator[list[dict[str, Any]]]:
         events.extend(json.loads(path.read_text())["traceEvents"])
 
 
-def _changes(records: list[dict[str, Any]], alive: set[int]) -> list[tuple[float, int]]:
+def allocation_changes(records: list[dict[str, Any]], alive: set[int]) -> list[tuple[float, int]]:
     """(time, bytes more or less) of all allocations that are alive or whose free was seen (see the note above)."""
     allocated: dict[int, tuple[float, int]] = {}
     changes: list[tuple[float, int]] = []

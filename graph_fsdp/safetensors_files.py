@@ -79,7 +79,7 @@ class SafetensorsFiles:
     def __init__(self, path: AnyPath | Sequence[AnyPath]) -> None:
         self.entries: dict[str, Entry] = {}
         for file in _find(path):
-            with _open(file) as reader:
+            with open_file(file) as reader:
                 for key in reader.keys():  # noqa: SIM118  # no dict
                     if key in self.entries:
                         raise CheckpointError(
@@ -103,7 +103,7 @@ class SafetensorsFiles:
         for key, into in wanted:
             by_file.setdefault(self.entries[key].file, []).append((key, into))
         for file, items in by_file.items():
-            with _open(file) as reader, torch.no_grad():
+            with open_file(file) as reader, torch.no_grad():
                 for key, into in items:
                     _read(reader, key, into)
 
@@ -148,7 +148,8 @@ def _find(path: AnyPath | Sequence[AnyPath]) -> list[Path]:
     return files
 
 
-def _open(file: Path) -> Any:
+def open_file(file: Path) -> Any:
+    """A reader of a file, to be entered. Raises CheckpointError where it cannot be read."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

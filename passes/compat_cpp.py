@@ -33,7 +33,7 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _EXPORTED = 'extern "C"'
 
 
-class _Kernel:
+class Kernel:
     """A kernel that is not built yet. Called before that, it is built by itself."""
 
     def __init__(self, argument_types: Sequence[str], source: str) -> None:
@@ -52,12 +52,12 @@ def built_together() -> Iterator[None]:
     from torch._dynamo.utils import dynamo_timed
     from torch._inductor.async_compile import AsyncCompile
 
-    kernels: dict[tuple[tuple[str, ...], str], _Kernel] = {}
+    kernels: dict[tuple[tuple[str, ...], str], Kernel] = {}
     modules: list[dict[str, Any]] = []
     wait = AsyncCompile.wait
 
-    def cpp_pybinding(_: Any, argument_types: Sequence[str], source: str) -> _Kernel:
-        kernel = _Kernel(argument_types, source)
+    def cpp_pybinding(_: Any, argument_types: Sequence[str], source: str) -> Kernel:
+        kernel = Kernel(argument_types, source)
         return kernels.setdefault((kernel.argument_types, source), kernel)
 
     def wait_for_others(self: Any, scope: dict[str, Any]) -> None:
@@ -70,12 +70,12 @@ def built_together() -> Iterator[None]:
     ):
         yield
     with dynamo_timed("graph_fsdp.build_kernels"):
-        _build(list(kernels.values()))
+        build(list(kernels.values()))
     for scope in modules:
-        scope.update({name: value.function for name, value in scope.items() if isinstance(value, _Kernel)})
+        scope.update({name: value.function for name, value in scope.items() if isinstance(value, Kernel)})
 
 
-def _build(kernels: list[_Kernel]) -> None:
+def build(kernels: list[Kernel]) -> None:
     """Give each of ``kernels`` its function."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
@@ -98,7 +98,7 @@ def _build(kernels: list[_Kernel]) -> None:
             kernel.function = _built_alone(kernel)
 
 
-def _begin(kernels: Sequence[_Kernel], submit: Callable[..., Any] | None) -> Callable[[], Any]:
+def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Callable[[], Any]:
     """Start the compiler; what is returned waits for it, and has the ``functions``."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -123,7 +123,7 @@ def _begin(kernels: Sequence[_Kernel], submit: Callable[..., Any] | None) -> Cal
     return load
 
 
-def _with_bindings(kernel: _Kernel, name: str) -> str:
+def _with_bindings(kernel: Kernel, name: str) -> str:
     """What Inductor gives to the compiler for a kernel; the Python module is called ``name``."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -148,7 +148,7 @@ def _loaded(path: str, key: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _built_alone(kernel: _Kernel) -> Callable[..., Any]:
+def _built_alone(kernel: Kernel) -> Callable[..., Any]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     function: Callable[..., Any] = CppPythonBindingsCodeCache.load_pybinding(kernel.argument_types, kernel.source)

@@ -315,7 +315,7 @@ def detect_hardware(device: torch.device) -> Hardware:
     """
     if device.type == "cpu":
         return HARDWARE["cpu"]
-    name, memory = _describe(device)
+    name, memory = describe_device(device)
     for part, entry in _DEVICE_NAMES:
         if part in name:
             return dataclasses.replace(HARDWARE[entry], memory=memory or HARDWARE[entry].memory)
@@ -325,7 +325,7 @@ def detect_hardware(device: torch.device) -> Hardware:
     )
 
 
-def _describe(device: torch.device) -> tuple[str, int]:
+def describe_device(device: torch.device) -> tuple[str, int]:
     """The driver's name of a device and its bytes of memory; "" and 0 where there is no driver to ask."""
     if device.type not in _FALLBACKS or device.type == "xla":
         return "", 0

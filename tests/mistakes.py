@@ -94,7 +94,7 @@ def check_named(mistake: type[Mistake], *, whole: bool = False) -> None:
             model(batch()).sum().backward()
         check_says(raised.value, mistake)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert model._graph_fsdp.counter.current == 0
+        assert graph_fsdp.report.engine_of(model).counter.current == 0
 
 
 def check_says(error: VerificationError, mistake: type[Mistake]) -> None:

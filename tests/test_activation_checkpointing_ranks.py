@@ -79,7 +79,7 @@ def dropout_is_replayed_under_every_policy() -> None:
 
         def prepare(model: nn.Module, value: Any = value, counters: list[Any] = counters) -> nn.Module:
             model = ours(value)(model)
-            counters.append(model._graph_fsdp.counter)  # type: ignore[union-attr]
+            counters.append(graph_fsdp.report.engine_of(model).counter)  # type: ignore[union-attr]
             return model
 
         assert_equal(train(prepare))

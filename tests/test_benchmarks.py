@@ -252,7 +252,7 @@ def test_an_allocation_whose_free_is_not_seen_counts_only_while_a_tensor_lies_th
         return {"ts": time, "args": {"Bytes": size, "Addr": address}}
 
     records = [record(1, 8, 10), record(2, 16, 20), record(3, -8, 10), record(4, 32, 30), record(5, 64, 20)]
-    assert peak_memory._changes(records, alive={30}) == [(1, 8), (3, -8), (4, 32)]
+    assert peak_memory.allocation_changes(records, alive={30}) == [(1, 8), (3, -8), (4, 32)]
 
 
 def test_a_workload_can_be_learnt_and_every_rank_has_batches_of_its_own() -> None:

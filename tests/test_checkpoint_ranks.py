@@ -47,12 +47,12 @@ class Reads:
         return self.reader.keys()
 
     def get_tensor(self, key: str) -> Tensor:
-        return self._count(key, self.reader.get_tensor(key))
+        return self.count(key, self.reader.get_tensor(key))
 
     def get_slice(self, key: str) -> Any:
         return Part(self, key, self.reader.get_slice(key))
 
-    def _count(self, key: str, value: Tensor) -> Tensor:
+    def count(self, key: str, value: Tensor) -> Tensor:
         self.elements[key] = self.elements.get(key, 0) + value.numel()
         return value
 
@@ -63,18 +63,18 @@ class Part:
         self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.reads._count(self.key, self.part[index])
+        return self.reads.count(self.key, self.part[index])
 
 
 @contextlib.contextmanager
 def counted_reads() -> Iterator[dict[str, int]]:
-    opened = safetensors_files._open
+    opened = safetensors_files.open_file
     elements: dict[str, int] = {}
-    safetensors_files._open = lambda file: Reads(opened(file), elements)
+    safetensors_files.open_file = lambda file: Reads(opened(file), elements)
     try:
         yield elements
     finally:
-        safetensors_files._open = opened
+        safetensors_files.open_file = opened
 
 
 def local_elements(model: nn.Module) -> dict[str, int]:

@@ -20,12 +20,12 @@ from graph_fsdp.passes import compat_cpp
 PLUS = 'extern "C" void kernel(const float* x, float* out) {{ out[0] = x[0] + {}.0f; {} }}'
 
 
-def plus(number: int, more: str = "") -> compat_cpp._Kernel:
+def plus(number: int, more: str = "") -> compat_cpp.Kernel:
     source = "#include <torch/csrc/inductor/cpp_prefix.h>\n" + PLUS.format(number, more)
-    return compat_cpp._Kernel(["const float*", "float*"], source)
+    return compat_cpp.Kernel(["const float*", "float*"], source)
 
 
-def result(kernel: compat_cpp._Kernel) -> float:
+def result(kernel: compat_cpp.Kernel) -> float:
     out = torch.zeros(1)
     assert kernel.function is not None
     kernel.function(torch.ones(1), out)
@@ -66,7 +66,7 @@ def test_a_kernel_that_is_wrong_among_others_is_built_by_itself(
 ) -> None:
     kernels = [plus(1), plus(2, "auto self = &::kernel; (void)self;")]  # which is not its name in a namespace
     with caplog.at_level(logging.INFO, logger="graph_fsdp"):
-        compat_cpp._build(kernels)
+        compat_cpp.build(kernels)
     assert [result(kernel) for kernel in kernels] == [2.0, 3.0]
     assert "2 kernels are built one by one" in caplog.text
 

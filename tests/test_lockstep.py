@@ -76,7 +76,7 @@ def step(model: nn.Module, branch: str) -> None:
 
 
 def lockstep(model: nn.Module) -> Lockstep:
-    return model._graph_fsdp.schedules.lockstep
+    return graph_fsdp.report.engine_of(model).schedules.lockstep
 
 
 def disagree(run: Callable[[], object], *words: str) -> str:
@@ -317,7 +317,7 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
 
 def test_a_process_alone_keeps_step_with_nobody(fake_group: None) -> None:
     model, _ = branching()
-    assert model._graph_fsdp.schedules.lockstep is None
+    assert graph_fsdp.report.engine_of(model).schedules.lockstep is None
     step(model, "a")
     step(model, "b")
     assert re.search("all_gather_start", graph_fsdp.inspect(model).forward.stages["free"].code)

@@ -210,7 +210,7 @@ def gathered_as_counted(case: str, reshard: bool | None, prefetch: int) -> None:
         passes=default_pipeline(prefetch=prefetch),
         reshard_after_forward=reshard,
     )
-    counter = model._graph_fsdp.counter
+    counter = graph_fsdp.report.engine_of(model).counter
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
     counted = [(counter.peak, counter.landing_peak)]
     counter.reset()
@@ -296,7 +296,7 @@ def test_what_a_profile_says_of_its_peak(report: GraphReport) -> None:
 
 def test_the_shards_are_the_storage_of_all_parameters(fake_group: None) -> None:
     model = trained("uneven")
-    storage = sum(buffer.nbytes for buffer in model._graph_fsdp.storage.buffers.values())
+    storage = sum(buffer.nbytes for buffer in graph_fsdp.report.engine_of(model).storage.buffers.values())
     for profile in profiles(model):
         assert set(profile.timeline["shards"]) == {storage}
 

@@ -216,7 +216,7 @@ def printed_stages_run_and_give_the_same_gradients() -> None:
     tangent = torch.ones(4, 5)
     results = []
     for name in ("annotate", "recompute"):
-        inputs = [model._graph_fsdp.storage.parameters[n].input for n, _ in model.named_parameters()]
+        inputs = [graph_fsdp.report.engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
         values: list[Tensor] = [*inputs[:2], x, *inputs[2:], tangent]
         results.append(run_stage(report.joint.stages[name], values)[1:])
     expected = [p.grad.to_local() for p in model.parameters()]
@@ -232,7 +232,7 @@ def printed_stages_run_where_shards_are_kept() -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
     expected = model(x)
     report = graph_fsdp.inspect(model)
-    inputs = [model._graph_fsdp.storage.parameters[n].input for n, _ in model.named_parameters()]
+    inputs = [graph_fsdp.report.engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
     for stage in ("reshard", "free"):
         found = run_stage(report.forward.stages[stage], [*inputs[:2], x, *inputs[2:]])
         assert torch.equal(found[0], expected)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
+from graph_fsdp.report import engine_of
 
 
 @dataclass
@@ -71,7 +72,7 @@ class TestOneProcess:
     def test_a_deleted_model_leaves_nothing_behind(self) -> None:
         model = graph_fsdp.compile(MLP(), backend="eager")
         model(torch.randn(4, 16)).sum().backward()
-        engine, storage = weakref.ref(model._graph_fsdp), weakref.ref(model._graph_fsdp.storage)
+        engine, storage = map(weakref.ref, (engine_of(model), engine_of(model).storage))
         del model
         gc.collect()
         assert engine() is None and storage() is None

@@ -315,7 +315,7 @@ def test_a_parameter_that_the_model_returns_is_not_freed() -> None:
     (row,) = graph_fsdp.inspect(model).forward.buckets
     assert row.escapes and row.free is None
     assert weight.shape == (64,)
-    counter = model._graph_fsdp.counter  # type: ignore[attr-defined]
+    counter = graph_fsdp.report.engine_of(model).counter  # type: ignore[attr-defined]
     assert counter.current == row.nbytes, "held as long as the user holds it"
     del y, weight
     assert counter.current == 0

@@ -43,7 +43,7 @@ def compiled(model: nn.Module, prefetch: int = 1, **options: object) -> nn.Modul
 
 
 def counter_of(model: nn.Module) -> GatheredBytes:
-    return model._graph_fsdp.counter
+    return graph_fsdp.report.engine_of(model).counter
 
 
 # What is gathered
@@ -263,7 +263,7 @@ def test_shards_lie_in_one_buffer_per_dtype(fake_group: None) -> None:
 def test_placeholders_have_no_memory(fake_group: None) -> None:
     model = compiled(MLP())
     model(batch()).sum().backward()
-    parameters = model._graph_fsdp.storage.parameters.values()
+    parameters = graph_fsdp.report.engine_of(model).storage.parameters.values()
     with without_torch_function():  # it refuses to be read
         assert {p.placeholder.untyped_storage().nbytes() for p in parameters} == {0}
 

@@ -187,7 +187,7 @@ def check_stages(model: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         model(x)
     report = graph_fsdp.inspect(model)
-    parameters = model._graph_fsdp.storage.parameters
+    parameters = graph_fsdp.report.engine_of(model).storage.parameters
     for name, stage in report.forward.stages.items():
         names = inputs_of(stage)
         assert set(names) == {*parameters, ""}
@@ -242,7 +242,7 @@ def parameters_gradients_and_adam_state_take_a_ranks_share() -> None:
         for what, nbytes in held.items():
             assert share - count * 64 <= nbytes <= share + count * 64, (what, nbytes, share)
         optimizer.zero_grad()
-    assert model._graph_fsdp.counter.current == 0
+    assert graph_fsdp.report.engine_of(model).counter.current == 0
 
 
 @pytest.mark.parametrize("name", FACTS.names)

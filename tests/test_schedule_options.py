@@ -2,72 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from models import MLP
+from printed import calls, events
 from torch.distributed.fsdp import BackwardPrefetch
 
 import graph_fsdp
 from graph_fsdp.passes import Hardware, Link, default_pipeline, find_hardware
 from graph_fsdp.report import GraphReport
 
-pytestmark = pytest.mark.usefixtures("fake_group")
+pytestmark = pytest.mark.usefixtures("fake_group_of_module")
 
 
-def report_of(reshard: bool | str | None = True, model: MLP | None = None, **options: Any) -> GraphReport:
+def report_of(
+    reshard: bool | str | None = True, model: MLP | None = None, depth: int = 3, **options: Any
+) -> GraphReport:
+    """After a step. Tests with the same options share one, but for models of their own."""
+    if model is not None:
+        return _step(model, reshard, **options)
+    return _report(reshard, depth, tuple(sorted(options.items())))
+
+
+@functools.cache
+def _report(reshard: bool | str | None, depth: int, options: tuple[tuple[str, Any], ...]) -> GraphReport:
+    return _step(MLP(depth=depth), reshard, **dict(options))
+
+
+def _step(model: MLP, reshard: bool | str | None, **options: Any) -> GraphReport:
     passes = default_pipeline(**options)
-    model = graph_fsdp.compile(
-        model or MLP(depth=3),
-        backend="eager",
-        passes=passes,
-        reshard_after_forward=reshard,  # type: ignore[arg-type]
-    )
+    graph_fsdp.compile(model, backend="eager", passes=passes, reshard_after_forward=reshard)  # type: ignore[arg-type]
     model(torch.randn(4, 16)).sum().backward()
     return graph_fsdp.inspect(model)
 
 
-def events(report: GraphReport, *phases: str) -> str:
-    """Per graph, the buckets in the order of what happens to them: > starts, . has arrived, x is freed, and - a
-    reduction starts."""
-    signs = {"gather_start": ">", "gather_wait": ".", "free": "x", "reduce_start": "-"}
-    lines = []
-    for phase in phases or ("forward", "backward"):
-        graph = getattr(report, phase).stages["free"].graph
-        records = [node.meta["fsdp"] for node in graph.nodes if "fsdp" in node.meta]
-        found = [f"{signs[r.role.value]}{r.bucket}" for r in records if r.role.value in signs]
-        lines.append(f"{phase}: {' '.join(found)}")
-    return "\n".join(lines)
-
-
-def starts(report: GraphReport, phase: str = "forward") -> str:
-    body = getattr(report, phase).stages["free"].body
-    return "\n".join(line.strip() for line in body.splitlines() if "all_gather_start" in line)
-
-
 def test_bucket_none_gathers_each_parameter() -> None:
     assert_expected_inline(
-        events(report_of(bucket="none", model=MLP(depth=2))),
+        events(report_of(bucket="none", depth=2)),
         """\
-forward: >blocks.0.up.weight .blocks.0.up.weight >blocks.0.up.bias .blocks.0.up.bias >blocks.0.down.weight xblocks.0.up.weight xblocks.0.up.bias .blocks.0.down.weight >blocks.0.down.bias .blocks.0.down.bias >blocks.1.up.weight xblocks.0.down.weight xblocks.0.down.bias .blocks.1.up.weight >blocks.1.up.bias .blocks.1.up.bias >blocks.1.down.weight xblocks.1.up.weight xblocks.1.up.bias .blocks.1.down.weight >blocks.1.down.bias .blocks.1.down.bias >head.weight xblocks.1.down.weight xblocks.1.down.bias .head.weight >head.bias .head.bias xhead.weight xhead.bias
-backward: >head.weight .head.weight >blocks.1.down.weight xhead.weight -head.bias -head.weight .blocks.1.down.weight >blocks.1.up.weight xblocks.1.down.weight -blocks.1.down.bias -blocks.1.down.weight .blocks.1.up.weight >blocks.0.down.weight xblocks.1.up.weight -blocks.1.up.bias -blocks.1.up.weight .blocks.0.down.weight xblocks.0.down.weight -blocks.0.down.bias -blocks.0.down.weight -blocks.0.up.bias -blocks.0.up.weight""",
+forward: >blocks.0.up.weight .blocks.0.up.weight >blocks.0.up.bias .blocks.0.up.bias >blocks.0.down.weight
+    xblocks.0.up.weight xblocks.0.up.bias .blocks.0.down.weight >blocks.0.down.bias .blocks.0.down.bias
+    >blocks.1.up.weight xblocks.0.down.weight xblocks.0.down.bias .blocks.1.up.weight >blocks.1.up.bias
+    .blocks.1.up.bias >blocks.1.down.weight xblocks.1.up.weight xblocks.1.up.bias .blocks.1.down.weight
+    >blocks.1.down.bias .blocks.1.down.bias >head.weight xblocks.1.down.weight xblocks.1.down.bias .head.weight
+    >head.bias .head.bias xhead.weight xhead.bias
+backward: >head.weight .head.weight >blocks.1.down.weight xhead.weight -head.bias -head.weight
+    .blocks.1.down.weight >blocks.1.up.weight xblocks.1.down.weight -blocks.1.down.bias -blocks.1.down.weight
+    .blocks.1.up.weight >blocks.0.down.weight xblocks.1.up.weight -blocks.1.up.bias -blocks.1.up.weight
+    .blocks.0.down.weight xblocks.0.down.weight -blocks.0.down.bias -blocks.0.down.weight -blocks.0.up.bias
+    -blocks.0.up.weight""",
     )
 
 
 def test_bucket_of_a_size_divides_and_joins_units() -> None:
     assert_expected_inline(
-        events(report_of(bucket=3000, model=MLP(depth=2))),
+        events(report_of(bucket=3000, depth=2)),
         """\
-forward: >blocks.0 .blocks.0 >blocks.0#1 xblocks.0 .blocks.0#1 >blocks.1 xblocks.0#1 .blocks.1 >blocks.1#1 xblocks.1 .blocks.1#1 >root xblocks.1#1 .root xroot
-backward: >root .root >blocks.1#1 xroot -root .blocks.1#1 >blocks.1 xblocks.1#1 -blocks.1#1 .blocks.1 >blocks.0#1 xblocks.1 -blocks.1 .blocks.0#1 xblocks.0#1 -blocks.0#1 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.0#1 xblocks.0 .blocks.0#1 >blocks.1 xblocks.0#1 .blocks.1 >blocks.1#1
+    xblocks.1 .blocks.1#1 >root xblocks.1#1 .root xroot
+backward: >root .root >blocks.1#1 xroot -root .blocks.1#1 >blocks.1 xblocks.1#1 -blocks.1#1 .blocks.1 >blocks.0#1
+    xblocks.1 -blocks.1 .blocks.0#1 xblocks.0#1 -blocks.0#1 -blocks.0""",
     )
     assert_expected_inline(
         events(report_of(bucket=11_000)),
         """\
-forward: >blocks.0..blocks.1 .blocks.0..blocks.1 >blocks.2..root xblocks.0..blocks.1 .blocks.2..root xblocks.2..root
-backward: >blocks.2..root .blocks.2..root >blocks.0..blocks.1 xblocks.2..root -blocks.2..root .blocks.0..blocks.1 xblocks.0..blocks.1 -blocks.0..blocks.1""",
+forward: >blocks.0..blocks.1 .blocks.0..blocks.1 >blocks.2..root xblocks.0..blocks.1 .blocks.2..root
+    xblocks.2..root
+backward: >blocks.2..root .blocks.2..root >blocks.0..blocks.1 xblocks.2..root -blocks.2..root .blocks.0..blocks.1
+    xblocks.0..blocks.1 -blocks.0..blocks.1""",
     )
 
 
@@ -80,11 +86,18 @@ def link(latency: float, bandwidth: float = 1e9) -> Hardware:
 def test_bucket_auto_is_as_large_as_the_hardware_needs() -> None:
     assert_expected_inline(
         events(report_of(bucket="auto", hardware=link(3e-8)), "forward"),
-        """forward: >blocks.0 >blocks.0#1 .blocks.0 .blocks.0#1 >blocks.0#2 >blocks.0#3 xblocks.0 xblocks.0#1 .blocks.0#2 .blocks.0#3 >blocks.1 >blocks.1#1 xblocks.0#2 xblocks.0#3 .blocks.1 .blocks.1#1 >blocks.1#2 >blocks.1#3 xblocks.1 xblocks.1#1 .blocks.1#2 .blocks.1#3 >blocks.2 >blocks.2#1 xblocks.1#2 xblocks.1#3 .blocks.2 .blocks.2#1 >blocks.2#2 >blocks.2#3 xblocks.2 xblocks.2#1 .blocks.2#2 .blocks.2#3 >root xblocks.2#2 xblocks.2#3 .root xroot""",
+        """\
+forward: >blocks.0 >blocks.0#1 .blocks.0 .blocks.0#1 >blocks.0#2 >blocks.0#3 xblocks.0 xblocks.0#1 .blocks.0#2
+    .blocks.0#3 >blocks.1 >blocks.1#1 xblocks.0#2 xblocks.0#3 .blocks.1 .blocks.1#1 >blocks.1#2 >blocks.1#3
+    xblocks.1 xblocks.1#1 .blocks.1#2 .blocks.1#3 >blocks.2 >blocks.2#1 xblocks.1#2 xblocks.1#3 .blocks.2
+    .blocks.2#1 >blocks.2#2 >blocks.2#3 xblocks.2 xblocks.2#1 .blocks.2#2 .blocks.2#3 >root xblocks.2#2 xblocks.2#3
+    .root xroot""",
     )
     assert_expected_inline(
         events(report_of(bucket="auto", hardware=link(1e-3)), "forward"),
-        """forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot""",
+        """\
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root
+    xroot""",
     )
 
 
@@ -93,11 +106,13 @@ def test_messages_show_which_parameters_land_in_place() -> None:
     wide.blocks[0].up = torch.nn.Linear(16, 8192)
     wide.blocks[0].down = torch.nn.Linear(8192, 16)
     assert_expected_inline(
-        starts(report_of(model=wide, hardware=link(1e-6))),
+        calls(report_of(model=wide, hardware=link(1e-6)).forward, "all_gather_start"),
         """\
-gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([primals_1, primals_2, primals_4, primals_5], [0, 16384, 17408, 33792], 33808, torch.float32, 8, '0', [0, 16384, 16384, 1024, 17408, 16384, 33792, 2])
-gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_7, primals_8, primals_9], [0, 64, 80, 144], 160, torch.float32, 8, '0', [0, 64, 64, 4, 80, 64, 144, 2])
-gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_10, primals_11], [0, 16], 32, torch.float32, 8, '0', [0, 16, 16, 1])""",
+gather_blocks_0 = all_gather_start([blocks.0.{up.weight, up.bias, down.weight, down.bias}], float32, world_size=8,
+    messages=[0, 16384, 16384, 1024, 17408, 16384, 33792, 2])
+gather_blocks_1 = all_gather_start([blocks.1.{up.weight, up.bias, down.weight, down.bias}], float32, world_size=8,
+    messages=[0, 64, 64, 4, 80, 64, 144, 2])
+gather_root = all_gather_start([head.{weight, bias}], float32, world_size=8, messages=[0, 16, 16, 1])""",
     )
 
 
@@ -114,35 +129,45 @@ def test_prefetch_auto_starts_gathers_as_late_as_hides_them() -> None:
     assert_expected_inline(
         events(report_of(hardware=link(0.0, 1e15))),
         """\
-forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot
-backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root
+    xroot
+backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1
+    -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
     # With room for it the gathers run beside the first block, which computes for long; without, one unit ahead.
     slow = link(1e-7, 1e8)
     assert_expected_inline(
         events(report_of(model=heavy_first_block(), hardware=slow, budget=100_000)),
         """\
-forward: >blocks.0 .blocks.0 >blocks.1 >blocks.2 >blocks.3 xblocks.0 .blocks.1 xblocks.1 .blocks.2 xblocks.2 .blocks.3 >root xblocks.3 .root xroot
-backward: >root >blocks.3 >blocks.2 >blocks.1 >blocks.0 .root xroot -root .blocks.3 xblocks.3 -blocks.3 .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.1 >blocks.2 >blocks.3 xblocks.0 .blocks.1 xblocks.1 .blocks.2 xblocks.2
+    .blocks.3 >root xblocks.3 .root xroot
+backward: >root >blocks.3 >blocks.2 >blocks.1 >blocks.0 .root xroot -root .blocks.3 xblocks.3 -blocks.3 .blocks.2
+    xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
     within = report_of(model=heavy_first_block(), hardware=slow)
-    assert within.peak_gathered_bytes == report_of(model=heavy_first_block(), prefetch=1).peak_gathered_bytes
+    assert within.peak_gathered_bytes == 2 * 5120
     assert_expected_inline(
         events(within),
         """\
-forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >blocks.3 xblocks.2 .blocks.3 >root xblocks.3 .root xroot
-backward: >root .root >blocks.3 xroot -root .blocks.3 >blocks.2 xblocks.3 -blocks.3 .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >blocks.3 xblocks.2
+    .blocks.3 >root xblocks.3 .root xroot
+backward: >root .root >blocks.3 xroot -root .blocks.3 >blocks.2 xblocks.3 -blocks.3 .blocks.2 >blocks.1 xblocks.2
+    -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
 
 
 def test_prefetch_takes_the_settings_of_fsdp1() -> None:
     assert_expected_inline(
         events(report_of(prefetch=BackwardPrefetch.BACKWARD_PRE), "backward"),
-        """backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+        """\
+backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1
+    -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
     assert_expected_inline(
         events(report_of(prefetch=BackwardPrefetch.BACKWARD_POST), "backward"),
-        """backward: >root .root xroot >blocks.2 -root .blocks.2 xblocks.2 >blocks.1 -blocks.2 .blocks.1 xblocks.1 >blocks.0 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+        """\
+backward: >root .root xroot >blocks.2 -root .blocks.2 xblocks.2 >blocks.1 -blocks.2 .blocks.1 xblocks.1 >blocks.0
+    -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
     assert events(report_of(prefetch=None), "backward") == events(report_of(prefetch=0), "backward")
 

@@ -227,7 +227,7 @@ def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager", dynamic=False)
     for rows in (4, 6):
         model(torch.ones(rows, 16)).sum().backward()
-    (plan,) = model._graph_fsdp.schedules.plans.values()
+    (plan,) = graph_fsdp.report.engine_of(model).schedules.plans.values()
     first, second = graph_fsdp.inspect(model).graphs
     for phase in ("forward", "backward"):
         assert slots_of(first.views[phase]) == slots_of(second.views[phase]) == plan.slots[phase]
@@ -265,7 +265,7 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
         passes=default_pipeline(prefetch=prefetch),
         reshard_after_forward=reshard,
     )
-    counter = model._graph_fsdp.counter
+    counter = graph_fsdp.report.engine_of(model).counter
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
     found = []
     for run in (lambda: None, loss.backward):
@@ -284,7 +284,7 @@ def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
     model = graph_fsdp.compile(Vocabulary(), backend="eager", reshard_after_forward=True)
     with pytest.raises(IndexError, match="out of range"):
         model(torch.arange(8).expand(4, 8) + 512)
-    counter = model._graph_fsdp.counter
+    counter = graph_fsdp.report.engine_of(model).counter
     assert (counter.slot_current, counter.slot_peak > 0) == (0, True)
 
 
@@ -298,7 +298,8 @@ def test_without_the_pass_there_are_no_slots(fake_group: None) -> None:
     report = graph_fsdp.inspect(model)
     assert len(report.forward.slots) == len(report.backward.slots) == 0
     assert "slots: " not in str(report) and "slot 0" not in str(report)
-    assert model._graph_fsdp.counter.slot_peak == 0 and model._graph_fsdp.counter.current == 0
+    counter = graph_fsdp.report.engine_of(model).counter
+    assert counter.slot_peak == 0 and counter.current == 0
 
 
 def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
@@ -319,7 +320,7 @@ def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    assert (model._graph_fsdp.counter.slot_peak > 0) == slots
+    assert (graph_fsdp.report.engine_of(model).counter.slot_peak > 0) == slots
     return [*losses, *(p.to_local() for p in model.parameters())]
 
 

@@ -170,7 +170,7 @@ class Left:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = self.all = 0
-        straight = storage._read_straight
+        straight = storage.read_straight
 
         def counted(file: Any, place: Any, item: ReadItem, planner: Any) -> bool:
             done = straight(file, place, item, planner)
@@ -178,10 +178,10 @@ class Left:
             self.left += not done
             return done
 
-        monkeypatch.setattr(storage, "_read_straight", counted)
+        monkeypatch.setattr(storage, "read_straight", counted)
 
 
-def test_a_training_is_read_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_isread_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 16)).sum().backward()
@@ -193,7 +193,7 @@ def test_a_training_is_read_straight(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (count.left, count.all) == (0, 4 * parameters), "weights, two moments and a step"
 
 
-def test_what_cannot_be_read_straight_has_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_beread_straight_has_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "plain": torch.randn(4, 4),
         "transposed": torch.randn(3, 5).T,

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from graph_fsdp.passes import default_pipeline, dialect
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import layout_of, messages_of
+from graph_fsdp.report import engine_of
 from graph_fsdp.runtime import WholeProgram
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -110,7 +111,7 @@ def test_inductor_keeps_the_verified_order(name: str) -> None:
     loss_of(model, batch).backward()
     with torch.no_grad():
         loss_of(model, batch)
-    programs = model._graph_fsdp.programs
+    programs = engine_of(model).programs
     assert {phase for _, phase in programs} == {"forward", "backward", "inference"}
     for program in programs.values():
         assert isinstance(program, WholeProgram)
@@ -124,7 +125,7 @@ def test_products_stay_between_the_collectives_that_they_overlap_with() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.GELU())]
     model = compiled(nn.Sequential(*layers), backend="inductor", auto_wrap_policy={nn.Linear})
     model(torch.ones(4, 16)).sum().backward()
-    for program in model._graph_fsdp.programs.values():
+    for program in engine_of(model).programs.values():
         ran = events_of_code(program.function.source_code)
         assert ran == events_of_code(program.source)
         assert ran.count(("product", 0)) >= 4 and len(communication(ran)) >= 8

@@ -132,7 +132,7 @@ class Reader(FileSystemReader):
         for name, items in sorted(by_file.items()):
             with open(self.checkpoint.path / name, "rb", buffering=0) as file:
                 for place, item in sorted(items, key=lambda found: found[0].offset):
-                    if not _read_straight(file, place, item, planner):
+                    if not read_straight(file, place, item, planner):
                         left.append(item)
         return super().read_data(dataclasses.replace(plan, items=left), planner)
 
@@ -169,7 +169,7 @@ class FillPlanner(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, and one in the model")
 
 
-def _read_straight(file: io.FileIO, place: Place, item: ReadItem, planner: LoadPlanner) -> bool:
+def read_straight(file: io.FileIO, place: Place, item: ReadItem, planner: LoadPlanner) -> bool:
     """Read into the tensor itself if its bytes lie in the file as they do in memory."""
     saved = tensor_bytes.find(file, place.offset, place.length) if item.type is LoadItemType.TENSOR else None
     offset = None if saved is None else saved.part(item.storage_offsets, item.lengths)

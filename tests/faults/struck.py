@@ -86,7 +86,7 @@ def assert_whole(model: nn.Module, shards: Sequence[nn.Parameter]) -> None:
     found = list(model.parameters())
     assert [id(p) for p in found] == [id(p) for p in shards]
     assert all(isinstance(p, DTensor) for p in found), "a placeholder is left"
-    engine = model._graph_fsdp
+    engine = graph_fsdp.report.engine_of(model)
     assert not engine.storage.active
     if any(_held(engine.counter)):
         gc.collect()  # frames of what was raised

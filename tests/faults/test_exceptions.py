@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement, RankFailure
+from graph_fsdp.report import engine_of
 from graph_fsdp.runtime import failure
 
 FACTS = Facts(__name__)
@@ -74,9 +75,7 @@ def all_ranks_raise_in_forward() -> None:
         error = caught(lambda: step(model))
         assert type(error) is Broken and error.args == ("no such sample",)
         notes = getattr(error, "__notes__", None)
-        where = (
-            f"in region 3 (unit blocks.0) of the forward graph of model {model._graph_fsdp.schedules.index} (Struck)"
-        )
+        where = f"in region 3 (unit blocks.0) of the forward graph of model {engine_of(model).schedules.index} (Struck)"
         assert notes in (None, [f"raised on rank {rank()} {where}"]), "Python 3.10 has no notes"
         assert_whole(model, shards)
         trains_on(model)
@@ -97,14 +96,14 @@ def all_ranks_raise_in_backward() -> None:
 @FACTS
 def after_all_ranks_raised_nothing_is_compared_any_more() -> None:
     model = warm(compiled(), steps=5)
-    lockstep = model._graph_fsdp.schedules.lockstep
+    lockstep = graph_fsdp.report.engine_of(model).schedules.lockstep
     FAULTS["forward"] = fail
     caught(lambda: step(model))
     warm(model, steps=4)
     before = lockstep.comparisons
     warm(model, steps=4)
     assert lockstep.comparisons == before
-    assert not lockstep._troubled and lockstep.failures.mine is None
+    assert lockstep.failures.mine is None
 
 
 @FACTS
@@ -311,9 +310,9 @@ def one_rank_raises_before_its_program_and_comes_back() -> None:
     model = warm(compiled())
     if rank() == 1:
         assert isinstance(caught(lambda: model("no tensor")), Exception)
-        assert model._graph_fsdp.schedules.lockstep.failures.mine is not None
+        assert engine_of(model).schedules.lockstep.failures.mine is not None
     trains_on(model)
-    assert model._graph_fsdp.schedules.lockstep.failures.mine is None
+    assert graph_fsdp.report.engine_of(model).schedules.lockstep.failures.mine is None
 
 
 def ranks_raise_in_different_places() -> None:

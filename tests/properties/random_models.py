@@ -95,13 +95,14 @@ def make_model(case: ModelCase) -> tuple[RandomModel, list[nn.Parameter]]:
     """The model, in float64, and the parameters that are to be ignored."""
     with _default_dtype(torch.float64):
         model = RandomModel(case)
-    slots = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    own = {"recurse": False, "remove_duplicate": False}
+    slots = [(module, name) for module in model.modules() for name, _ in module.named_parameters(**own)]
     for number in case.ties:
         pairs = [
             (a, b)
             for i, a in enumerate(slots)
             for b in slots[:i]
-            if _kind(a) == _kind(b) and a[0]._parameters[a[1]] is not b[0]._parameters[b[1]]
+            if _kind(a) == _kind(b) and getattr(*a) is not getattr(*b)
         ]
         if pairs:
             (to, name), (module, other) = pairs[number % len(pairs)]
@@ -116,7 +117,7 @@ def make_model(case: ModelCase) -> tuple[RandomModel, list[nn.Parameter]]:
 
 
 def _kind(slot: tuple[nn.Module, str]) -> tuple[Any, ...]:
-    p = slot[0]._parameters[slot[1]]
+    p = getattr(*slot)
     assert p is not None
     return tuple(p.shape), p.dtype, p.requires_grad
 

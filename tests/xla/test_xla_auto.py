@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from xla_launch import DEVICES, XlaFacts, run_xla
 from xla_models import check_training, fsdp_mesh, to_devices, train
 
+from graph_fsdp.report import engine_of
+
 FACTS = XlaFacts(__name__)
 BLOCKS = 3
 
@@ -142,7 +144,7 @@ def another_size_of_batch_is_another_graph_and_evaluation_too() -> None:
         torch.testing.assert_close(step(model, mesh, rows).detach().cpu(), value.detach())
     with torch.no_grad():
         torch.testing.assert_close(step(model, mesh, 8).cpu(), expected[8].detach())
-    assert {phase for _, phase in model._graph_fsdp.programs} == {"forward", "inference"}
+    assert {phase for _, phase in engine_of(model).programs} == {"forward", "inference"}
 
 
 class Scores(nn.Module):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from xla_launch import DEVICES
 from xla_replicas import ReplicaFacts, built, exchange, ordinal, own_rows
 
+from graph_fsdp.report import engine_of
+
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 
 FACTS = ReplicaFacts(__name__)
@@ -78,7 +80,7 @@ def compare(make: Callable[[], nn.Module], data: Batches, steps: int = 8, mesh: 
 
 def hlo(model: Any) -> dict[str, dict[str, int]]:
     """Phase → collectives in the program that XLA runs, on the first replica; {} on others."""
-    return {phase: program.hlo().collectives for (_, phase), program in model._graph_fsdp.programs.items()}
+    return {phase: program.hlo().collectives for (_, phase), program in engine_of(model).programs.items()}
 
 
 @FACTS
@@ -111,7 +113,7 @@ def zero_3_gathers_again_in_backward_and_zero_2_does_not() -> None:
         model, _ = compare(
             lambda: MLP(depth=2), vectors, steps=2, reshard_after_forward=again, passes=one_bucket_per_unit()
         )
-        programs = {phase: program for (_, phase), program in model._graph_fsdp.programs.items()}
+        programs = {phase: program for (_, phase), program in engine_of(model).programs.items()}
         texts = {phase: str(program.source) for phase, program in programs.items()}
         assert not any("enter" in text or "exit" in text for text in texts.values())
         if ordinal() == 0:
@@ -224,7 +226,7 @@ def an_argument_that_would_be_baked_in_is_refused() -> None:
     (batch, _) = own_rows(vectors(0))
     with torch.no_grad():
         model(batch)
-    (program,) = model._graph_fsdp.programs.values()
+    (program,) = engine_of(model).programs.values()
     alone, owners = program.fresh_inputs, []
 
     def shared(inputs: Any) -> Any:

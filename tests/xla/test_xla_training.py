@@ -20,6 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from xla_compare import BOUND, ROWS, compare, mesh, sgd, text, vectors
 from xla_launch import DEVICES, XlaFacts
 
+from graph_fsdp.report import engine_of
+
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 
 FACTS = XlaFacts(__name__)
@@ -35,7 +37,7 @@ def lowered(model: Any, phase: str, operator: str) -> int:
 
 def hlo(model: Any, phase: str) -> dict[str, int]:
     """Collectives in the program that XLA runs for the latest graph of a phase."""
-    programs = model._graph_fsdp.programs
+    programs = engine_of(model).programs
     return next(programs[key] for key in reversed(programs) if key[1] == phase).hlo().collectives
 
 
@@ -283,7 +285,7 @@ def an_argument_that_would_be_baked_in_is_refused() -> None:
     batch = shard_batch(vectors(0)[0], axes)
     with torch.no_grad():
         model(batch)
-    (program,) = model._graph_fsdp.programs.values()
+    (program,) = engine_of(model).programs.values()
     alone, owners = program.fresh_inputs, []
 
     def shared(inputs: Any) -> Any:
