@@ -47,6 +47,7 @@ def benchmark(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fake_group")
 def test_pass_time_measures_every_default_pass_on_graphs_that_grow_by_a_layer() -> None:
     pass_time = benchmark("pass_time")
@@ -95,6 +96,7 @@ def run_step_time(folder: str) -> dict[str, Any]:
     return codes
 
 
+@pytest.mark.long
 def test_step_time_compares_implementations_and_fails_where_one_trains_wrongly(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +142,7 @@ def run_others(folder: str) -> list[int]:
     ]
 
 
+@pytest.mark.long
 def test_memory_and_compile_time_fail_where_an_implementation_trains_wrongly(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,9 +159,10 @@ def test_memory_and_compile_time_fail_where_an_implementation_trains_wrongly(
     assert one["seconds"] > 0 and one["cpu_seconds"] > 0 and one["passes"] == 0
 
 
+@pytest.mark.long
 def test_compile_time_starts_ranks_of_its_own_for_every_measurement(tmp_path: Path) -> None:
     where = ["--results", str(tmp_path), "--images", str(tmp_path)]
-    chosen = ["--implementations", "ours_eager", "--depths", "1", "2"]
+    chosen = ["--implementations", "ours_eager", "--depths", "1", "2", "--ranks", "1"]
     command = [sys.executable, str(FOLDER / "compile_time.py"), *TINY, *chosen, *where, "--markdown"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stderr
@@ -184,6 +188,7 @@ def copies_on_a_rank() -> list[dict[str, int] | None]:
     return found
 
 
+@pytest.mark.long
 def test_what_fsdp2_copies_is_counted_while_it_runs() -> None:
     full, shard = 8 * 8 * 4, 4 * 8 * 4
     # The root is gathered once. Gather: the shard to the buffer, the buffer to the parameter; gradient to its buffer.
@@ -374,6 +379,7 @@ def test_the_pages_show_the_results_that_are_kept() -> None:
     assert shown["performance.md"] >= 3 and shown["xla.md"] >= 1
 
 
+@pytest.mark.long
 def test_kernel_count_finds_the_same_products_in_every_form_and_the_executors_copies_in_one() -> None:
     kernel_count = benchmark("kernel_count")
     counts, _ = kernel_count.measure("mlp", MLP, (torch.ones(4, 16),))

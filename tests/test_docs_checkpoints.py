@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from test_docs import ROOT, accept, examples, missing_tests, printed
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 
 
+@pytest.mark.long
 def test_code_of_the_page_prints_what_stands_there() -> None:
     found = examples(PAGE.read_text())
     outputs = printed(found, PAGE)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 PAGE = (Path(__file__).parents[1] / "docs" / "index.md").read_text()
 PROGRAMS = {
     code.split("\n", 1)[0].removeprefix("# "): code

@@ -53,10 +53,14 @@ def blocks(page: Path) -> list[Example]:
     return found
 
 
+COMPILES = {"README.md"}  # with Inductor
 OURS = [page for page in PAGES if page.name not in OF_THEIR_OWN and "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long if page.name in COMPILES else (), id=page.name) for page in OURS],
+)
 def test_the_code_of_a_page_prints_what_stands_there(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

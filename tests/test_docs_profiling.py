@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from test_docs import examples, printed
 
 PAGE = Path(__file__).parents[1] / "docs" / "profiling.md"
@@ -18,6 +19,7 @@ def without_times(text: str) -> str:
     return re.sub(r" +", " ", re.sub(r"\d+\.\d\d+", "t", text))
 
 
+@pytest.mark.long
 def test_code_of_the_page_prints_what_stands_there() -> None:
     page = PAGE.read_text()
     found = examples(page)

@@ -29,6 +29,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", range(len(EXAMPLES)), ids=[f"line {example.line}" for example in EXAMPLES])
 def test_code_of_the_page_prints_what_stands_there(outputs: list[str], index: int) -> None:
     assert outputs[index] == EXAMPLES[index].expected

@@ -31,6 +31,7 @@ import vit  # noqa: E402
 from ranks import Ranks, launched  # noqa: E402
 
 
+@pytest.mark.long
 def test_a_custom_schedule_moves_the_collectives_and_changes_no_number() -> None:
     of_ranks = run_ranks(custom_schedule.compare, 2, 3)
     for default, ours in of_ranks:
@@ -48,6 +49,7 @@ def test_a_custom_schedule_moves_the_collectives_and_changes_no_number() -> None
     assert "ms of it only communication" in ours.report and "most bytes gathered at once: " in ours.report
 
 
+@pytest.mark.long
 def test_a_custom_schedule_runs_alone() -> None:
     command = [sys.executable, str(EXAMPLES / "custom_schedule.py"), "--steps", "1"]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -96,6 +98,7 @@ def on_two_ranks(lora_folder: Path) -> list[dict[str, Any]]:
     return run_ranks(short_forms, 2, *paths, backend=None)
 
 
+@pytest.mark.long
 def test_digits_are_learnt_and_saved(on_two_ranks: list[dict[str, Any]], lora_folder: Path) -> None:
     first, second = (outcome["digits"] for outcome in on_two_ranks)
     assert first == second > LEARNT
@@ -105,17 +108,20 @@ def test_digits_are_learnt_and_saved(on_two_ranks: list[dict[str, Any]], lora_fo
     assert digits.accuracy(model, test, Ranks(0, 1, torch.device("cpu"), None)) == pytest.approx(first)
 
 
+@pytest.mark.long
 def test_a_resnet_learns_images(on_two_ranks: list[dict[str, Any]]) -> None:
     first, second = (outcome["resnet"] for outcome in on_two_ranks)
     assert first == second
     assert first.losses[-1] < first.losses[0] and first.accuracy > LEARNT
 
 
+@pytest.mark.long
 def test_a_vision_transformer_learns(on_two_ranks: list[dict[str, Any]]) -> None:
     first, second = (outcome["vit"] for outcome in on_two_ranks)
     assert first == second > LEARNT
 
 
+@pytest.mark.long
 def test_an_adapter_is_trained_and_works_without_graph_fsdp(
     on_two_ranks: list[dict[str, Any]], lora_folder: Path
 ) -> None:
@@ -182,6 +188,7 @@ def test_digits_of_mnists_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         digits.load_mnist(tmp_path)
 
 
+@pytest.mark.long
 def test_a_resnet_of_a_folder_of_images(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no folder with images"):
         resnet.Folder(tmp_path, 16)
@@ -200,6 +207,7 @@ def test_a_resnet_of_a_folder_of_images(tmp_path: Path) -> None:
     assert alone(resnet.run, *arguments) == plainly(resnet.run, *arguments), "bit for bit"
 
 
+@pytest.mark.long
 def test_a_vision_transformer_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < alone(vit.run, "--epochs", 1, "--layers", 1, "--width", 16, "--heads", 2) <= 1
     size, held = (int(word.replace(",", "")) for word in capsys.readouterr().out.split()[:3:2])

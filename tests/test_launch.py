@@ -190,6 +190,7 @@ def test_children_of_a_rank_that_succeeds_are_killed_too(tmp_path: Path) -> None
     wait_until_dead(tmp_path)
 
 
+@pytest.mark.long
 def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, scratch: Path) -> None:
     started = tmp_path / "pids"
     started.mkdir()

@@ -78,6 +78,7 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
     return run_ranks(all_of_them, 2, str(tmp_path_factory.mktemp("ports")), backend=None, timeout=600)
 
 
+@pytest.mark.long
 def test_fsdp1s_mnist_tutorial_has_the_originals_losses_and_accuracy(on_two_ranks: list[dict[str, Any]]) -> None:
     for found in on_two_ranks:
         (losses, accuracy), (there, accuracy_there) = found["fsdp1"], found["fsdp1 original"]
@@ -87,6 +88,7 @@ def test_fsdp1s_mnist_tutorial_has_the_originals_losses_and_accuracy(on_two_rank
         assert "fc1" in found["units"] and "root" in found["units"], "a unit by its size, as the policy says"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_fsdp2s_tutorial_has_the_originals_losses_and_each_resumes_the_other(
     on_two_ranks: list[dict[str, Any]], name: str
@@ -101,6 +103,7 @@ def test_fsdp2s_tutorial_has_the_originals_losses_and_each_resumes_the_other(
     assert on_two_ranks[0][name] != on_two_ranks[1][name], "each rank has its own batches"
 
 
+@pytest.mark.long
 def test_a_zero3_script_has_the_losses_of_fully_shard(on_two_ranks: list[dict[str, Any]]) -> None:
     for found in on_two_ranks:
         assert len(found["zero3"]) == 2 * STEPS

@@ -212,7 +212,7 @@ COMPILE = """
 import torch
 from models import MLP
 import graph_fsdp
-model = graph_fsdp.compile(MLP(), backend="inductor")
+model = graph_fsdp.compile(MLP(depth=1), backend="inductor")
 model(torch.ones(4, 16)).sum().backward()
 """
 
@@ -226,6 +226,7 @@ def compile_with(temporary: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_default_cache_of_compiled_code_is_the_users(tmp_path: Path) -> None:
     done = compile_with(tmp_path)
     assert done.returncode == 0, done.stderr

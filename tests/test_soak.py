@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2000)
 def test_nothing_grows_from_model_to_model(tmp_path: Path) -> None:
     run = "--steps 18 --processes 1 --restart-every 6 --evaluate-every 3 --save-every 3 --sample-every 3 --layers 1"

@@ -81,11 +81,13 @@ def xpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_the_device_is_found_and_what_is_known_of_it(xpu: dict[str, Any]) -> None:
     assert (xpu["accelerator"], xpu["device"]) == ("xpu", "xpu:0")
     assert xpu["hardware"] == (HARDWARE["max1550"].name, fake_xpu.MEMORY)
 
 
+@pytest.mark.long
 def test_forward_as_printed(xpu: dict[str, Any]) -> None:
     assert xpu["linear"]["devices"] == {"forward": {"xpu:0"}, "backward": {"xpu:0"}}
     assert_expected_inline(
@@ -114,6 +116,7 @@ def forward(primals_1, primals_2, primals_3):
     )
 
 
+@pytest.mark.long
 def test_backward_as_printed(xpu: dict[str, Any]) -> None:
     assert_expected_inline(
         body(xpu["linear"]["code"]["backward"]),
@@ -151,6 +154,7 @@ def body(code: str) -> str:
     return "\n".join(line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#"))
 
 
+@pytest.mark.long
 def test_the_graph_is_the_cpus(xpu: dict[str, Any]) -> None:
     assert body(xpu["mlp"]["code"]["forward"]).replace("xpu", "cpu").replace(", index=0", "") == body(
         xpu["mlp on the CPU"]["code"]["forward"]
@@ -158,12 +162,14 @@ def test_the_graph_is_the_cpus(xpu: dict[str, Any]) -> None:
     assert xpu["mlp"]["devices"] == {"forward": {"xpu:0"}, "backward": {"xpu:0"}}
 
 
+@pytest.mark.long
 def test_offloaded_shards_are_fetched_from_the_host(xpu: dict[str, Any]) -> None:
     assert xpu["offloaded"]["devices"] == {"forward": {"xpu:0", "cpu"}, "backward": {"xpu:0", "cpu"}}
     code = xpu["offloaded"]["code"]
     assert "fetch" in code["forward"] and "offload" in code["backward"]
 
 
+@pytest.mark.long
 def test_intels_example_is_scheduled(xpu: dict[str, Any]) -> None:
     assert "gather" in xpu["digits"]["report"] and xpu["digits"]["devices"]["backward"] == {"xpu:0"}
     assert "max1550" in xpu["plan"]

@@ -16,17 +16,17 @@ from random_models import make_model
 from random_training import POLICIES
 from run_case import verdict
 
-EXAMPLES = 25
 SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
-MORE = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0"))  # per seed, instead of EXAMPLES
+MORE = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0"))  # per seed, instead of those of EXAMPLES
 
-# Per number of ranks: how many seeds. 0 is one process without a mesh.
-SEEDS = {0: 4, 1: 3, 2: 3, 3: 1, 4: 1}
+# Per number of ranks: how many cases each of its seeds draws. 0 is one process without a mesh. A case costs its tracing
+# on every rank, so most are of one process, and more ranks than two have those in which three and four can matter.
+EXAMPLES = {0: (25,) * 6, 1: (25,) * 3, 2: (25, 25), 3: (12,), 4: (13,)}
 
 
 def seeds(ranks: int) -> list[int]:
     """Of the tests on so many ranks; ``GRAPH_FSDP_SEED`` gives others."""
-    return [10_000 * SEED + 100 * ranks + number for number in range(SEEDS[ranks])]
+    return [10_000 * SEED + 100 * ranks + number for number in range(len(EXAMPLES[ranks]))]
 
 
 def lasting(number: int) -> Callable[..., Iterator[Ranks]]:
@@ -43,12 +43,19 @@ def lasting(number: int) -> Callable[..., Iterator[Ranks]]:
 def training_is_the_same(*numbers: int) -> Callable[[Ranks, int, int], None]:
     """A test of all cases on these numbers of ranks, 0 for one process without a mesh."""
 
+    @pytest.mark.long
     @pytest.mark.timeout(1800)
     @pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in numbers for seed in seeds(number)])
     def test(ranks: Ranks, number: int, seed: int) -> None:
-        check_cases(ranks, max(number, 1), ("shard", "replicate", "hybrid") if number else ("none",), seed)
+        examples = MORE or EXAMPLES[number][seed % 100]
+        check_cases(ranks, max(number, 1), kinds_of(number), seed, examples)
 
     return test
+
+
+def kinds_of(number: int) -> tuple[MeshKind, ...]:
+    """Of the meshes of the tests on so many ranks."""
+    return ("shard", "replicate", "hybrid") if number else ("none",)
 
 
 def may_refuse(case: Case, types: tuple[str, ...], text: str) -> bool:
@@ -56,6 +63,11 @@ def may_refuse(case: Case, types: tuple[str, ...], text: str) -> bool:
     if types[:1] == ("BudgetError",):
         return "budget" in case.options.pipeline
     return types[:1] == ("ValueError",) and "selects none that holds parameters" in text and selects_nothing(case)
+
+
+def alone(case: Case) -> str:
+    """The command that runs a case."""
+    return f'alone:\npython tests/properties/run_case.py "{case!r}"'
 
 
 def selects_nothing(case: Case) -> bool:
@@ -69,9 +81,8 @@ def selects_nothing(case: Case) -> bool:
     return not any(id(p) not in out for m in model.modules() if isinstance(m, classes) for p in m.parameters())
 
 
-def check_cases(ranks: Ranks, number: int, kinds: tuple[MeshKind, ...], first_seed: int) -> None:
-    """Random cases on meshes of ``number`` ranks of these kinds."""
-    examples = MORE or EXAMPLES
+def check_cases(ranks: Ranks, number: int, kinds: tuple[MeshKind, ...], first_seed: int, examples: int) -> None:
+    """``examples`` random cases on meshes of ``number`` ranks of these kinds."""
     found: Counter[str] = Counter()
 
     @seed(first_seed)
@@ -90,9 +101,9 @@ def check_cases(ranks: Ranks, number: int, kinds: tuple[MeshKind, ...], first_se
             found[types[0]] += 1
             return
         found["trained"] += 1
-        assert not wrong, f'{wrong}\n\nseed {first_seed}; alone:\npython tests/properties/run_case.py "{case!r}"'
+        assert not wrong, f"{wrong}\n\nseed {first_seed}; {alone(case)}"
 
     check()
     print(f"seed {first_seed}: {dict(found)}")
     assert found.total() >= examples
-    assert found["trained"] >= 0.9 * found.total(), f"too many cases are refused: {dict(found)}"
+    assert found["trained"] >= 0.8 * found.total(), f"too many cases are refused: {dict(found)}"

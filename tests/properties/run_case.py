@@ -6,6 +6,7 @@ python tests/properties/run_case.py "Case(model=ModelCase(…), …)"
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -15,12 +16,16 @@ import random_cases
 from equality import differences
 from lasting_ranks import Raised, Ranks
 from random_cases import Case
-from random_training import train_reference
+from random_training import Outcome, train_reference
 
 
 def verdict(ranks: Ranks, case: Case) -> tuple[str, tuple[str, ...]]:
     """What is wrong with a case, or nothing; and the types of the error that ranks raised, if they did."""
-    outcomes = ranks.run(case)
+    return judged(case, ranks.run(case))
+
+
+def judged(case: Case, outcomes: Sequence[Outcome | Raised]) -> tuple[str, tuple[str, ...]]:
+    """The verdict on what each rank has seen of a case."""
     raised = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)]
     if raised:
         first = raised[0][1]
