@@ -55,6 +55,8 @@ from graph_fsdp.runtime.failure import (
 from graph_fsdp.runtime.runnable_program import RunnableProgram
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
+# A process group ends by itself what a rank that is gone takes part in; seldom one of gloo's has waited for ever.
+_ROUNDS_WITHOUT_A_RANK = 3
 _DEPTH = 4  # programs of the past that a prediction looks at
 _MOST_PREDICTIONS = 4096
 _COMPILES = "compiles a graph that no rank has run before"
@@ -375,11 +377,13 @@ def finish(work: Any, device: torch.device) -> None:
         work.wait()
         return
     patience = datetime.timedelta(seconds=agreement.PATIENCE_SECONDS)
+    rounds_without = 0  # a rank that has ended
     while True:
         try:
             work.wait(patience)
             return
         except RuntimeError as error:
-            if work.is_completed():
+            if work.is_completed() or rounds_without > _ROUNDS_WITHOUT_A_RANK:
                 raise CollectiveFailed(str(error)) from error
         lockstep.look_for_others()
+        rounds_without = rounds_without + 1 if ended(lockstep.store, lockstep.ranks) else 0
