@@ -34,7 +34,6 @@ TESTS = (
     "test_verify.py",
     "test_verify_values.py",
     "test_printed_graphs.py",
-    "test_printed_graphs_backward.py",
     "test_module.py",
     "test_calls.py",
     "test_runtime_ranks.py",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from models import GPT
+from printed import label, sequence
 from torch import Tensor, nn
 
 from graph_fsdp.planning import Traced, trace
@@ -36,6 +37,18 @@ class Net(nn.Module):
 
 
 def traced(value: Any, model: Any = Net, inputs: Any = None, **options: Any) -> Traced:
+    """What is asked for again with the same arguments is traced once."""
+    if inputs is None and not options and value in (None, "unit", "selective"):
+        return _known(value, model)
+    return _traced(value, model, inputs, **options)
+
+
+@functools.cache
+def _known(value: str | None, model: Any) -> Traced:
+    return _traced(value, model)
+
+
+def _traced(value: Any, model: Any, inputs: Any = None, **options: Any) -> Traced:
     inputs = torch.ones(32, 16, requires_grad=True) if inputs is None else inputs
     options = {"backend": "eager", "reshard_after_forward": True, **options}
     return trace(model, (inputs,), world_size=2, activation_checkpointing=value, **options)
@@ -43,19 +56,15 @@ def traced(value: Any, model: Any = Net, inputs: Any = None, **options: Any) -> 
 
 @functools.cache
 def gpt(value: Any) -> Traced:
-    return traced(value, lambda: GPT(depth=3, dropout=0.1), torch.zeros(32, 8, dtype=torch.int64))
+    return traced(value, lambda: GPT(depth=2, dropout=0.1), torch.zeros(32, 8, dtype=torch.int64))
 
 
 def saved(found: Traced) -> list[str]:
     """What forward computes for backward, without inputs."""
     values = found.forward.output.args[0][found.context.forward_outputs :]  # type: ignore[index]
-    return [str(v) for v in values if v.op == "call_function"]  # type: ignore[union-attr]
+    return [label(v) for v in values if v.op == "call_function"]  # type: ignore[arg-type, union-attr]
 
 
-def calls(found: Traced, *words: str) -> str:
-    """Backward's calls of operators with these words in their names, in order."""
-    lines = (line.strip() for line in found.report.backward.stages["free"].body.splitlines())
-    return "\n".join(line.split("(")[0] for line in lines if any(word in line.split("(")[0] for word in words))
-
-
-COMPUTE = ("aten.mm.", "aten.gelu", "aten.add", "all_gather", "reduce_scatter", "dialect.free", "graph_fsdp.free")
+def backward_order(found: Traced) -> str:
+    """Backward's communication, and between it the operators that the model consists of, in order."""
+    return sequence(found.report.backward, "mm", "gelu", "gelu_backward", "add")

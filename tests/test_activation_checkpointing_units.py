@@ -1,16 +1,15 @@
-"""``activation_checkpointing``: what holds under each policy, with the user's own checkpoints and units, and the argument."""
+"""``activation_checkpointing``: what holds under each policy, with the user's own checkpoints, and the argument."""
 
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from allocations import SLACK, measure
-from checkpointed_models import COMPUTE, Block, Net, calls, gpt, saved, traced
+from checkpointed_models import Block, Net, backward_order, gpt, saved, traced
 from models import GPT, MLP, VOCABULARY
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -67,9 +66,7 @@ def test_measured_memory_falls_to_what_is_predicted() -> None:
     measured = {}
     for value in (None, "unit"):
         torch._dynamo.reset()
-        model = graph_fsdp.compile(
-            GPT(depth=3), backend="eager", reshard_after_forward=True, activation_checkpointing=value
-        )
+        model = graph_fsdp.compile(GPT(), backend="eager", reshard_after_forward=True, activation_checkpointing=value)
         x = torch.randint(VOCABULARY, (256, 8))
 
         def step(model: nn.Module = model, x: Tensor = x) -> None:
@@ -98,7 +95,7 @@ class Checkpointed(Net):
 def test_the_users_own_checkpoint_saves_what_it_gives_to_others() -> None:
     """The last block is not computed again before the head's backward has begun."""
     assert saved(traced(None, Checkpointed)) == saved(traced("unit"))
-    assert calls(traced(None, Checkpointed), *COMPUTE) == calls(traced("unit"), *COMPUTE)
+    assert backward_order(traced(None, Checkpointed)) == backward_order(traced("unit"))
 
 
 def test_with_the_users_own_checkpoint_units_are_what_is_recomputed() -> None:
@@ -129,11 +126,13 @@ def test_each_call_of_a_unit_is_recomputed_by_itself() -> None:
     assert "of 8 calls of units" in str(found.report.joint.stages["activation_checkpointing"].summary)
 
 
+@pytest.mark.long
 def test_inductor_recomputes_the_same_units() -> None:
     found = traced("unit", backend="inductor")
     assert len(saved(found)) == len(saved(traced("unit")))
 
 
+@pytest.mark.long
 def test_inductor_replays_dropout() -> None:
     gradients = []
     for value in (None, "unit"):
@@ -152,7 +151,7 @@ def test_inductor_replays_dropout() -> None:
 @pytest.mark.filterwarnings("ignore:activation_checkpointing")
 @pytest.mark.parametrize("value", ["unit", "offload", 0.5])
 def test_symbolic_sizes_change_nothing(value: Any) -> None:
-    operators = [[re.sub(r"_\d+$", "", name) for name in saved(traced(value, dynamic=d))] for d in (True, False)]
+    operators = [saved(traced(value, dynamic=dynamic)) for dynamic in (True, False)]
     assert operators[0] == operators[1]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from models import MLP
+from printed import bucket_table, calls, stage_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.passes import GraphPass, default_pipeline
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report import GraphReport, engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -38,13 +37,13 @@ def every_unit(model: nn.Module, method: str, *arguments: object) -> None:
 
 def reductions(report: GraphReport) -> str:
     """The rows of backward's table that are no gathers."""
-    header, *rows = report.backward.table().splitlines()
-    return "\n".join([header, *(row for row in rows if " gather " not in row)])
+    return "\n".join(row for row in bucket_table(report.backward).splitlines() if " gather " not in row)
 
 
-def lines_of(report: GraphReport, *texts: str) -> str:
-    body = re.sub(r"'\d+'", "'…'", report.backward.stages["free"].body)  # names of groups
-    return "\n".join(line.strip() for line in body.splitlines() if any(text in line for text in texts))
+def roots(report: GraphReport) -> str:
+    """The reductions of the root's bucket."""
+    found = calls(report.backward, "reduce_scatter_start", "all_reduce_shard_start").splitlines()
+    return "\n".join(line for line in found if "_root = " in line)
 
 
 def test_without_synchronisation_gradients_are_kept_and_nothing_is_reduced() -> None:
@@ -54,47 +53,54 @@ def test_without_synchronisation_gradients_are_kept_and_nothing_is_reduced() -> 
     assert_expected_inline(
         reductions(report),
         """\
-  bucket    kind    params  bytes  start  wait  first use  free
-  root      kept         2  1,024      -     -         14    28
-  root      keep         2    340     26     -          -     -
-  blocks.1  keep         4  4,288     55     -          -     -
-  blocks.0  keep         4  4,288     79     -          -     -""",
+root kept 2 1,024
+root keep 2 340
+blocks.1 keep 4 4,288
+blocks.0 keep 4 4,288""",
     )
     assert_expected_inline(
-        lines_of(report, "accumulate_grad", "reduce"),
+        stage_text(report.backward),
         """\
-head_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view, [1], torch.float32, torch.float32, 'head.bias')
-head_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_8, [1, 16], torch.float32, torch.float32, 'head.weight')
-blocks_1_down_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_1, [2], torch.float32, torch.float32, 'blocks.1.down.bias')
-blocks_1_down_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_12, [2, 32], torch.float32, torch.float32, 'blocks.1.down.weight')
-blocks_1_up_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_2, [4], torch.float32, torch.float32, 'blocks.1.up.bias')
-blocks_1_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_16, [4, 16], torch.float32, torch.float32, 'blocks.1.up.weight')
-blocks_0_down_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_3, [2], torch.float32, torch.float32, 'blocks.0.down.bias')
-blocks_0_down_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_20, [2, 32], torch.float32, torch.float32, 'blocks.0.down.weight')
-blocks_0_up_bias_kept = torch.ops.graph_fsdp.accumulate_grad.default(view_4, [4], torch.float32, torch.float32, 'blocks.0.up.bias')
-blocks_0_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(t_23, [4, 16], torch.float32, torch.float32, 'blocks.0.up.weight')""",
+takes kept(root)
+gather_blocks_1 = all_gather_start([blocks.1.{up.weight, down.weight}], float32, world_size=8)
+    mm(head.weight), ...
+head_bias_kept = accumulate_grad(head.bias: sum, shard_shape=[1], float32, float32)
+head_weight_kept = accumulate_grad(head.weight: mm, shard_shape=[1, 16], float32, float32)
+free(kept(root))
+full_blocks_1 = all_gather_wait(gather_blocks_1)
+gather_blocks_0 = all_gather_start([blocks.0.down.weight], float32, world_size=8)
+    mm(blocks.1.down.weight), ..., mm(blocks.1.up.weight), ...
+blocks_1_down_bias_kept = accumulate_grad(blocks.1.down.bias: sum, shard_shape=[2], float32, float32)
+blocks_1_down_weight_kept = accumulate_grad(blocks.1.down.weight: mm, shard_shape=[2, 32], float32, float32)
+blocks_1_up_bias_kept = accumulate_grad(blocks.1.up.bias: sum, shard_shape=[4], float32, float32)
+blocks_1_up_weight_kept = accumulate_grad(blocks.1.up.weight: mm, shard_shape=[4, 16], float32, float32)
+free(full_blocks_1)
+full_blocks_0 = all_gather_wait(gather_blocks_0)
+    mm(blocks.0.down.weight), ...
+blocks_0_down_bias_kept = accumulate_grad(blocks.0.down.bias: sum, shard_shape=[2], float32, float32)
+blocks_0_down_weight_kept = accumulate_grad(blocks.0.down.weight: mm, shard_shape=[2, 32], float32, float32)
+blocks_0_up_bias_kept = accumulate_grad(blocks.0.up.bias: sum, shard_shape=[4], float32, float32)
+blocks_0_up_weight_kept = accumulate_grad(blocks.0.up.weight: mm, shard_shape=[4, 16], float32, float32)
+free(full_blocks_0)
+return blocks_0_up_weight_kept, blocks_0_up_bias_kept, ..., blocks_0_down_weight_kept, blocks_0_down_bias_kept,
+    blocks_1_up_weight_kept, blocks_1_up_bias_kept, blocks_1_down_weight_kept, blocks_1_down_bias_kept,
+    head_weight_kept, head_bias_kept""",
     )
     assert all(p.grad is None for p in model.parameters())
 
-
-def test_what_is_kept_is_as_large_as_the_parameters_and_reported() -> None:
-    model = model_on()
-    model.set_requires_gradient_sync(False)
-    report = step(model)
+    # What is kept is as large as the parameters, and reported and predicted.
     whole = sum(4 * p.numel() for p in MLP().parameters())
     assert report.kept_nbytes == whole
     assert f"gradients that are not reduced yet: {whole:,} bytes" in str(report)
     assert f"{whole:,} bytes of gradients kept whole" in report.backward.stages["bucket"].summary
-    model.set_requires_gradient_sync(True)
-    assert step(model).kept_nbytes == 0
+    assert report.backward.memory.timeline["gradients"][-1] == whole  # type: ignore[union-attr]
 
-
-def test_kept_gradients_are_in_the_predicted_memory() -> None:
-    with_sync, without = model_on(), model_on()
-    without.set_requires_gradient_sync(False)
-    held = [step(model).backward.memory.timeline["gradients"][-1] for model in (with_sync, without)]  # type: ignore[union-attr]
-    whole = sum(4 * p.numel() for p in MLP().parameters())
-    assert held[1] == whole > held[0]
+    # Each setting is captured once.
+    for sync in (True, False, True):
+        model.set_requires_gradient_sync(sync)
+        report = step(model)
+    assert report.kept_nbytes == 0 and len(report.graphs) == 2
+    assert report.backward.memory.timeline["gradients"][-1] < whole  # type: ignore[union-attr]
 
 
 def test_graphs_with_and_without_share_their_compiled_regions() -> None:
@@ -104,14 +110,6 @@ def test_graphs_with_and_without_share_their_compiled_regions() -> None:
     assert step(model).compiled_regions == compiled
 
 
-def test_each_setting_is_captured_once() -> None:
-    model = model_on()
-    for sync in (False, True, False, True, False):
-        model.set_requires_gradient_sync(sync)
-        report = step(model)
-    assert len(report.graphs) == 2
-
-
 def test_on_replicas_shards_are_kept_before_their_all_reduce() -> None:
     model = model_on((2, 4))
     model.set_requires_all_reduce(False)
@@ -119,21 +117,19 @@ def test_on_replicas_shards_are_kept_before_their_all_reduce() -> None:
     assert_expected_inline(
         reductions(report),
         """\
-  bucket    kind    params  bytes  start  wait  first use  free
-  root      kept         2    768      -     -         14    26
-  root      reduce       2    136     27    76         77     -
-  blocks.1  reduce       4  1,072     55    83         84     -
-  root      keep         2    136     80     -          -     -
-  blocks.0  reduce       4  1,072     82    94         95     -
-  blocks.1  keep         4  1,072     89     -          -     -
-  blocks.0  keep         4  1,072    100     -          -     -""",
+root kept 2 768
+root reduce 2 136
+blocks.1 reduce 4 1,072
+root keep 2 136
+blocks.0 reduce 4 1,072
+blocks.1 keep 4 1,072
+blocks.0 keep 4 1,072""",
     )
     assert_expected_inline(
-        lines_of(report, "blocks_0_up_weight_kept", "all_reduce_shard"),
-        """\
-blocks_0_up_weight_kept = torch.ops.graph_fsdp.accumulate_grad.default(blocks_0_up_weight_grad_1, [8, 16], torch.float32, torch.float32, 'blocks.0.up.weight')
-return (blocks_0_up_weight_kept, blocks_0_up_bias_kept, None, blocks_0_down_weight_kept, blocks_0_down_bias_kept, blocks_1_up_weight_kept, blocks_1_up_bias_kept, blocks_1_down_weight_kept, blocks_1_down_bias_kept, head_weight_kept, head_bias_kept)""",
+        calls(report.backward, "accumulate_grad").splitlines()[0],
+        """head_bias_kept = accumulate_grad(head.bias: reduced_root, shard_shape=[2], float32, float32)""",
     )
+    assert not calls(report.backward, "all_reduce_shard_start")
     assert report.kept_nbytes == sum(4 * p.shard_numel for p in report.spec.parameters.values())
     model.set_requires_all_reduce(True)
     assert "replicate" in reductions(step(model))
@@ -145,17 +141,17 @@ def test_where_nothing_shards_whole_gradients_are_kept() -> None:
     model.set_requires_all_reduce(False)
     report = step(model)
     assert report.kept_nbytes == sum(4 * p.numel() for p in MLP().parameters())
-    assert lines_of(report, "reduce") == ""
+    assert not calls(report.backward, "all_reduce_start", "reduce_scatter_start")
 
 
 def test_a_divide_factor_is_an_argument_of_the_reductions() -> None:
     model = model_on((2, 4))
     every_unit(model, "set_gradient_divide_factor", 3.0)
     assert_expected_inline(
-        lines_of(step(model), "reduce_root ", "replicate_root "),
+        roots(step(model)),
         """\
-reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 4, '…', 2, factor = 3.0)
-replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_root, 8, '…', factor = 3.0)""",
+reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=4, replicas=2, factor=3.0)
+replicate_root = all_reduce_shard_start(reduced_root, ranks=8, factor=3.0)""",
     )
 
 
@@ -163,10 +159,10 @@ def test_sums_are_an_argument_of_the_reductions() -> None:
     model = model_on((2, 4))
     every_unit(model, "set_force_sum_reduction_for_comms", True)
     assert_expected_inline(
-        lines_of(step(model), "reduce_root ", "replicate_root "),
+        roots(step(model)),
         """\
-reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, view], torch.float32, 4, '…', 2, summed = True)
-replicate_root = torch.ops.graph_fsdp.all_reduce_shard_start.default(reduced_root, 8, '…', summed = True)""",
+reduce_root = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=4, replicas=2, summed=True)
+replicate_root = all_reduce_shard_start(reduced_root, ranks=8, summed=True)""",
     )
 
 
@@ -175,15 +171,15 @@ def test_a_hook_stands_behind_the_reductions_and_sees_each_bucket() -> None:
     every_unit(model, "set_all_reduce_hook", lambda reduced: seen.append(tuple(reduced.shape)))
     report = step(model)
     assert_expected_inline(
-        lines_of(report, "reduce_hook"),
+        calls(report.backward, "reduce_hook"),
         """\
-hook_root = torch.ops.graph_fsdp.reduce_hook.default(replicated_root, '')
-hook_blocks_1 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_1, 'blocks.1')
-hook_blocks_0 = torch.ops.graph_fsdp.reduce_hook.default(replicated_blocks_0, 'blocks.0')""",
+hook_root = reduce_hook(replicated_root)
+hook_blocks_1 = reduce_hook(replicated_blocks_1)
+hook_blocks_0 = reduce_hook(replicated_blocks_0)""",
     )
     assert len(seen) == 3
     every_unit(model, "set_all_reduce_hook", None)
-    assert "reduce_hook" not in lines_of(step(model), "hook")
+    assert not calls(step(model).backward, "reduce_hook")
     assert len(seen) == 3
 
 
@@ -203,7 +199,7 @@ def test_no_sync_leaves_what_was_set() -> None:
     model.set_requires_all_reduce(False)
     with model.no_sync():
         pass
-    assert lines_of(step(model), "all_reduce_shard") == ""
+    assert not calls(step(model).backward, "all_reduce_shard_start")
 
 
 def test_buckets_of_several_units_have_one_setting() -> None:
@@ -220,14 +216,13 @@ def test_methods_of_a_unit_are_for_that_unit() -> None:
     assert_expected_inline(
         reductions(step(model)),
         """\
-  bucket    kind    params  bytes  start  wait  first use  free
-  root      kept         2  1,024      -     -         14    26
-  root      reduce       2     68     27    80         81     -
-  blocks.1  reduce       4    536     55    84         85     -
-  blocks.0  keep         4  4,288     75     -          -     -""",
+root kept 2 1,024
+root reduce 2 68
+blocks.1 reduce 4 536
+blocks.0 keep 4 4,288""",
     )
-    assert "factor = 2.0" in lines_of(graph_fsdp.inspect(model), "reduce_blocks_1 ")
-    assert "factor" not in lines_of(graph_fsdp.inspect(model), "reduce_root ")
+    report = graph_fsdp.inspect(model)
+    assert "factor=2.0" in calls(report.backward, "reduce_scatter_start") and "factor" not in roots(report)
     assert all(p.grad is None for p in model.blocks[0].parameters())
     assert all(p.grad is not None for p in model.blocks[1].parameters())
 
@@ -267,10 +262,10 @@ def test_a_pass_cannot_keep_what_the_user_wants_reduced() -> None:
 )
 def test_bad_arguments_change_nothing(method: str, arguments: tuple[object, ...], message: str) -> None:
     model = model_on()
-    before = model._graph_fsdp.settings
+    before = engine_of(model).settings
     with pytest.raises((TypeError, ValueError), match=message):
         getattr(model, method)(*arguments)
-    assert model._graph_fsdp.settings == before
+    assert engine_of(model).settings == before
 
 
 def test_without_replicas_there_is_no_all_reduce_to_leave_out() -> None:
@@ -322,7 +317,7 @@ def test_gradients_that_share_memory_are_kept_apart() -> None:
     model.set_requires_gradient_sync(False)
     for _ in range(3):
         model(torch.full((8, 4), 2.0)).backward()
-    kept = model._graph_fsdp.kept.gradients
+    kept = engine_of(model).kept.gradients
     assert torch.equal(kept["a", False], torch.full((8, 4), 6.0)) and torch.equal(
         kept["b", False], torch.full((8, 4), 6.0)
     )

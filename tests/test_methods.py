@@ -9,7 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from models import GPT, MLP
-from test_schedule_options import events
+from printed import calls, events, stage_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, register_fsdp_forward_method
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
+from graph_fsdp.report import engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -42,12 +43,9 @@ def units(model: nn.Module) -> Iterator[Any]:
 
 def test_units_are_fsdp_modules_and_what_they_were() -> None:
     model = compiled()
-    assert [model.get_submodule(n)._graph_fsdp_unit for n in ("", "blocks.0", "blocks.2")] == [
-        "",
-        "blocks.0",
-        "blocks.2",
-    ]
-    assert len(list(units(model))) == 4 and type(model.blocks[0]).__name__ == "FSDPMLPBlock"
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert names == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert type(model.blocks[0]).__name__ == "FSDPMLPBlock"
     assert isinstance(model.blocks[0], type(MLP().blocks[0]))
     assert type(model.blocks[1]) is type(model.blocks[0])
     assert not hasattr(model.blocks[0].up, "unshard")
@@ -60,58 +58,21 @@ def test_the_graphs_of_whole_parameters_gather_nothing() -> None:
     step(model)
     report = graph_fsdp.inspect(model)
     assert_expected_inline(
-        f"{report.forward.stages['free'].body}\n{report.backward.stages['free'].body}",
+        f"{stage_text(report.forward)}\n\n{stage_text(report.backward)}",
         """\
-def forward(primals_1, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, whole_blocks_0_up_weight, whole_blocks_0_up_bias, whole_blocks_0_down_weight, whole_blocks_0_down_bias, whole_head_weight, whole_head_bias):
-    t = torch.ops.aten.t.default(whole_blocks_0_up_weight)
-    addmm = torch.ops.aten.addmm.default(whole_blocks_0_up_bias, primals_3, t)
-    gelu = torch.ops.aten.gelu.default(addmm)
-    t_1 = torch.ops.aten.t.default(whole_blocks_0_down_weight)
-    addmm_1 = torch.ops.aten.addmm.default(whole_blocks_0_down_bias, gelu, t_1)
-    add = torch.ops.aten.add.Tensor(primals_3, addmm_1)
-    t_2 = torch.ops.aten.t.default(whole_head_weight)
-    addmm_2 = torch.ops.aten.addmm.default(whole_head_bias, add, t_2)
-    return (addmm_2, whole_blocks_0_down_weight, whole_head_weight, primals_3, primals_4, primals_6, addmm, gelu, add)
+takes whole_blocks_0_up_weight, whole_blocks_0_up_bias, whole_blocks_0_down_weight, whole_blocks_0_down_bias,
+    whole_head_weight, whole_head_bias
+    addmm(whole_blocks_0_up_bias, whole_blocks_0_up_weight), ..., addmm(whole_blocks_0_down_bias,
+        whole_blocks_0_down_weight), ..., addmm(whole_head_bias, whole_head_weight)
+return ..., whole_blocks_0_down_weight, whole_head_weight, ..., blocks.0.down.weight, head.weight, ...
 
-def forward(whole_blocks_0_down_weight, whole_head_weight, primals_3, primals_4, primals_6, addmm, gelu, add, tangents_1):
-    t_2 = torch.ops.aten.t.default(whole_head_weight)
-    t_3 = torch.ops.aten.t.default(t_2)
-    mm = torch.ops.aten.mm.default(tangents_1, t_3)
-    t_4 = torch.ops.aten.t.default(tangents_1)
-    mm_1 = torch.ops.aten.mm.default(t_4, add)
-    t_5 = torch.ops.aten.t.default(mm_1)
-    sum_1 = torch.ops.aten.sum.dim_IntList(tangents_1, [0], True)
-    view = torch.ops.aten.view.default(sum_1, [5])
-    t_6 = torch.ops.aten.t.default(t_5)
-    t_1 = torch.ops.aten.t.default(whole_blocks_0_down_weight)
-    t_7 = torch.ops.aten.t.default(t_1)
-    mm_2 = torch.ops.aten.mm.default(mm, t_7)
-    t_8 = torch.ops.aten.t.default(mm)
-    mm_3 = torch.ops.aten.mm.default(t_8, gelu)
-    t_9 = torch.ops.aten.t.default(mm_3)
-    sum_2 = torch.ops.aten.sum.dim_IntList(mm, [0], True)
-    view_1 = torch.ops.aten.view.default(sum_2, [16])
-    t_10 = torch.ops.aten.t.default(t_9)
-    gelu_backward = torch.ops.aten.gelu_backward.default(mm_2, addmm)
-    t_11 = torch.ops.aten.t.default(gelu_backward)
-    mm_4 = torch.ops.aten.mm.default(t_11, primals_3)
-    t_12 = torch.ops.aten.t.default(mm_4)
-    sum_3 = torch.ops.aten.sum.dim_IntList(gelu_backward, [0], True)
-    view_2 = torch.ops.aten.view.default(sum_3, [32])
-    t_13 = torch.ops.aten.t.default(t_12)
-    reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_13, view_2, t_10, view_1, t_6, view], torch.float32, 8, '0')
-    reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)
-    blocks_0_up_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 0, 64)
-    blocks_0_up_bias_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 64, 68)
-    blocks_0_down_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 68, 132)
-    blocks_0_down_bias_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 132, 134)
-    head_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 134, 150)
-    head_bias_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 150, 151)
-    blocks_0_up_weight_grad_1 = torch.ops.aten.view.default(blocks_0_up_weight_grad, [4, 16])
-    blocks_0_down_weight_grad_1 = torch.ops.aten.view.default(blocks_0_down_weight_grad, [2, 32])
-    head_weight_grad_1 = torch.ops.aten.view.default(head_weight_grad, [1, 16])
-    return (blocks_0_up_weight_grad_1, blocks_0_up_bias_grad, None, blocks_0_down_weight_grad_1, blocks_0_down_bias_grad, head_weight_grad_1, head_bias_grad)
-""",
+takes whole_blocks_0_down_weight, whole_head_weight
+    mm(whole_head_weight), ..., mm(whole_blocks_0_down_weight), ...
+reduce_root = reduce_scatter_start([blocks.0.{up.weight: mm, up.bias: sum, down.weight: mm, down.bias: sum},
+    head.{weight: mm, bias: sum}], float32, world_size=8)
+reduced_root = reduce_wait(reduce_root)
+return blocks.0.up.{weight.grad, bias.grad}, ..., blocks.0.down.{weight.grad, bias.grad}, head.{weight.grad,
+    bias.grad}""",
     )
 
 
@@ -140,58 +101,48 @@ def test_inference_on_whole_parameters() -> None:
     with torch.no_grad():
         model(torch.randn(4, 16))
     assert_expected_inline(
-        graph_fsdp.inspect(model).inference.stages["free"].body,
+        stage_text(graph_fsdp.inspect(model).inference),
         """\
-def forward(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, arg5_1, arg6_1, whole_blocks_0_up_weight, whole_blocks_0_up_bias, whole_blocks_0_down_weight, whole_blocks_0_down_bias, whole_head_weight, whole_head_bias):
-    t = torch.ops.aten.t.default(whole_blocks_0_up_weight)
-    addmm = torch.ops.aten.addmm.default(whole_blocks_0_up_bias, arg2_1, t)
-    gelu = torch.ops.aten.gelu.default(addmm)
-    t_1 = torch.ops.aten.t.default(whole_blocks_0_down_weight)
-    addmm_1 = torch.ops.aten.addmm.default(whole_blocks_0_down_bias, gelu, t_1)
-    add = torch.ops.aten.add.Tensor(arg2_1, addmm_1)
-    t_2 = torch.ops.aten.t.default(whole_head_weight)
-    addmm_2 = torch.ops.aten.addmm.default(whole_head_bias, add, t_2)
-    return (addmm_2,)
-""",
+takes whole_blocks_0_up_weight, whole_blocks_0_up_bias, whole_blocks_0_down_weight, whole_blocks_0_down_bias,
+    whole_head_weight, whole_head_bias
+    addmm(whole_blocks_0_up_bias, whole_blocks_0_up_weight), ..., addmm(whole_blocks_0_down_bias,
+        whole_blocks_0_down_weight), ..., addmm(whole_head_bias, whole_head_weight)
+return ...""",
     )
 
 
 def test_reshard_after_forward_of_units() -> None:
+    again = events_after(lambda m: m.set_reshard_after_forward(True))
     assert_expected_inline(
-        events_after(lambda m: m.set_reshard_after_forward(True)),
+        again,
         """\
-forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot
-backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root
+    xroot
+backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1
+    -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
-    assert_expected_inline(
-        events_after(lambda m: m.set_reshard_after_forward(True, recurse=False)),
-        """\
-forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root xroot
-backward: >root .root >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 >blocks.0 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
-    )
+    assert events_after(lambda m: m.set_reshard_after_forward(True, recurse=False)) == again
     assert_expected_inline(
         events_after(lambda m: m.blocks[0].set_reshard_after_forward(False)),
         """\
 forward: >blocks.0 .blocks.0 >blocks.1 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root
-backward: >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 xblocks.0 -blocks.0""",
+backward: >blocks.2 xroot -root .blocks.2 >blocks.1 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 xblocks.0
+    -blocks.0""",
     )
-    gathered_again = events_after(lambda m: None, reshard_after_forward=True)
-    assert events_after(lambda m: m.set_reshard_after_forward(True), reshard_after_forward=False) == gathered_again
+    assert events_after(lambda m: m.set_reshard_after_forward(True), reshard_after_forward=False) == again
 
 
 def test_reshard_after_forward_true_undoes_resharding_to_a_smaller_group() -> None:
     model = compiled(reshard_after_forward=2)
     model.blocks[1].set_reshard_after_forward(True)
     step(model)
-    body = graph_fsdp.inspect(model).backward.stages["free"].body
-    sources = [line.strip().split(", [")[0] for line in body.splitlines() if "all_gather_start" in line]
     assert_expected_inline(
-        "\n".join(sources),
+        calls(graph_fsdp.inspect(model).backward, "all_gather_start"),
         """\
-gather_root = torch.ops.graph_fsdp.all_gather_start.default([shard_2]
-gather_blocks_2 = torch.ops.graph_fsdp.all_gather_start.default([shard_1]
-gather_blocks_1 = torch.ops.graph_fsdp.all_gather_start.default([primals_6, primals_8]
-gather_blocks_0 = torch.ops.graph_fsdp.all_gather_start.default([shard_0]""",
+gather_root = all_gather_start([kept_shard(root)], float32, world_size=2)
+gather_blocks_2 = all_gather_start([kept_shard(blocks.2)], float32, world_size=2)
+gather_blocks_1 = all_gather_start([blocks.1.{up.weight, down.weight}], float32, world_size=8)
+gather_blocks_0 = all_gather_start([kept_shard(blocks.0)], float32, world_size=2)""",
     )
 
 
@@ -215,7 +166,7 @@ def test_reshard_after_backward_false_keeps_units_whole_until_it_is_true() -> No
     for _ in range(2):
         step(model)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-    assert events(graph_fsdp.inspect(model)) == "forward: \nbackward: -root -blocks.2 -blocks.1 -blocks.0"
+    assert events(graph_fsdp.inspect(model)) == "forward:\nbackward: -root -blocks.2 -blocks.1 -blocks.0"
     assert graph_fsdp.inspect(model).collectives["all_gather"] == 4
     model.set_reshard_after_backward(True)
     step(model)
@@ -249,8 +200,10 @@ def test_forward_prefetch_lists() -> None:
     assert_expected_inline(
         events_after(lambda m: m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]]), **serial),
         """\
-forward: >blocks.0 .blocks.0 >blocks.1 >blocks.2 xblocks.0 .blocks.1 xblocks.1 .blocks.2 xblocks.2 >root .root xroot
-backward: >root .root xroot -root >blocks.2 .blocks.2 xblocks.2 -blocks.2 >blocks.1 .blocks.1 xblocks.1 -blocks.1 >blocks.0 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 >blocks.1 >blocks.2 xblocks.0 .blocks.1 xblocks.1 .blocks.2 xblocks.2 >root .root
+    xroot
+backward: >root .root xroot -root >blocks.2 .blocks.2 xblocks.2 -blocks.2 >blocks.1 .blocks.1 xblocks.1 -blocks.1
+    >blocks.0 .blocks.0 xblocks.0 -blocks.0""",
     )
     nothing = events_after(lambda m: None, **serial)
 
@@ -266,15 +219,18 @@ def test_backward_prefetch_lists() -> None:
     assert_expected_inline(
         events_after(lambda m: m.set_modules_to_backward_prefetch([m.blocks[2], m.blocks[0]]), **serial),
         """\
-forward: >blocks.0 .blocks.0 xblocks.0 >blocks.1 .blocks.1 xblocks.1 >blocks.2 .blocks.2 xblocks.2 >root .root xroot
-backward: >root .root >blocks.2 >blocks.1 >blocks.0 xroot -root .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
+forward: >blocks.0 .blocks.0 xblocks.0 >blocks.1 .blocks.1 xblocks.1 >blocks.2 .blocks.2 xblocks.2 >root .root
+    xroot
+backward: >root .root >blocks.2 >blocks.1 >blocks.0 xroot -root .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1
+    -blocks.1 .blocks.0 xblocks.0 -blocks.0""",
     )
     kept = {"passes": default_pipeline(prefetch=BackwardPrefetch.BACKWARD_POST)}
     assert_expected_inline(
         events_after(lambda m: m.set_modules_to_backward_prefetch([m.blocks[2], m.blocks[1]]), **kept),
         """\
 forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .blocks.2 >root xblocks.2 .root
-backward: >blocks.2 >blocks.1 xroot -root .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 >blocks.0 .blocks.0 xblocks.0 -blocks.0""",
+backward: >blocks.2 >blocks.1 xroot -root .blocks.2 xblocks.2 -blocks.2 .blocks.1 xblocks.1 -blocks.1 >blocks.0
+    .blocks.0 xblocks.0 -blocks.0""",
     )
 
 
@@ -316,9 +272,9 @@ def test_a_registered_method_that_cannot_be_traced_says_what_to_do() -> None:
         model.loop(torch.randn(4, 16))
 
 
-@pytest.mark.parametrize("regions", ["cut", "whole"])
+@pytest.mark.parametrize("regions", ["cut", pytest.param("whole", marks=pytest.mark.long)])
 def test_inductor_computes_with_what_is_written_to_whole_parameters(regions: str) -> None:
-    model, plain = MLP(depth=2), MLP(depth=2)
+    model, plain = MLP(depth=1), MLP(depth=1)
     graph_fsdp.compile(model, regions=regions)  # type: ignore[arg-type]
     x, y = (torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
     with graph_fsdp.unsharded(model):
@@ -359,7 +315,7 @@ def test_wrong_arguments() -> None:
         model.blocks[0].reset_iter_state()
     with pytest.raises(TypeError, match="Linear is no unit of a model compiled by graph_fsdp and holds none"):
         graph_fsdp.unsharded(nn.Linear(2, 2)).__enter__()
-    assert model._graph_fsdp.settings == other._graph_fsdp.settings
+    assert engine_of(model).settings == engine_of(other).settings
 
 
 def test_a_mesh_that_only_replicates_gathers_nothing() -> None:

@@ -77,11 +77,10 @@ def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
 def test_a_cuda_graph_fetches_to_the_device_and_counts_its_memory_alone() -> None:
     graph, context = cuda_graph("inference")
     assert_expected_inline(
-        "\n".join(map(placed, graph.nodes)),
+        placed(graph),
         """\
 a cpu
 b cpu
-x cuda:0
 fetch_a cuda:0
 fetched_a cuda:0
 gather_a cuda:0
@@ -89,18 +88,9 @@ fetch_b cuda:0
 full_a cuda:0
 fetched_b cuda:0
 gather_b cuda:0
-a_w cuda:0
 a_w_1 cuda:0
-slice_tensor cuda:0
-mm_default cuda:0
-free_a
 full_b cuda:0
-b_w cuda:0
-b_w_1 cuda:0
-slice_tensor_1 cuda:0
-mm_default_1 cuda:0
-free_b
-output""",
+b_w_1 cuda:0""",
     )
     profile = memory_profile(graph, context)
     assert max(profile.timeline["fetched"]) == 2 * 64, "two shards of 32 bytes, each with its padding"
@@ -110,25 +100,18 @@ output""",
 def test_a_cuda_graph_returns_gradients_on_the_cpu() -> None:
     graph, context = cuda_graph("backward")
     assert_expected_inline(
-        "\n".join(map(placed, graph.nodes)),
+        placed(graph),
         """\
-grad_a cuda:0
-grad_b cuda:0
-mul_tensor cuda:0
 reduce_a cuda:0
-mul_tensor_1 cuda:0
 reduce_b cuda:0
 reduced_a cuda:0
 offload_a cpu
 reduced_b cuda:0
 offload_b cpu
 offloaded_a cpu
-a_w_grad cpu
 a_w_grad_1 cpu
 offloaded_b cpu
-b_w_grad cpu
-b_w_grad_1 cpu
-output""",
+b_w_grad_1 cpu""",
     )
     offloads = [t for t in find_transfers(graph) if t.kind == "offload"]
     assert [dialect.argument(t.start, "pin_memory") for t in offloads] == [True, True]
@@ -136,9 +119,10 @@ output""",
     assert on_device[-1] == 0, "what the graph returns is on the CPU"
 
 
-def placed(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return f"{node.name} {value.device}" if isinstance(value, Tensor) else node.name
+def placed(graph: Graph) -> str:
+    """Where the values of the dialect's nodes lie."""
+    found = [node for node in graph.nodes if "fsdp" in node.meta and isinstance(node.meta.get("val"), Tensor)]
+    return "\n".join(f"{node.name} {node.meta['val'].device}" for node in found)
 
 
 def test_copies_have_lanes_of_their_own_on_the_modelled_clock() -> None:

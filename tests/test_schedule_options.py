@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("fake_group_of_module")
 def report_of(
     reshard: bool | str | None = True, model: MLP | None = None, depth: int = 3, **options: Any
 ) -> GraphReport:
-    """After a step. Tests with the same options share one, but for models of their own."""
-    if model is not None:
-        return _step(model, reshard, **options)
+    """After a step. Tests with the same options share one, but for models and hardware of their own."""
+    if model is not None or "hardware" in options:
+        return _step(model or MLP(depth=depth), reshard, **options)
     return _report(reshard, depth, tuple(sorted(options.items())))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from facts import Facts, Failures, check, check_all
 from launch import run_ranks
+from printed import stage_text
 from reference import check_close, gradients_of, parameters_of
 from test_bad_input import refuse
 from torch import Tensor, nn
@@ -170,69 +171,34 @@ def test_the_part_of_a_rank_is_gathered_and_becomes_the_dtensor_that_the_model_u
     model = ours(two_linear(mesh["tp"]), mesh["dp"])
     model(torch.randn(3, 4)).sum().backward()
     report = graph_fsdp.inspect(model)
-    lines = report.capture.stages["insert_gathers"].body.splitlines()
     assert_expected_inline(
-        "\n".join(line.strip() for line in lines if "gather_param" in line),
+        stage_text(report.capture, stage="insert_gathers"),
         """\
-gather_param_default = torch.ops.graph_fsdp.gather_param.default(l_self_modules_up_parameters_weight_, [4, 4], torch.float32, torch.float32, 'up.weight', '1')
-as_dtensor = graph_fsdp_tensor_parallel_as_dtensor(gather_param_default)
-gather_param_default_1 = torch.ops.graph_fsdp.gather_param.default(l_self_modules_down_parameters_weight_, [4, 4], torch.float32, torch.float32, 'down.weight', '1')
-as_dtensor_1 = graph_fsdp_tensor_parallel_as_dtensor_1(gather_param_default_1)""",
+gather_param(up.weight, shape=[4, 4], float32, float32)
+    as_dtensor(up.weight)
+gather_param(down.weight, shape=[4, 4], float32, float32)
+    as_dtensor(down.weight), ...
+return ...""",
     )
     assert_expected_inline(
-        report.forward.stages["free"].body,
+        stage_text(report.forward),
         """\
-def forward(primals_1, primals_2, primals_3, primals_4):
-    gather_root = torch.ops.graph_fsdp.all_gather_start.default([primals_3, primals_4], [0, 16], 32, torch.float32, 4, '1')
-    full_root = torch.ops.graph_fsdp.all_gather_wait.default(gather_root)
-    up_weight = torch.ops.aten.slice.Tensor(full_root, 0, 0, 16)
-    up_weight_1 = torch.ops.aten.view.default(up_weight, [4, 4])
-    view = torch.ops.aten.view.default(up_weight_1, [4, 4])
-    down_weight = torch.ops.aten.slice.Tensor(full_root, 0, 64, 80)
-    down_weight_1 = torch.ops.aten.view.default(down_weight, [4, 4])
-    view_1 = torch.ops.aten.view.default(down_weight_1, [4, 4])
-    view_2 = torch.ops.aten.view.default(primals_1, [3, 4])
-    t = torch.ops.aten.t.default(view)
-    mm = torch.ops.aten.mm.default(view_2, t)
-    view_3 = torch.ops.aten.view.default(mm, [3, 4])
-    view_4 = torch.ops.aten.view.default(view_3, [3, 4])
-    t_1 = torch.ops.aten.t.default(view_1)
-    mm_1 = torch.ops.aten.mm.default(view_4, t_1)
-    all_reduce = torch.ops._c10d_functional.all_reduce.default(mm_1, 'sum', '3')
-    wait_tensor = torch.ops._c10d_functional.wait_tensor.default(all_reduce)
-    view_5 = torch.ops.aten.view.default(wait_tensor, [3, 4])
-    return (view_5, full_root, primals_4, view_2, view_4)
-""",
+gather_root = all_gather_start([up.weight, down.weight], float32, world_size=4)
+full_root = all_gather_wait(gather_root)
+    mm(up.weight), mm(down.weight)
+all_reduce = all_reduce(mm, reduce_op=sum)
+wait_tensor = wait_tensor(all_reduce)
+return wait_tensor, full_root, down.weight, ...""",
     )
     assert_expected_inline(
-        report.backward.stages["free"].body,
+        stage_text(report.backward),
         """\
-def forward(kept_0, primals_4, view_2, view_4, tangents_1):
-    view_6 = torch.ops.aten.view.default(tangents_1, [3, 4])
-    t_2 = torch.ops.aten.t.default(view_6)
-    mm_2 = torch.ops.aten.mm.default(t_2, view_4)
-    t_3 = torch.ops.aten.t.default(mm_2)
-    down_weight = torch.ops.aten.slice.Tensor(kept_0, 0, 64, 80)
-    down_weight_1 = torch.ops.aten.view.default(down_weight, [4, 4])
-    view_1 = torch.ops.aten.view.default(down_weight_1, [4, 4])
-    t_1 = torch.ops.aten.t.default(view_1)
-    t_4 = torch.ops.aten.t.default(t_1)
-    mm_3 = torch.ops.aten.mm.default(view_6, t_4)
-    t_5 = torch.ops.aten.t.default(t_3)
-    view_7 = torch.ops.aten.view.default(mm_3, [3, 4])
-    t_6 = torch.ops.aten.t.default(view_7)
-    mm_4 = torch.ops.aten.mm.default(t_6, view_2)
-    t_7 = torch.ops.aten.t.default(mm_4)
-    t_8 = torch.ops.aten.t.default(t_7)
-    free_root = torch.ops.graph_fsdp.free.default(kept_0)
-    reduce_root = torch.ops.graph_fsdp.reduce_scatter_start.default([t_8, t_5], torch.float32, 4, '1')
-    reduced_root = torch.ops.graph_fsdp.reduce_wait.default(reduce_root)
-    up_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 0, 4)
-    down_weight_grad = torch.ops.aten.slice.Tensor(reduced_root, 0, 4, 8)
-    up_weight_grad_1 = torch.ops.aten.view.default(up_weight_grad, [1, 4])
-    down_weight_grad_1 = torch.ops.aten.view.default(down_weight_grad, [1, 4])
-    return (None, None, up_weight_grad_1, down_weight_grad_1)
-""",
+takes kept(root)
+    ..., mm(down.weight), ...
+free(kept(root))
+reduce_root = reduce_scatter_start([up.weight: mm, down.weight: mm], float32, world_size=4)
+reduced_root = reduce_wait(reduce_root)
+return ..., up.weight.grad, down.weight.grad""",
     )
 
 
@@ -291,8 +257,8 @@ CLIPPED = {"matrices": None, "sequences": 0.5}  # norms over two meshes are the 
 def check_training(shard: Callable[..., nn.Module], plan: str, optimizer: str, bound: float, **options: Any) -> None:
     mesh = two_by_two()
     model = shard(PLANS[plan](Transformer(), mesh["tp"]), mesh["dp"], **options)
-    found = train(model, optimizer, 4, mesh["dp"].get_local_rank(), 2, CLIPPED[plan])
-    expected = train(Transformer(), optimizer, 4, clip=CLIPPED[plan])
+    found = train(model, optimizer, 2, mesh["dp"].get_local_rank(), 2, CLIPPED[plan])
+    expected = train(Transformer(), optimizer, 2, clip=CLIPPED[plan])
     for kind in ("gradients", "parameters"):
         check_close(found[kind], expected[kind], bound, f"{plan}, {optimizer}: {kind}")
 
@@ -377,13 +343,14 @@ def evaluation_and_frozen_parameters() -> None:
 def batches_of_another_size() -> None:
     mesh = two_by_two()
     plain, model = Transformer(), ours(with_sequences(Transformer(), mesh["tp"]), mesh["dp"])
-    for rows in (4, 3, 1):
+    for rows in (4, 1):
         x = batch(0, 0)[:rows, :-1]
-        torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
 
 
-@FACTS
 def steps_with_inductor_equal_one_process() -> None:
+    torch.set_num_threads(1)
     check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor")
     torch._dynamo.reset()
     check_training(ours, "sequences", "sgd", bound=1e-4, backend="inductor", regions="whole")
@@ -392,6 +359,11 @@ def steps_with_inductor_equal_one_process() -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
     return run_ranks(check_all, 4, __name__)
+
+
+@pytest.mark.long
+def test_with_inductor_on_four_ranks() -> None:
+    run_ranks(steps_with_inductor_equal_one_process, 4, timeout=280)
 
 
 @pytest.mark.parametrize("name", FACTS.names)
