@@ -1,6 +1,7 @@
 """The Trainer of transformers, with ours in its place, beside the same with Accelerate's own FSDP2."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, theirs: dict
 def trained_both(folder: str) -> None:
     """On a rank: the script, without a launcher, with ours and with Accelerate's own FSDP2."""
     torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
     for name in ("ours", "own"):
         AcceleratorState._reset_state(reset_partial_state=True)
         out = Path(folder) / name
@@ -62,7 +64,7 @@ def trained_both(folder: str) -> None:
 
 
 def test_two_steps_are_those_of_accelerates_fsdp2(tmp_path: Path) -> None:
-    run_ranks(trained_both, 2, str(tmp_path), backend=None, env={"ACCELERATE_USE_CPU": "true"})
+    run_ranks(trained_both, 2, str(tmp_path), backend=None)
     ours, own = (json.loads((tmp_path / name / "facts.json").read_text()) for name in ("ours", "own"))
     assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
     assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
