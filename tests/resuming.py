@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ class Training:
             losses.append(mean.item() / world)
             self.step += 1
         return losses
+
+    def kept(self) -> Callable[[], None]:
+        """A function that brings back what everything is now; another compilation would cost more."""
+        values = [value.clone() for value in self.model.state_dict().values()]
+        optimizer, schedule = copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self.schedule.state_dict())
+        average, step = {name: value.clone() for name, value in self.average.items()}, self.step
+
+        def restore() -> None:
+            for value, kept in zip(self.model.state_dict().values(), values, strict=True):
+                value.copy_(kept)
+            self.optimizer.zero_grad()
+            self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+            self.schedule.load_state_dict(copy.deepcopy(schedule))
+            self.average, self.step = {name: value.clone() for name, value in average.items()}, step
+
+        return restore
 
     def extra(self) -> dict[str, Any]:
         position = {"file": ("a.txt", 3), 7: torch.arange(3)}

@@ -98,6 +98,7 @@ def ours(folder: Path) -> dict[str, Any]:
     return launch(folder / "ours", FSDP2)
 
 
+@pytest.mark.long
 def test_losses_and_norms_are_those_of_accelerates_fsdp2(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert ours["losses"] == theirs["losses"][: len(ours["losses"])], "bit for bit"
     assert ours["norms"] == theirs["norms"][: len(ours["norms"])]
@@ -106,12 +107,14 @@ def test_losses_and_norms_are_those_of_accelerates_fsdp2(theirs: dict[str, Any],
     assert "model.layers.1" in ours["report"], "the layers are the units"
 
 
+@pytest.mark.long
 def test_a_state_that_accelerates_fsdp2_saved_is_resumed(folder: Path, theirs: dict[str, Any]) -> None:
     resumed = launch(folder / "resumed", FSDP2, "--resume", str(folder / "theirs" / "state"))
     assert resumed["losses"] == theirs["losses"][len(resumed["losses"]) :]
     assert resumed["norms"] == theirs["norms"][len(resumed["norms"]) :]
 
 
+@pytest.mark.long
 def test_what_was_saved_loads_without_any_sharding(folder: Path, ours: dict[str, Any]) -> None:
     merge_fsdp_weights(str(folder / "ours" / "state" / "pytorch_model_fsdp_0"), str(folder / "merged"))
     merged = load_file(folder / "merged" / "model.safetensors")
@@ -123,6 +126,7 @@ def test_what_was_saved_loads_without_any_sharding(folder: Path, ours: dict[str,
     assert torch.equal(loaded.state_dict()["lm_head.weight"], merged["lm_head.weight"])
 
 
+@pytest.mark.long
 def test_a_configuration_of_fsdp1_trains(folder: Path, ours: dict[str, Any]) -> None:
     trained = launch(folder / "version1", FSDP1, precision="bf16")
     difference = max(abs(a - b) for a, b in zip(trained["losses"], ours["losses"], strict=True))
@@ -282,11 +286,12 @@ def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dty
     assert {t.dtype for t in model.state_dict().values()} == {torch.float16}
 
 
-def state_dicts_of_a_rank(folder: str) -> dict[str, Any]:
+def state_dicts_of_a_rank(folder: str, given: list[tuple[bool, bool]]) -> dict[str, Any]:
     """On a rank: which parameters ``get_state_dict`` has there, and weights before and after a checkpoint."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
     found: dict[str, Any] = {}
-    given = {(a, b): FullStateDictConfig(a, b) for a in (False, True) for b in (False, True)}
-    for (on_cpu, first_only), config in given.items():
+    for on_cpu, first_only in given:
+        config = FullStateDictConfig(on_cpu, first_only)
         AcceleratorState._reset_state(reset_partial_state=False)
         plugin = FullyShardedDataParallelPlugin(
             state_dict_type="FULL_STATE_DICT",
@@ -316,12 +321,17 @@ def state_dicts_of_a_rank(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_state_dict_configs_say_where_whole_tensors_are(tmp_path: Path) -> None:
-    first, second = run_ranks(state_dicts_of_a_rank, 2, str(tmp_path), env={"ACCELERATE_USE_CPU": "true"})
+@pytest.mark.parametrize(
+    "given",
+    [[(True, True)], pytest.param([(False, False), (False, True), (True, False)], marks=pytest.mark.long)],
+    ids=["on the CPU, of the first rank", "others"],
+)
+def test_state_dict_configs_say_where_whole_tensors_are(tmp_path: Path, given: list[tuple[bool, bool]]) -> None:
+    first, second = run_ranks(state_dicts_of_a_rank, 2, str(tmp_path), given)
     everything = dict.fromkeys(Model().state_dict(), True)
-    for on_cpu in (False, True):
-        assert first[on_cpu, True] == everything and second[on_cpu, True] == {}
-        assert first[on_cpu, False] == second[on_cpu, False] == everything
+    for on_cpu, first_only in given:
+        assert first[on_cpu, first_only] == everything
+        assert second[on_cpu, first_only] == ({} if first_only else everything)
 
 
 def test_a_state_dict_type_that_is_set_later_has_configs_of_its_kind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -105,9 +106,10 @@ def test_blocks_never_overlap_and_nothing_is_lost(expandable: bool) -> None:
         assert allocator.reserved == before
 
 
+@functools.cache
 def small_plan(optimizer: object = "adamw", **options: object) -> Plan:
     return plan(
-        lambda: MLP(depth=4, width=512),
+        lambda: MLP(depth=2, width=512),
         (torch.ones(4096, 512),),
         mesh_shape=(8,),
         hardware="h100",
@@ -143,6 +145,7 @@ def test_steps_end_as_they_begin() -> None:
     assert replay(without).nbytes <= replay(step).nbytes
 
 
+@pytest.mark.long
 def test_fsdp2_allocates_each_unit_on_streams_of_its_own() -> None:
     made = plan_published.predict(8, "inductor", layers=2)
     ours, step = made.step(), fsdp2_step(made)

@@ -3,6 +3,7 @@ and in numbers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -127,12 +128,7 @@ def _copy(model: Block, rows: int) -> Block:
     return other
 
 
-@pytest.mark.parametrize("rows", [WIDTH, WIDTH - 3])
-def test_gradients_are_the_mean_on_two_ranks_bit_for_bit(rows: int) -> None:
-    for found in run_ranks(mean_gradients, 2, rows):
-        assert all(torch.equal(own, mean) for own, mean in found.values())
-
-
+@pytest.mark.long
 def test_gradients_are_the_mean_on_three_ranks() -> None:
     for found in run_ranks(mean_gradients, 3, WIDTH):
         for own, mean in found.values():
@@ -206,10 +202,31 @@ def gathered_in_another_type() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("compared", [exchanged, exchanged_in_a_wider_type, gathered_in_another_type])
-def test_two_ranks_exchange_the_bits_of_the_groups_own_collectives(compared: Compared) -> None:
-    for found in run_ranks(compared, 2):
-        assert found and all(torch.equal(own, groups) for own, groups in found.values()), found
+COMPARED: dict[str, Compared] = {
+    "exchanged": exchanged,
+    "exchanged in a wider type": exchanged_in_a_wider_type,
+    "gathered in another type": gathered_in_another_type,
+    "gradients": functools.partial(mean_gradients, WIDTH),
+    "gradients of unequal chunks": functools.partial(mean_gradients, WIDTH - 3),
+}
+
+
+def all_compared() -> dict[str, dict[str, tuple[Tensor, Tensor]]]:
+    """On a rank."""
+    return {name: compare() for name, compare in COMPARED.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[dict[str, dict[str, tuple[Tensor, Tensor]]]]:
+    return run_ranks(all_compared, 2)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_ranks_have_the_bits_of_the_groups_own_collectives(
+    on_two_ranks: list[dict[str, dict[str, tuple[Tensor, Tensor]]]], name: str
+) -> None:
+    for found in on_two_ranks:
+        assert found[name] and all(torch.equal(own, groups) for own, groups in found[name].values()), found[name]
 
 
 @pytest.mark.usefixtures("fake_group")

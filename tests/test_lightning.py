@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,14 @@ def with_fabric(
     save: Path | None = None,
     load: Path | None = None,
     steps: int = 6,
+    devices: int = 2,
 ) -> Outcome:
     """Steps of two batches each; saved after the third."""
     fabric = lightning.Fabric(
         accelerator="cpu",
-        devices=2,
+        devices=devices,
         strategy=fabric_strategies.ModelParallelStrategy(
-            parallelize, data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=not full
+            parallelize, data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=not full
         ),
         precision=precision,
     )
@@ -293,12 +294,28 @@ def ranks() -> Failures:
     return FACTS.check_on(2, env={"TORCHELASTIC_RUN_ID": "tests"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
 
 
 # In one process
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What Fabric sets in the environment, and the process group that it makes, are gone afterwards."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_fabric_trains_on_one_rank_as_with_fsdp2(alone: None) -> None:
+    outcome, own = (with_fabric(parallelize, steps=2, devices=1) for parallelize in (ours, fsdp2))
+    check_same(outcome, own)
+    assert "blocks.1" in str(graph_fsdp.inspect(outcome.model.module))  # type: ignore[arg-type]
 
 
 def mesh_of(data_parallel: int, tensor_parallel: int) -> DeviceMesh:

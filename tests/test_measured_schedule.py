@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -17,6 +18,12 @@ from graph_fsdp.passes.cost import collective_key, op_key
 from graph_fsdp.passes.dialect import STARTS
 
 pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+@functools.cache
+def measured_once() -> graph_fsdp.Profile:
+    """For tests that only need one."""
+    return profile(compiled())
 
 
 # What it is for
@@ -46,7 +53,7 @@ def kept(measured: Any, backend: str = "eager") -> Keep:
 
 
 def test_a_model_compiled_with_a_profile_is_predicted_to_take_what_was_measured() -> None:
-    found = profile(compiled())
+    found = measured_once()
     for measured in (found, found.measurements):
         keep = kept(measured)
         assert keep.cost is not None and keep.cost.measured == found.measurements
@@ -60,14 +67,14 @@ def test_a_model_compiled_with_a_profile_is_predicted_to_take_what_was_measured(
 
 
 def test_predictions_are_those_that_the_program_was_scheduled_by() -> None:
-    found = profile(compiled())
+    found = measured_once()
     again = profile(compiled(measured=found))
     assert again.predicted_compute_seconds == pytest.approx(found.compute_seconds)
     assert again.predicted_collective_seconds == pytest.approx(found.collective_seconds)
 
 
 def test_the_scale_is_measured_over_modelled_whatever_was_measured_before() -> None:
-    found = profile(compiled())
+    found = measured_once()
     assert found.measurements.scale == pytest.approx(found.compute_seconds / found.predicted_compute_seconds)
     absurd = profile(compiled(measured=Measurements(scale=1e6)))
     assert absurd.predicted_compute_seconds == pytest.approx(1e6 * found.predicted_compute_seconds)

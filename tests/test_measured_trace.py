@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -31,6 +32,12 @@ SHARED = ("graph", "region", "communication")  # what always is in both
 def profiled(**options: Any) -> tuple[nn.Module, graph_fsdp.Profile]:
     model = graph_fsdp.compile(MLP(), backend="eager", **options)
     return model, graph_fsdp.profile(model, torch.ones(4, 16), steps=2, warmup=1)
+
+
+@functools.cache
+def profiled_once() -> tuple[nn.Module, graph_fsdp.Profile]:
+    """For tests that only look at it."""
+    return profiled()
 
 
 def saved(save: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -63,7 +70,7 @@ def test_lanes_and_names_are_those_of_the_predicted_trace(mesh: tuple[int, ...],
 
 
 def test_slices_lie_in_their_graph_and_lanes_are_in_order(tmp_path: Path) -> None:
-    events = saved(profiled()[1].save_trace, tmp_path)
+    events = saved(profiled_once()[1].save_trace, tmp_path)
     forward, backward = slices(events, "graph")
     assert forward["name"] == "forward" and forward["ts"] == 0
     assert backward["name"] == "backward" and backward["ts"] >= forward["dur"]
@@ -80,7 +87,7 @@ def test_slices_lie_in_their_graph_and_lanes_are_in_order(tmp_path: Path) -> Non
 
 
 def test_both_can_be_in_one_file(tmp_path: Path) -> None:
-    model, found = profiled()
+    model, found = profiled_once()
     events = saved(found.save_trace, tmp_path, predicted=True)
     titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert titles == ["predicted on cpu", "measured, rank 0 of 8"] and lanes(events, 0) == lanes(events, 1)
@@ -91,7 +98,7 @@ def test_both_can_be_in_one_file(tmp_path: Path) -> None:
 
 
 def test_a_slice_of_a_collective_says_what_is_known_of_its_end(tmp_path: Path) -> None:
-    events = saved(profiled()[1].save_trace, tmp_path)
+    events = saved(profiled_once()[1].save_trace, tmp_path)
     gather = next(e for e in slices(events, "communication") if e["name"] == "gather_blocks_0")
     assert gather["args"]["bucket"] == "blocks.0" and gather["args"]["bytes"] == 5120
     assert gather["args"]["alone_us"] > 0 and gather["args"]["end"] in (WAITED, ALONE)
@@ -99,7 +106,7 @@ def test_a_slice_of_a_collective_says_what_is_known_of_its_end(tmp_path: Path) -
 
 def test_a_collective_ends_with_the_wait_for_it_or_when_it_would_by_itself() -> None:
     """A forward whose marks are given: the second gather was done early, the third was waited for."""
-    model, _ = profiled()
+    model, _ = profiled_once()
     engine = engine_of(model)
     program = engine.programs[0, "forward"]
     steps = cut(program.graph)
@@ -123,7 +130,7 @@ def test_a_collective_ends_with_the_wait_for_it_or_when_it_would_by_itself() -> 
 
 
 def test_a_collective_ends_before_the_wait_for_one_behind_it_does() -> None:
-    model, _ = profiled()
+    model, _ = profiled_once()
     engine = engine_of(model)
     program = engine.programs[0, "forward"]
     steps = cut(program.graph)
@@ -143,7 +150,7 @@ def test_a_collective_ends_before_the_wait_for_one_behind_it_does() -> None:
 
 
 def test_the_step_of_median_duration_is_drawn() -> None:
-    model, _ = profiled()
+    model, _ = profiled_once()
     program = engine_of(model).programs[0, "forward"]
     steps = [[ProgramRun(program, 0.0, end, [])] for end in (5.0, 1.0, 3.0, 2.0)]
     assert typical(steps) is steps[3]
@@ -151,7 +158,7 @@ def test_the_step_of_median_duration_is_drawn() -> None:
 
 
 def test_a_profile_that_was_loaded_has_no_schedule(tmp_path: Path) -> None:
-    _, found = profiled()
+    _, found = profiled_once()
     found.save(tmp_path / "profile.json")
     with pytest.raises(LookupError, match="profile: it was loaded from a file, which has no schedule of a rank; save"):
         graph_fsdp.Profile.load(tmp_path / "profile.json").save_trace(tmp_path / "trace.json")
@@ -163,7 +170,7 @@ def test_a_profile_that_was_loaded_has_no_schedule(tmp_path: Path) -> None:
 
 
 def test_steps_and_waits_are_added_up_beside_what_is_predicted() -> None:
-    model, found = profiled()
+    model, found = profiled_once()
     report = graph_fsdp.inspect(model)
     timelines = [report.forward.timeline, report.backward.timeline]
     assert [(row.graph, row.phase) for row in found.graphs] == [(0, "forward"), (0, "backward")]
@@ -175,7 +182,7 @@ def test_steps_and_waits_are_added_up_beside_what_is_predicted() -> None:
 
 
 def test_a_table_of_rich_has_a_row_for_each_graph_region_and_collective() -> None:
-    _, found = profiled()
+    _, found = profiled_once()
     table = found.table()
     assert table.row_count == len(found.graphs) + len(found.regions) + len(found.collectives)
     console = Console(file=io.StringIO(), width=200)
@@ -188,7 +195,7 @@ def test_a_table_of_rich_has_a_row_for_each_graph_region_and_collective() -> Non
 
 
 def test_the_regions_of_slow_ranks_are_listed_the_worst_first() -> None:
-    _, found = profiled()
+    _, found = profiled_once()
     slow = {0: 1.05, 1: 1.5, 2: 3.0}
     rows = [
         dataclasses.replace(row, seconds=1.0, slowest_rank=7, slowest_seconds=slow.get(i, 1.0))

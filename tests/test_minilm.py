@@ -55,12 +55,14 @@ def by_transformers(folder: Path) -> Tensor:
     return minilm.embed(model, AutoTokenizer.from_pretrained(folder), texts(), LENGTH)
 
 
+@pytest.mark.long
 def test_each_rank_reads_the_rows_that_it_holds(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["read"] == rank["held"] and rank["model"] == "FSDPBertModel"
     assert [sum(rank["held"].values()) for rank in ranks] == [PARAMETERS // 2] * 2
 
 
+@pytest.mark.long
 def test_embeddings_are_those_of_the_unsharded_model_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
     expected = by_transformers(minilm.pretrained())
     assert expected.shape == (COUNT, 384)
@@ -68,6 +70,7 @@ def test_embeddings_are_those_of_the_unsharded_model_bit_for_bit(ranks: list[dic
         assert torch.equal(rank["embeddings"][0], expected)
 
 
+@pytest.mark.long
 def test_it_learns(ranks: list[dict[str, Any]]) -> None:
     first, second = ranks
     assert first["losses"] == second["losses"] and len(first["losses"]) == 4
@@ -75,6 +78,7 @@ def test_it_learns(ranks: list[dict[str, Any]]) -> None:
     assert first["found"] == second["found"]
 
 
+@pytest.mark.long
 def test_plain_transformers_loads_what_was_saved_and_embeds_bit_for_bit_the_same(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
@@ -86,3 +90,15 @@ def test_plain_transformers_loads_what_was_saved_and_embeds_bit_for_bit_the_same
     saved, original = (load_file(where / "model.safetensors") for where in (folder, minilm.pretrained()))
     assert saved.keys() == original.keys() - {"embeddings.position_ids"}
     assert all(saved[name].shape == original[name].shape for name in saved)
+
+
+@torch.no_grad()
+def test_one_process_embeds_as_transformers_does_bit_for_bit() -> None:
+    folder, some = minilm.pretrained(), ["reads a file", "the sum of all"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with launched("cpu") as alone:
+        model = minilm.load(folder, alone, "eager").eval()
+        found = minilm.embed(model, tokenizer, some, LENGTH)
+    plain = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    assert torch.equal(found, minilm.embed(plain, tokenizer, some, LENGTH))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ class WithLoss(nn.Module):
         return self.model(x).square().mean()
 
 
+@functools.cache
 def planned(**options: Any) -> graph_fsdp.Plan:
+    """One plan for all tests that ask for the same."""
     arguments = {"mesh_shape": (8,), "hardware": "h100", **options}
     return graph_fsdp.plan(WithLoss, (X,), **arguments)
 
@@ -104,7 +107,7 @@ def test_hardware_changes_the_prediction() -> None:
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        planned(**options)
+        planned.__wrapped__(**options)
 
 
 # On the command line
@@ -208,6 +211,7 @@ def test_options_that_are_none(option: str, value: str, message: str, capsys: py
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_command_searches(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", f"{folder}/own.py:model", "--mesh", "8", "--seq", "16", "--search", "--memory", "80GB"]
     assert main([*arguments, "--json"]) == 0

@@ -42,7 +42,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "gpt", "gpt_tied", "gpt_checkpoint", "cnn_batchnorm", "frozen", "uneven", "hf_llama"]
+    "name",
+    [
+        *("gpt", "cnn_batchnorm", "frozen"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("mlp", "gpt_tied", "gpt_checkpoint", "uneven")),
+        pytest.param("hf_llama", marks=pytest.mark.long),
+    ],
 )
 def test_the_graphs_are_those_of_the_compiled_model(fake_group: dist.ProcessGroup, name: str) -> None:
     case = CASES[name]

@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 
 import plan_published
+import pytest
 import torch
 
 from graph_fsdp.commands import plan as plan_command
@@ -24,6 +25,7 @@ PAGE = ROOT / "docs" / "planning.md"
 _EXAMPLE = re.compile(r"^```python\n(?P<code>.*?)^```\n```text\n(?P<printed>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_prints_what_stands_there() -> None:
     page = PAGE.read_text()
     module = types.ModuleType("planning_md")  # Dynamo imports a model's module by name

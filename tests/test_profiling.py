@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import fake_process_group
 from expecttest import assert_expected_inline
 from models import CASES, CNN, GPT, MLP
 from torch import Tensor, nn
@@ -36,11 +37,21 @@ def without_times(table: str) -> str:
     return re.sub(r" +", " ", re.sub(r"\d+\.\d\d+", "t", table))
 
 
+@pytest.fixture(scope="module")
+def timed() -> tuple[graph_fsdp.Profile, graph_fsdp.GraphReport]:
+    """Of one model, for tests that only look."""
+    with fake_process_group():
+        model = compiled()
+        return profile(model), graph_fsdp.inspect(model)
+
+
 # What is timed
 
 
-def test_regions_and_collectives_of_forward_and_backward_are_rows_of_a_table() -> None:
-    table = without_times(str(profile(compiled())))
+def test_regions_and_collectives_of_forward_and_backward_are_rows_of_a_table(
+    timed: tuple[graph_fsdp.Profile, graph_fsdp.GraphReport],
+) -> None:
+    table = without_times(str(timed[0]))
     assert_expected_inline(
         table,
         """\
@@ -77,9 +88,10 @@ graph_fsdp profile: 2 steps on 8 ranks, predicted for cpu; milliseconds
     )
 
 
-def test_rows_name_the_regions_of_the_printed_program_and_the_buckets_of_the_report() -> None:
-    model = compiled()
-    found, report = profile(model), graph_fsdp.inspect(model)
+def test_rows_name_the_regions_of_the_printed_program_and_the_buckets_of_the_report(
+    timed: tuple[graph_fsdp.Profile, graph_fsdp.GraphReport],
+) -> None:
+    found, report = timed
     for phase, view in (("forward", report.forward), ("backward", report.backward)):
         for region in (row for row in found.regions if row.phase == phase):
             assert f"region_{region.region}(inputs)" in view.program
@@ -88,8 +100,8 @@ def test_rows_name_the_regions_of_the_printed_program_and_the_buckets_of_the_rep
         assert rows == [(row.kind, row.name, row.nbytes) for row in started]
 
 
-def test_times_are_positive_and_add_up_to_the_totals() -> None:
-    found = profile(compiled())
+def test_times_are_positive_and_add_up_to_the_totals(timed: tuple[graph_fsdp.Profile, graph_fsdp.GraphReport]) -> None:
+    found, _ = timed
     assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
     assert found.compute_seconds == sum(row.seconds for row in found.regions)
     assert found.collective_seconds == sum(row.seconds for row in found.collectives)
@@ -183,6 +195,7 @@ def test_the_graphs_that_the_batch_runs_are_timed_and_no_others() -> None:
     assert {row.graph for row in profile(model).regions} == {1}
 
 
+@pytest.mark.long
 def test_what_inductor_compiled_is_timed() -> None:
     found = profile(compiled(MLP(depth=1), backend="inductor"))
     assert {row.phase for row in found.regions} == {"forward", "backward"}
@@ -275,8 +288,10 @@ def test_a_profiled_model_computes_what_it_computed_before() -> None:
 # Keeping it
 
 
-def test_a_profile_that_was_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
-    found = profile(compiled())
+def test_a_profile_that_was_saved_is_the_same_when_loaded(
+    timed: tuple[graph_fsdp.Profile, graph_fsdp.GraphReport], tmp_path: Path
+) -> None:
+    found, _ = timed
     found.save(tmp_path / "profile.json")
     loaded = graph_fsdp.Profile.load(str(tmp_path / "profile.json"))
     assert loaded == found and str(loaded) == str(found)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
-from models import GPT, VOCABULARY, llama
+from models import GPT, MLP, VOCABULARY, llama
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -222,13 +222,16 @@ def llama_regions(depth: int) -> tuple[int, int]:
     return compiled_regions(llama(depth), input_ids=tokens, labels=tokens)
 
 
-@pytest.mark.parametrize("regions_of, distinct", [(gpt_regions, 10), (llama_regions, 13)], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("regions_of", "distinct"),
+    [pytest.param(gpt_regions, 10, id="gpt"), pytest.param(llama_regions, 13, id="llama", marks=pytest.mark.long)],
+)
 def test_the_number_of_compiled_regions_does_not_grow_with_depth(
     fake_group: None, monkeypatch: pytest.MonkeyPatch, regions_of: Callable[[int], tuple[int, int]], distinct: int
 ) -> None:
     monkeypatch.setitem(BACKENDS, "no_kernels", NoKernels)
-    shallow, deep = regions_of(3), regions_of(8)
-    assert deep[0] >= shallow[0] + 15
+    shallow, deep = regions_of(3), regions_of(5)
+    assert deep[0] >= shallow[0] + 6
     assert (shallow[1], deep[1]) == (distinct, distinct)
 
 
@@ -297,11 +300,11 @@ def test_a_task_that_raises_holds_nothing(tmp_path: Path) -> None:
 
 
 def compilations() -> tuple[Counter[str], float]:
-    """On a rank: what Inductor's cache counted in a step of a GPT, and the norm of its gradients."""
+    """On a rank: what Inductor's cache counted in a step of a model, and the norm of its gradients."""
     torch.manual_seed(0)
-    model = GPT(depth=3)
+    model = MLP(depth=2)
     graph_fsdp.compile(model)
-    output = model(torch.arange(8).expand(2, 8))
+    output = model(torch.ones(2, 16))
     output.square().mean().backward()
     norm = clip_grad_norm_(model.parameters(), 1.0)
     assert isinstance(norm, DTensor)
@@ -314,7 +317,7 @@ def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_p
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     (first, norm), (second, _) = run_ranks(compilations, 2, env=env)
     regions = first.total()
-    assert regions > 5 and second.total() == regions
+    assert regions > 3 and second.total() == regions
     assert first["miss"] + second["miss"] == regions and first["hit"] == second["miss"], "each by one of them"
     assert first["miss"] and second["miss"], "both had a part"
     kernels = sorted(tmp_path.rglob("*.so"))
@@ -323,6 +326,7 @@ def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_p
     assert kernels and sorted(tmp_path.rglob("*.so")) == kernels
 
 
+@pytest.mark.long
 def test_without_a_cache_each_rank_compiles_for_itself(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     for counted, norm in run_ranks(compilations, 2, env=env):

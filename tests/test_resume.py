@@ -7,7 +7,7 @@ import random
 import resource
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,19 @@ from graph_fsdp.checkpoint import complete, latest, load, save
 from graph_fsdp.checkpoint.metadata import Checkpoint
 
 
-@pytest.fixture
-def trained() -> Training:
+@pytest.fixture(scope="module")
+def of_module() -> tuple[Training, Callable[[], None]]:
+    """One training for all tests, and what brings it back to where it is now."""
+    torch.manual_seed(0)
     training = Training(compiled())
     training.train(SAVED_AT)
+    return training, training.kept()
+
+
+@pytest.fixture
+def trained(of_module: tuple[Training, Callable[[], None]]) -> Training:
+    training, restore = of_module
+    restore()
     return training
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ SLOW = Hardware(
 )
 
 
+@functools.cache
 def traced(**options: Any) -> Traced:
+    """One for all tests that only look at it."""
     passes = default_pipeline(hardware=SLOW, **options)
     return trace(
         lambda: MLP(depth=4), (torch.empty(4, 16),), world_size=8, loss=torch.sum, passes=passes,
@@ -64,7 +67,11 @@ def most_gathered(plan: Traced) -> int:
     return max(memory_profile(graph, plan.context).peak_gathered for graph in (plan.forward, plan.backward))
 
 
-@pytest.mark.parametrize("hardware", ["h100", "cpu", SLOW], ids=["h100", "cpu", "slow link"])
+@pytest.mark.parametrize(
+    "hardware",
+    [pytest.param("h100", marks=pytest.mark.long), pytest.param("cpu", marks=pytest.mark.long), SLOW],
+    ids=["h100", "cpu", "slow link"],
+)
 def test_automatic_prefetch_is_never_slower_than_one_ahead_nor_holds_more(hardware: str | Hardware) -> None:
     tokens = torch.empty(2, 8, dtype=torch.int64)
     for model, inputs in ((lambda: MLP(depth=6), torch.empty(4, 16)), (lambda: GPT(depth=4), tokens)):

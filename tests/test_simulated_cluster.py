@@ -317,6 +317,7 @@ def test_fsdp2_and_graph_fsdp_train_alike(shape: tuple[int, ...], policy: MixedP
         assert {kind for launch in launches for kind in launch.kinds} == {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_both_on_each_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = "--device cpu --size tiny --backend eager --rounds 2 --warmup 1 --latency-scale 1 --out"
@@ -356,6 +357,7 @@ def shard_without_gradient(model: nn.Module, *arguments: Any) -> nn.Module:
     return simulated_cluster.shard_ours(model, *arguments)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard_model", [shard_other_weights, shard_without_gradient])
 def test_a_run_whose_numbers_differ_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_model: Callable[..., nn.Module]

@@ -4,6 +4,7 @@ by hand."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ SLOW_LINK = dataclasses.replace(
 MESHES = [(8,), (4, 2)]
 
 
+@functools.cache
 def traced(mesh_shape: tuple[int, ...] = (8,)) -> Traced:
     passes = default_pipeline(hardware=SLOW_LINK)
     return trace(

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     settings = transformers.TrainingArguments(
         output_dir=str(args.out / "run"),
@@ -36,7 +37,7 @@ def main() -> None:
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"},
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        max_steps=6,
+        max_steps=args.steps,
         save_steps=3,
         logging_steps=1,
         learning_rate=1e-2,
