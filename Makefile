@@ -26,7 +26,8 @@ BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
-PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# Not compiled to bytecode: Python does that for the modules that are imported, a third of what there is.
+PIP  := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off
 
 .PHONY: train test test-long test-all test-xla test-package test-matrix docs lint types clean
 
