@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from launch import GC_THRESHOLD
 
 from graph_fsdp.runtime.backends import BACKENDS
 
@@ -30,6 +32,10 @@ LONG = (
     *("test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index", "test_checkpoint_faults"),
     *("test_accelerate", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat", "test_train"),
 )
+
+
+def pytest_sessionstart() -> None:
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
