@@ -2,8 +2,8 @@
 
 They inherit no state of the test that starts them (no compile caches, no default group), as under torchrun: a rank is
 a fork of a process that has made its imports and forgotten a compilation (see preloaded.py), or a new process where it
-cannot be one. The parent hosts the rendezvous store, as torchrun's agent does: the port is bound by the process that chose it, and no other
-program can take it in between.
+cannot be one. The parent hosts the rendezvous store, as torchrun's agent does: the port is bound by the process that
+chose it, and no other program can take it in between.
 
 [Note: life of a rank]
 A rank writes its result, or its traceback, to a file in a directory of this call, and then waits on its
