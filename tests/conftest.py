@@ -4,6 +4,7 @@ files in pytest's own folder, and leaves no process behind."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import random
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guard import Guard
+from launch import GC_THRESHOLD
 
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime.backends import BACKENDS
@@ -48,6 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     seed = config.getoption("random_order_seed")
     return [] if seed is None else [f"random order: --random-order-seed={seed}"]
+
+
+def pytest_sessionstart() -> None:
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
 """Run a function on several ranks, each a process of its own: ``run_ranks(function, world_size, *args)``.
 
 They inherit no state of the test that starts them (no compile caches, no default group), as under torchrun: a rank is
-a fork of a process that has only made imports (see preloaded.py), or a new process where it cannot be one. The parent
-hosts the rendezvous store, as torchrun's agent does: the port is bound by the process that chose it, and no other
-program can take it in between.
+a fork of a process that has made its imports and forgotten a compilation (see preloaded.py), or a new process where it
+cannot be one. The parent hosts the rendezvous store, as torchrun's agent does: the port is bound by the process that
+chose it, and no other program can take it in between.
 
 [Note: life of a rank]
 A rank writes its result, or its traceback, to a file in a directory of this call, and then waits on its
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import inspect
 import io
 import os
@@ -45,6 +46,7 @@ _DUMP_SECONDS = 30.0  # at most, for the ranks to print their stacks after a tim
 _QUIET_SECONDS = 1.0  # they are printed when nothing more has come for so long
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
+GC_THRESHOLD = 10_000  # allocations: a compilation makes millions, and a sixth of its time went into collections
 # In the process of the tests, where they say nothing about ranks: scikit-learn's, and Inductor's.
 _SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
@@ -246,6 +248,7 @@ def _last_output(directory: Path, rank: int) -> str:
 def main(folder: str, number: str) -> None:
     """A rank's life. ``folder``: of the call. ``number``: its rank."""
     directory, rank = Path(folder), int(number)
+    gc.set_threshold(GC_THRESHOLD)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     finish = threading.Event()

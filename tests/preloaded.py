@@ -1,8 +1,9 @@
 """Processes that have imported torch and the library, and fork ranks: a rank then does not import them again.
 
-Of what a rank cost, the imports were more than the half. A process of this file runs no tensor and compiles nothing, so
-that what it forks knows as much as a fresh process that has made its imports: no compile caches, no threads, no default
-group, no random numbers drawn.
+Of what a rank cost, the imports were more than the half. A process of this file has made its imports and one
+compilation, of which it keeps what torch imports and makes lazily (tables of decompositions, patterns). What it forks
+knows no more than a fresh process otherwise: no compile caches, no threads, no process group, no random numbers drawn,
+no model numbered.
 
 [Note: two seeds]
 Python's order of a set of strings is another one in each process, and ranks must agree nevertheless. Forks of one
@@ -19,6 +20,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import socket
@@ -183,15 +185,34 @@ def _become(stdin: int, log: int, environment: dict[str, str]) -> None:
     sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
 
 
+def _warm_up() -> None:
+    """Compile a model in one process and forget it, for what is made lazily in a process's first compilation."""
+    import torch
+
+    import graph_fsdp
+
+    torch.hub.tqdm.monitor_interval = 0  # or torch's progress bars start a thread
+    state = torch.get_rng_state()
+    model = graph_fsdp.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), backend="eager")
+    model(torch.ones(2, 4)).sum().backward()
+    del model
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.set_rng_state(state)
+    graph_fsdp.capture._engines = itertools.count()
+    graph_fsdp.dynamo._forwards = itertools.count()
+
+
 def _main(connection: socket.socket) -> None:
     for name in MODULES:
         importlib.import_module(name)
     library = importlib.import_module("graph_fsdp")
     for name in library.__all__:  # a module of the library is imported when a name of it is asked for
         getattr(library, name)
+    _warm_up()
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
-        sys.exit(f"{threads} threads run after the imports: a fork would not have them")
+        sys.exit(f"{threads} threads run in the process that is to fork: a fork would not have them")
     gc.collect()
     gc.freeze()  # or a collection in a rank copies the pages of all that was imported
     arguments = _serve(connection)

@@ -247,7 +247,7 @@ def tokens(step: int, rank: int, length: int) -> Tensor:
 def train(lengths: list[tuple[int, ...]], **options: Any) -> None:
     """Steps with sequences of these lengths on the ranks: as many graphs as each needs, and the same training as on
     one process that sees all ranks' sequences."""
-    model, reference = GPT(), GPT()
+    model, reference = GPT(depth=1), GPT(depth=1)
     reference.load_state_dict(model.state_dict())
     graph_fsdp.compile(model, backend="eager", **options)
     optimizers = [AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (model, reference)]
@@ -288,7 +288,7 @@ def train_with_other_lengths_on_every_rank() -> None:
     train(lengths, dynamic=None if rank() != 1 else False, passes=passes, reshard_after_forward="auto")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int) -> None:
     run_ranks(train_with_other_lengths_on_every_rank, world_size)
 

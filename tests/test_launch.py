@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +21,9 @@ import torch
 import torch.distributed as dist
 from conftest import shuffle
 from launch import run_ranks
+from torch._dynamo.utils import compilation_time_metrics, counters
+
+import graph_fsdp
 
 
 @pytest.fixture
@@ -66,6 +71,19 @@ def reduced(tensor: torch.Tensor, scale: int) -> dict[str, object]:
 
 def command() -> str:
     return Path("/proc/self/cmdline").read_text()
+
+
+def knowledge() -> dict[str, object]:
+    """What a fresh process has, and one that has compiled a model does not."""
+    seed = torch.initial_seed()
+    return {
+        "threads": threading.active_count(),  # the watch of the parent is one
+        "drawn": not torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(seed))),
+        "compiled": [name for name, times in compilation_time_metrics.items() if times],
+        "counted": [name for name, counts in counters.items() if counts],
+        "group": dist.is_initialized(),
+        "models": graph_fsdp.compile(torch.nn.Linear(2, 2), backend="eager")._graph_fsdp.number,
+    }
 
 
 def fails_on_rank_1(folder: str) -> None:
@@ -265,6 +283,13 @@ def test_a_function_that_ranks_cannot_import_is_refused() -> None:
 def test_the_fake_group_has_eight_ranks(fake_group: dist.ProcessGroup) -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 8, "fake")
     dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_knows_no_more_than_a_fresh_process() -> None:
+    code = "import json, test_launch; print(json.dumps(test_launch.knowledge()))"
+    tests = {"cwd": Path(__file__).parent, "env": {**os.environ, "PYTHONPATH": ""}}
+    fresh = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True, **tests))
+    assert run_ranks(knowledge, 2, backend=None) == [{**fresh, "threads": fresh["threads"] + 1}] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")

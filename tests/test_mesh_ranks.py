@@ -33,17 +33,13 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mlp on 2 x 2": ("mlp", (2, 2), {}),
     "mlp on 2 x 2, gathered again": ("mlp", (2, 2), {"reshard_after_forward": True}),
     "mlp on 2 x 2, kept for backward": ("mlp", (2, 2), {"reshard_after_forward": False}),
-    "gpt on 2 x 2": ("gpt", (2, 2), {}),
-    "gpt on 2 x 2, gathered again": ("gpt", (2, 2), {"reshard_after_forward": True}),
-    "gpt on 2 x 2, kept for backward": ("gpt", (2, 2), {"reshard_after_forward": False}),
-    "gpt on 2 x 2, bfloat16": ("gpt", (2, 2), {"mp_policy": BF16}),
-    "gpt on 2 x 2, reduced in bfloat16": ("gpt", (2, 2), {"mp_policy": BF16_REDUCED}),
-    "gpt on 2 x 2, reduced in float16": ("gpt", (2, 2), {"mp_policy": FP16_REDUCED}),
+    "mlp on 2 x 2, bfloat16": ("mlp", (2, 2), {"mp_policy": BF16}),
+    "mlp on 2 x 2, reduced in bfloat16": ("mlp", (2, 2), {"mp_policy": BF16_REDUCED}),
+    "mlp on 2 x 2, reduced in float16": ("mlp", (2, 2), {"mp_policy": FP16_REDUCED}),
     "tied weights on 2 x 2": ("gpt_tied", (2, 2), {}),
     "frozen parameters on 2 x 2": ("frozen", (2, 2), {}),
     "mlp on 4, resharded to 2": ("mlp", (4,), {"reshard_after_forward": 2}),
-    "gpt on 4, resharded to 2": ("gpt", (4,), {"reshard_after_forward": 2}),
-    "gpt on 4, resharded to 2, bfloat16": ("gpt", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
+    "mlp on 4, resharded to 2, bfloat16": ("mlp", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
     "mlp on 1 x 4, resharded to 2": ("mlp", (1, 4), {"reshard_after_forward": 2}),
     "mlp on 1 x 4": ("mlp", (1, 4), {}),
     "mlp on 4 x 1": ("mlp", (4, 1), {}),
@@ -104,12 +100,10 @@ def unsharded_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
 
 REPLICATED: dict[str, tuple[Callable[..., nn.Module], str, dict[str, Any]]] = {
     "mlp as DDP": (ddp, "mlp", {}),
-    "gpt as DDP": (ddp, "gpt", {}),
     "scalars as DDP": (ddp, "uneven", {}),
     "tied weights as DDP": (ddp, "gpt_tied", {}),
-    "gpt as FSDP2": (unsharded_fsdp2, "gpt", {}),
-    "gpt as FSDP2, bfloat16": (unsharded_fsdp2, "gpt", {"mp_policy": BF16}),
-    "gpt as FSDP2, reduced in float16": (unsharded_fsdp2, "gpt", {"mp_policy": FP16_REDUCED}),
+    "mlp as FSDP2, bfloat16": (unsharded_fsdp2, "mlp", {"mp_policy": BF16}),
+    "mlp as FSDP2, reduced in float16": (unsharded_fsdp2, "mlp", {"mp_policy": FP16_REDUCED}),
 }
 
 
@@ -138,8 +132,8 @@ def test_replicated_steps_equal_others_bit_for_bit(
 
 
 def test_replicated_steps_on_four_ranks_equal_ddp() -> None:
-    for rank in run_ranks(compare_replicated, 4, ["gpt as DDP"]):
-        theirs, own = rank["gpt as DDP"]
+    for rank in run_ranks(compare_replicated, 4, ["mlp as DDP"]):
+        theirs, own = rank["mlp as DDP"]
         for kind in ("gradients", "parameters"):
             check_close(own[kind], theirs[kind], 1e-6, kind)
 
@@ -276,18 +270,19 @@ def test_on_four_ranks(ranks: Failures, name: str) -> None:
 STEPS = [Step(rows=4)] * 5
 TRAINED: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mlp, hybrid": ("mlp", (2, 2), {}),
-    "gpt, hybrid": ("gpt", (2, 2), {}),
     "uneven rows and scalars, hybrid": ("uneven", (2, 2), {}),
-    "hybrid with Inductor": ("one_block", (2, 2), {"backend": "inductor"}),
-    "replicated with Inductor": ("one_block", (4, 1), {"backend": "inductor"}),
     "uneven rows and scalars, resharded to 2": ("uneven", (4,), {"reshard_after_forward": 2}),
-    "resharded to 2 with Inductor": ("one_block", (4,), {"reshard_after_forward": 2, "backend": "inductor"}),
+}
+WITH_INDUCTOR: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "hybrid": ("one_block", (2, 2), {"backend": "inductor"}),
+    "replicated": ("one_block", (4, 1), {"backend": "inductor"}),
+    "resharded to 2": ("one_block", (4,), {"reshard_after_forward": 2, "backend": "inductor"}),
 }
 
 
-def train() -> dict[str, Outcome]:
+def train(settings: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]]) -> dict[str, Outcome]:
     outcomes = {}
-    for key, (name, shape, options) in TRAINED.items():
+    for key, (name, shape, options) in settings.items():
         torch._dynamo.reset()
         outcomes[key] = train_sharded(name, STEPS, "adamw", mesh=mesh_of(shape), **{"backend": "eager", **options})
     return outcomes
@@ -295,12 +290,26 @@ def train() -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Outcome]]:
-    return run_ranks(train, 4)
+    return run_ranks(train, 4, TRAINED)
+
+
+@pytest.fixture(scope="module")
+def trained_with_inductor() -> list[dict[str, Outcome]]:
+    return run_ranks(train, 4, WITH_INDUCTOR)
 
 
 @pytest.mark.parametrize("key", TRAINED)
 def test_five_steps_on_four_ranks_equal_one_process(trained: list[dict[str, Outcome]], key: str) -> None:
-    outcomes, name = [of_rank[key] for of_rank in trained], TRAINED[key][0]
+    check_trained([of_rank[key] for of_rank in trained], TRAINED[key][0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("key", WITH_INDUCTOR)
+def test_so_do_they_with_inductor(trained_with_inductor: list[dict[str, Outcome]], key: str) -> None:
+    check_trained([of_rank[key] for of_rank in trained_with_inductor], WITH_INDUCTOR[key][0])
+
+
+def check_trained(outcomes: list[Outcome], name: str) -> None:
     (expected,) = train_reference(name, STEPS, "adamw", world_size=len(outcomes), global_batch=True)
     for outcome in outcomes[1:]:
         for key, value in outcomes[0].parameters.items():

@@ -134,7 +134,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, losses
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_four_ranks_are_resumed_by_another_number(saved: tuple[Path, list[float]], ranks: int) -> None:
     run_ranks(resume, ranks, *saved, ["plain"])
 

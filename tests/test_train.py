@@ -47,7 +47,7 @@ def check_training(ranks: Outcomes, name: str, optimizer: str, bound: float) -> 
     check_close(outcomes[0].parameters, expected.parameters, bound, "parameters")
 
 
-TRAINED = ["mlp", "gpt", "gpt_tied", "uneven"]
+TRAINED = ["mlp", "gpt_tied", "uneven"]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_twenty_steps_on_two_ranks_equal_one_process(eager_outcomes: Outcomes, n
     check_training(eager_outcomes, name, "adamw", bound=1e-5)
 
 
+@pytest.mark.long
 def test_twenty_steps_with_inductor_equal_one_process() -> None:
     # Inductor fuses kernels and reorders their float32 sums, which Adam's division amplifies: hence 1e-4.
     ranks = run_ranks(train_all, 2, ["gpt"], STEPS, "adamw", {"backend": "inductor"})
@@ -120,15 +121,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 # name, optimizer, microbatches per step, steps, options
 SETTINGS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "mlp, SGD": ("mlp", "sgd", 1, 1, {}),
-    "mlp, AdamW": ("mlp", "adamw", 1, 1, {}),
-    "gpt, SGD": ("gpt", "sgd", 1, 1, {}),
-    "gpt, AdamW": ("gpt", "adamw", 1, 1, {}),
     "gpt, AdamW, three steps": ("gpt", "adamw", 1, 3, {}),
-    "gpt, accumulated gradients": ("gpt", "adamw", 3, 1, {}),
-    "gpt, kept for backward": ("gpt", "adamw", 1, 1, {"reshard_after_forward": False}),
-    "gpt, bfloat16": ("gpt", "adamw", 1, 1, {"mp_policy": BF16}),
+    "mlp, accumulated gradients": ("mlp", "adamw", 3, 1, {}),
+    "mlp, kept for backward": ("mlp", "adamw", 1, 1, {"reshard_after_forward": False}),
+    "mlp, bfloat16": ("mlp", "adamw", 1, 1, {"mp_policy": BF16}),
     "tied weights": ("gpt_tied", "adamw", 1, 1, {}),
-    "dropout": ("gpt_dropout", "adamw", 1, 1, {}),
     "checkpointing and dropout": ("gpt_checkpoint_dropout", "adamw", 1, 1, {}),
     "BatchNorm": ("cnn_batchnorm", "adamw", 1, 1, {}),
     "frozen parameters": ("frozen", "adamw", 1, 1, {}),
