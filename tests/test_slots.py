@@ -353,4 +353,4 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
 
 @pytest.mark.long
 def test_numbers_of_all_cases_do_not_depend_on_slots() -> None:
-    run_ranks(compare_all_with_no_slots, 2)
+    run_ranks(compare_all_with_no_slots, 2, timeout=600)
