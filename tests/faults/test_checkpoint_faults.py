@@ -63,7 +63,11 @@ def killed_between_write_and_rename(path: str, killed: int, where: str) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("where", ["commit", "sync"], ids=["before it is on the disk", "before it is renamed"])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("commit", marks=pytest.mark.long), "sync"],
+    ids=["before it is on the disk", "before it is renamed"],
+)
 def test_a_rank_is_killed_between_write_and_rename(tmp_path: Path, where: str) -> None:
     (error,) = run_ranks(killed_between_write_and_rename, 2, str(tmp_path), 0, where, backend=None, lost=[0])
     assert "a rank has failed" in error and "rank 0: its process" in error and "has ended" in error

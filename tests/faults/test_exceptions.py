@@ -1,6 +1,6 @@
 """A rank raises in the middle of a step. Where all ranks raise, all may go on; where one does, all are told which.
 
-All of it runs in one launch of two ranks: what leaves them out of step is followed by a new process group.
+Two ranks are shared by what all of them do: what leaves them out of step is followed by a new process group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
+from launch import run_ranks
 from models import MLP
 from struck import FAULTS, Struck, assert_whole, batch, caught, compiled, rank, rounds, step, warm
 from torch import Tensor, nn
@@ -66,9 +67,7 @@ def trains_on(model: nn.Module) -> None:
 # All ranks raise, and go on
 
 
-@FACTS
-def all_ranks_raise_in_forward() -> None:
-    model = warm(compiled())
+def all_ranks_raise_in_forward(model: nn.Module) -> None:
     shards = list(model.parameters())
     for _ in range(2):
         FAULTS["forward"] = fail
@@ -81,9 +80,7 @@ def all_ranks_raise_in_forward() -> None:
         trains_on(model)
 
 
-@FACTS
-def all_ranks_raise_in_backward() -> None:
-    model = warm(compiled())
+def all_ranks_raise_in_backward(model: nn.Module) -> None:
     shards = list(model.parameters())
     FAULTS["backward"] = fail
     error = caught(lambda: step(model))
@@ -93,9 +90,7 @@ def all_ranks_raise_in_backward() -> None:
     trains_on(model)
 
 
-@FACTS
-def after_all_ranks_raised_nothing_is_compared_any_more() -> None:
-    model = warm(compiled(), steps=5)
+def after_all_ranks_raised_nothing_is_compared_any_more(model: nn.Module) -> None:
     lockstep = graph_fsdp.report.engine_of(model).schedules.lockstep
     FAULTS["forward"] = fail
     caught(lambda: step(model))
@@ -106,9 +101,7 @@ def after_all_ranks_raised_nothing_is_compared_any_more() -> None:
     assert lockstep.failures.mine is None
 
 
-@FACTS
-def all_ranks_raise_in_the_loss() -> None:
-    model = warm(compiled())
+def all_ranks_raise_in_the_loss(model: nn.Module) -> None:
     shards = list(model.parameters())
 
     def raising() -> None:
@@ -120,9 +113,7 @@ def all_ranks_raise_in_the_loss() -> None:
     trains_on(model)
 
 
-@FACTS
-def all_ranks_raise_in_a_hook_on_a_gradient() -> None:
-    model = warm(compiled())
+def all_ranks_raise_in_a_hook_on_a_gradient(model: nn.Module) -> None:
     shards = list(model.parameters())
     handle = model.head.weight.register_post_accumulate_grad_hook(lambda p: fail())
     assert type(caught(lambda: step(model))) is Broken
@@ -131,11 +122,7 @@ def all_ranks_raise_in_a_hook_on_a_gradient() -> None:
     trains_on(model)
 
 
-@FACTS
-def all_ranks_raise_in_a_hook_on_reductions() -> None:
-    model = compiled()
-    model.set_all_reduce_hook(lambda reduced: FAULTS.pop("hook", lambda: None)())
-    warm(model)
+def all_ranks_raise_in_a_hook_on_reductions(model: nn.Module) -> None:
     shards = list(model.parameters())
     FAULTS["hook"] = fail
     assert type(caught(lambda: step(model))) is Broken
@@ -156,9 +143,7 @@ def an_index_outside_of_a_table_on_all_ranks() -> None:
     model(right).sum().backward()
 
 
-@FACTS
-def a_keyboard_interrupt_between_start_and_wait_of_a_gather_on_all_ranks() -> None:
-    model = warm(compiled())
+def a_keyboard_interrupt_between_start_and_wait_of_a_gather_on_all_ranks(model: nn.Module) -> None:
     (region,) = [i for i, line in enumerate(source(model)) if "region_3(" in line]
     started = [line for line in source(model)[:region] if "gather_start" in line]
     waited = [line for line in source(model)[:region] if "frame.wait" in line]
@@ -212,6 +197,28 @@ def out_of_memory_in_a_region_on_all_ranks() -> None:
         assert_whole(model, shards)
         model(large)
     trains_on(model)
+
+
+TOGETHER = (
+    all_ranks_raise_in_forward,
+    all_ranks_raise_in_backward,
+    after_all_ranks_raised_nothing_is_compared_any_more,
+    all_ranks_raise_in_the_loss,
+    all_ranks_raise_in_a_hook_on_a_gradient,
+    all_ranks_raise_in_a_hook_on_reductions,
+    a_keyboard_interrupt_between_start_and_wait_of_a_gather_on_all_ranks,
+)
+
+
+@FACTS
+def all_ranks_raise() -> None:
+    """One model lives through all of it."""
+    model = compiled()
+    model.set_all_reduce_hook(lambda reduced: FAULTS.pop("hook", lambda: None)())
+    warm(model, steps=5)
+    for function in TOGETHER:
+        model.zero_grad()
+        function(model)
 
 
 # One rank raises, and the others are told
@@ -331,22 +338,35 @@ def ranks_raise_in_different_places() -> None:
 
 ALONE = (
     one_rank_raises_in_forward,
+    one_rank_raises_before_its_program_and_comes_back,
     one_rank_raises_in_backward,
     one_rank_raises_in_a_hook_on_reductions,
     one_rank_is_interrupted_between_start_and_wait,
     one_rank_is_out_of_memory,
     one_rank_raises_before_its_program_and_does_not_come_back,
-    one_rank_raises_before_its_program_and_comes_back,
     ranks_raise_in_different_places,
 )
+FIRST = 2  # of them, in the launch of the facts
 
 
 @FACTS
 def zz_one_rank_raises() -> None:
-    for function in rounds(*ALONE):
+    for function in rounds(*ALONE[:FIRST]):
+        function()
+
+
+def others_raise() -> None:
+    """On a rank."""
+    torch.set_num_threads(1)
+    for function in rounds(*ALONE[FIRST:]):
         function()
 
 
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
+
+
+@pytest.mark.long
+def test_one_rank_raises_elsewhere() -> None:
+    run_ranks(others_raise, 2, timeout=240)

@@ -48,7 +48,7 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
     return str(error), str(again)
 
 
-@pytest.mark.parametrize(("where", "world_size"), [("forward", 2), ("backward", 4)])
+@pytest.mark.parametrize(("where", "world_size"), [("forward", 2), pytest.param("backward", 4, marks=pytest.mark.long)])
 def test_a_rank_is_killed(where: str, world_size: int) -> None:
     for error, again in run_ranks(lose_rank_1, world_size, where, "die", backend=None, lost=[1]):
         assert "rank 1: its process" in error and "has ended" in error
@@ -58,6 +58,7 @@ def test_a_rank_is_killed(where: str, world_size: int) -> None:
         assert again == error
 
 
+@pytest.mark.long
 def test_a_rank_is_stopped_for_longer_than_the_timeout() -> None:
     ((error, _),) = run_ranks(lose_rank_1, 2, "forward", "stop", backend=None, lost=[1])
     assert "ranks [1] do not take part (rank 1: its process" in error and "is stopped)" in error
@@ -78,6 +79,7 @@ def lose_a_rank_of_another_host(group_timeout: float) -> str:
     return str(error)
 
 
+@pytest.mark.long
 def test_a_rank_of_another_host_does_not_answer() -> None:
     (error,) = run_ranks(lose_a_rank_of_another_host, 2, TIMEOUT, backend=None, lost=[1])
     assert "ranks [1] did not answer within 1 s: killed, stopped, out of reach, or busy" in error
@@ -97,6 +99,7 @@ def compile_without_rank_1() -> str:
     return str(error)
 
 
+@pytest.mark.long
 def test_a_rank_dies_before_others_compile_with_it() -> None:
     for error in run_ranks(compile_without_rank_1, 3, backend=None, lost=[1]):
         assert "cannot end the wait for others to compile with this rank, because rank" in error
@@ -126,6 +129,7 @@ def lose_the_store() -> str:
     return str(error)
 
 
+@pytest.mark.long
 def test_the_rank_that_hosts_the_store_is_killed() -> None:
     (error,) = run_ranks(lose_the_store, 2, backend=None, lost=[0])
     assert "the store of the process group does not answer either" in error and "rank 0 or torchrun's" in error

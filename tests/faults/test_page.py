@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
 MODULES = ("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults")
-_RUNNERS = {"test_on_two_ranks", "zz_one_rank_raises"}
+_RUNNERS = {"test_on_two_ranks", "all_ranks_raise", "zz_one_rank_raises", "test_one_rank_raises_elsewhere"}
 _ROW = re.compile(r"^\| (?P<fault>[^|]+) \| (?P<what>[^|]+) \| `(?P<file>\w+)\.py`: (?P<names>[^|]+) \|(?P<rest>.*)$")
 
 
@@ -35,7 +35,7 @@ def cases() -> dict[str, dict[str, tuple[int, int]]]:
         module = importlib.import_module(name)
         functions = [f for n, f in vars(module).items() if n.startswith("test_") and isinstance(f, types.FunctionType)]
         facts = module.FACTS.functions.values() if hasattr(module, "FACTS") else ()
-        everything = [*functions, *facts, *getattr(module, "ALONE", ())]
+        everything = [*functions, *facts, *getattr(module, "TOGETHER", ()), *getattr(module, "ALONE", ())]
         found[name] = {f.__name__: _cases(f) for f in everything if f.__name__ not in _RUNNERS}
     return found
 
