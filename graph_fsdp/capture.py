@@ -47,7 +47,7 @@ from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.pieces import Pieces
 from graph_fsdp.rank_facts import facts
-from graph_fsdp.recompilation import Call, CaptureKey, why_captured
+from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
@@ -55,8 +55,8 @@ from graph_fsdp.runtime.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
-from graph_fsdp.sharding import Storage
-from graph_fsdp.substitution import substitute_shards
+from graph_fsdp.sharding import ShardedParameter, Storage
+from graph_fsdp.substitution import TracedGraph, are_given, find_parameters, shards_for, substitute_shards
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ _ATTEMPTS = 2
 
 # Dynamo wraps what a backend raises; these stay what they are.
 _OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
+
+_EXCHANGED = "code that was compiled for some parameters runs with others (a module was exchanged for another)"
 
 _engines = itertools.count()
 
@@ -102,6 +104,7 @@ class Engine:
         self.regions, self.whole = RegionCache(backend), whole
         self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
         self.graphs: list[CapturedGraph] = []
+        self._traced: list[TracedGraph] = []  # by Dynamo
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
@@ -201,6 +204,41 @@ class Engine:
         ``_function_compiled``."""
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        parameters = find_parameters(module, self.storage)
+        self._traced.append(TracedGraph(module, parameters, self.storage))
+        traced = len(self._traced) - 1
+        run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
+        names = {index: p.spec.name for index, p in parameters.items()}
+        placeholders = [(index, id(p.placeholder)) for index, p in parameters.items()]
+
+        def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
+            if self.backend.name == "xla":
+                raise UnsupportedError(f"backend='xla': {_EXCHANGED}")
+            again = why_run_again(cause, [p.spec.name for p in given.values()])
+            try:
+                return self._compile_with(settings, entry, again, module, inputs, given)
+            except (VerificationError, PassError) as error:  # outside of Dynamo's backend
+                save_failure(error, self)
+                raise
+
+        def call(*args: Any) -> Any:
+            if are_given(args, placeholders):
+                return run(*shards_for(args, names, self._inputs))
+            other, others_names = self._traced[traced].program(args, compile_again)
+            return other(*shards_for(args, others_names, self._inputs))
+
+        return call
+
+    def _compile_with(
+        self,
+        settings: Settings,
+        entry: Entry,
+        cause: Cause,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        parameters: dict[int, ShardedParameter],
+    ) -> Callable[..., Any]:
+        """A graph of Dynamo's with these parameters among its inputs, by their places."""
         spec = self.spec
         if settings.own_reduce_group:
             spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
@@ -210,25 +248,16 @@ class Engine:
         )
         context.extensions = self.extensions
         self._shape_envs.add(compat.current_fake_mode().shape_env)
-        inputs = list(example_inputs)
-        substituted = self._find_parameters(module, inputs, context)
+        self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
         self.pipeline.run([Graph(module, "capture")], context)
         with collector_paused():
-            run = self._through_aot_autograd(module, inputs, context, captured, entry)
+            return self._through_aot_autograd(module, inputs, context, captured, entry)
 
-        def call(*args: Any) -> Any:
-            values = list(args)
-            for index, name in substituted:
-                values[index] = self._inputs[name]
-            return run(*values)
-
-        return call
-
-    def _find_parameters(
-        self, module: fx.GraphModule, inputs: list[Any], context: PassContext
-    ) -> list[tuple[int, str]]:
-        return substitute_shards(module, inputs, context, self.storage)
+    def _substitute_shards(
+        self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
+    ) -> None:
+        substitute_shards(module, inputs, parameters, context)
 
     def _through_aot_autograd(
         self,
