@@ -46,6 +46,7 @@ from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import use_unsharded
 from graph_fsdp.pieces import Pieces
+from graph_fsdp.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.report import CapturedGraph
@@ -124,6 +125,8 @@ class Engine:
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
+        self.python_reads = PythonReads(_weak(self))
+        storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
@@ -162,12 +165,15 @@ class Engine:
             stack.enter_context(entered(self.number))
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
+            stack.enter_context(self.python_reads.forward_call())
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())
             self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
-                return differentiable_once(self.storage.without_placeholders(outputs))
+                return differentiable_once(
+                    self.storage.without_placeholders(outputs), self.python_reads.before_backward()
+                )
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, PassError)):
@@ -192,7 +198,7 @@ class Engine:
         key = (self.settings, entry)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
-            function = own_code(entry.function)
+            function = own_code(entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
@@ -323,7 +329,7 @@ class Engine:
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
             _use_unsharded(graphs, context)
-            before_passes = engine.pieces.snapshot(graphs[0]) if engine.pieces is not None else None
+            before_passes = engine._before_passes(graphs[0], entry)
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             piece[:] = [(before_passes, kind)]
@@ -347,7 +353,7 @@ class Engine:
             graph = Graph(prepare(inference), "inference")
             _use_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
-            before_passes = engine.pieces.snapshot(graph) if engine.pieces is not None else None
+            before_passes = engine._before_passes(graph, entry)
             engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])
@@ -390,6 +396,10 @@ class Engine:
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
         return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+
+    def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
+        """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
+        return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None
 
     def _piece(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graph_fsdp.passes import compat_recompiles
 from graph_fsdp.passes.settings import Settings
 
-CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters"]
+CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python"]
 
 _INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
 _MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
@@ -53,7 +53,8 @@ class Cause:
     guards of its earlier graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
     ``set_requires_gradient_sync`` has changed what graphs are made for), "inputs" (inputs are sharded otherwise),
     "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives
-    what other pieces gather), "parameters" (code that was compiled runs with other parameters). ``compilation``: its name in torch's logs and in tlparse, "0/1".
+    what other pieces gather), "parameters" (code that was compiled runs with other parameters), "python" (code outside
+    of graphs reads a parameter). ``compilation``: its name in torch's logs and in tlparse, "0/1".
     """
 
     kind: CauseKind

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -92,3 +93,45 @@ def test_a_module_that_is_exchanged_for_one_of_its_kind_runs_with_its_own_parame
         found.sum().backward()
         expected.sum().backward()
         assert_same_gradients(model, plain)
+
+
+class ChunkedProduct(torch.autograd.Function):
+    """As libraries write losses over a large vocabulary: chunks, products into a buffer, a backward of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x.new_empty(len(x), len(weight))
+        for row in range(len(x)):
+            torch.mm(x[row : row + 1], weight.t(), out=out[row : row + 1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+class Chunked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.body(x))
+
+    @torch.compiler.disable
+    def logits(self, x: Tensor) -> Tensor:
+        return ChunkedProduct.apply(x, self.head.weight)
+
+
+def vectors() -> tuple[Tensor]:
+    return (torch.randn(2, WIDTH).double(),)
+
+
+def test_a_function_of_autograd_outside_of_graphs_gets_the_whole_parameter() -> None:
+    with pytest.warns(UserWarning, match=r"reads parameter 'head\.weight': its unit .* is gathered"):
+        model = assert_as_plain(Chunked, vectors)
+    causes = [graph.cause for graph in graph_fsdp.inspect(model).graphs]
+    assert [cause.kind for cause in causes].count("python") == 1
