@@ -77,11 +77,6 @@ class GuardedTensorParallelPlaceholder(DTensor):
         return _read(func, args, kwargs or {})
 
 
-# Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
-compat.leave_to_python(GuardedPlaceholder.__torch_function__)
-compat.leave_to_python(GuardedTensorParallelPlaceholder.__torch_function__)
-
-
 def guard(placeholder: nn.Parameter, name: str, reads: Reads) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
     vars(placeholder)["_graph_fsdp"] = (name, reads)
@@ -149,3 +144,14 @@ def _flatten(values: list[Any]) -> list[Any]:
     for value in values:
         flat += _flatten(list(value)) if isinstance(value, (list, tuple)) else [value]
     return flat
+
+
+# Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
+for _function in (
+    GuardedPlaceholder.__torch_function__,
+    GuardedTensorParallelPlaceholder.__torch_function__,
+    _read,
+    _placeholders,
+    _flatten,
+):
+    compat.leave_to_python(_function)

@@ -53,6 +53,11 @@ def _tensors_of(saved: torch.fx.Node) -> list[torch.fx.Node]:
     return [saved]
 
 
+def leave_to_python(function: Any) -> None:
+    """Dynamo does not compile ``function`` where Python calls it. Called from traced code, it is traced."""
+    skip_code(getattr(function, "__func__", function).__code__)
+
+
 def profiler_is_active() -> bool:
     """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
     return autograd_profiler._is_profiler_enabled
@@ -63,9 +68,7 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
-def leave_to_python(function: Any) -> None:
-    """Dynamo does not compile ``function`` where Python calls it. Called from traced code, it is traced."""
-    skip_code(getattr(function, "__func__", function).__code__)
+leave_to_python(is_tracing)  # compiled by itself it would return what is so while Dynamo traces
 
 
 def in_backward() -> bool:
