@@ -33,9 +33,10 @@ from graph_fsdp.errors import (
 )
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
+from graph_fsdp.gradients import check_unchanged
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.pipeline import add_stage, collector_paused
+from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats
 from graph_fsdp.passes.saved_inputs import save_as_they_were
@@ -44,7 +45,7 @@ from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
-from graph_fsdp.passes.unsharded import use_unsharded
+from graph_fsdp.passes.unsharded import take_unsharded
 from graph_fsdp.pieces import Pieces
 from graph_fsdp.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.rank_facts import facts
@@ -57,7 +58,7 @@ from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
 from graph_fsdp.sharding import ShardedParameter, Storage
-from graph_fsdp.substitution import TracedGraph, are_given, find_parameters, shards_for, substitute_shards
+from graph_fsdp.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
@@ -71,13 +72,6 @@ _OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, Unsu
 _EXCHANGED = "code that was compiled for some parameters runs with others (a module was exchanged for another)"
 
 _engines = itertools.count()
-
-
-class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
-    """The end of a capture that is planned and not run: its graphs after all passes."""
-
-    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
-        self.graphs, self.context = graphs, context
 
 
 class Engine:
@@ -125,7 +119,7 @@ class Engine:
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
-        self.python_reads = PythonReads(_weak(self))
+        self.python_reads = PythonReads(_weak(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
@@ -211,11 +205,9 @@ class Engine:
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
-        self._traced.append(TracedGraph(module, parameters, self.storage))
-        traced = len(self._traced) - 1
+        traced = TracedGraph(module, parameters, self.storage)
+        self._traced.append(traced)
         run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
-        names = {index: p.spec.name for index, p in parameters.items()}
-        placeholders = [(index, id(p.placeholder)) for index, p in parameters.items()]
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
@@ -227,13 +219,7 @@ class Engine:
                 save_failure(error, self)
                 raise
 
-        def call(*args: Any) -> Any:
-            if are_given(args, placeholders):
-                return run(*shards_for(args, names, self._inputs))
-            other, others_names = self._traced[traced].program(args, compile_again)
-            return other(*shards_for(args, others_names, self._inputs))
-
-        return call
+        return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
 
     def _compile_with(
         self,
@@ -328,7 +314,7 @@ class Engine:
             save_as_they_were(graphs[0], num_fwd_outputs)
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            _use_unsharded(graphs, context)
+            take_unsharded(graphs, context)
             before_passes = engine._before_passes(graphs[0], entry)
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
@@ -351,7 +337,7 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             graph = Graph(prepare(inference), "inference")
-            _use_unsharded([graph], context)
+            take_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
             before_passes = engine._before_passes(graph, entry)
             engine._run_passes([graph], context, captured, kind)
@@ -389,7 +375,7 @@ class Engine:
             graphs = program_graphs(self, graph, context, captured.index)
             program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
             if graph.phase == "backward":
-                program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
+                program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
         captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
@@ -418,22 +404,3 @@ class Engine:
 def _weak(engine: Engine) -> Engine:
     """A proxy for it."""
     return cast(Engine, weakref.proxy(engine))
-
-
-def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
-    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
-    now = engine()
-    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
-        if now is not None and getattr(settings, name) != getattr(now.settings, name):
-            raise RuntimeError(
-                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
-                "forward, and again after the backward"
-            )
-
-
-def _use_unsharded(graphs: list[Graph], context: PassContext) -> None:
-    begin = time.perf_counter()
-    if context.settings.unsharded and use_unsharded(graphs, context):
-        for graph in graphs:
-            graph.module.recompile()
-            add_stage(graph, context, "unsharded", time.perf_counter() - begin)

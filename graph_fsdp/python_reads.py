@@ -7,9 +7,9 @@ calls. Such code finds placeholders in the modules. The first operator that read
 has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place: whatever holds the
 parameter already, an ``autograd.Function`` or a list, has its values too.
 
-The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act on
-it, the verifier looks at it, ranks run it in step, and the report has it. Its backward is the reduction. To autograd a
-placeholder is a leaf, which is what lets it get memory late: its gradient arrives there, whole, and when the backward
+The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act
+on it, the verifier looks at it, ranks run it in step, and the report has it. Its backward is the reduction. To autograd
+a placeholder is a leaf, which is what lets it get memory late: its gradient arrives there, whole, and when the backward
 has ended it goes through the backward of the gather's graph to the shard.
 
 A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
@@ -64,13 +64,14 @@ class _Call:
 class PythonReads:
     """Of one model."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, fullgraph: bool) -> None:
         self._engine = engine  # a weak proxy
         self._whole: dict[str, _Whole] = {}  # by unit, in the order in which they were gathered
         self._call = _Call(grad=False)  # the forward that runs, or ran last
         self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
         self._versions: dict[str, int] = {}  # of the placeholders, as they were found
+        self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaits_end = False  # of a backward
         self._kept: set[str] = set()  # parameters with gradients that are not reduced yet
         self._warned = False
@@ -96,6 +97,8 @@ class PythonReads:
         """Whatever happens in a call, what only it needs is released after it."""
         self.release()
         self._call = _Call(torch.is_grad_enabled())
+        if self._watches:
+            self._watch()
         keep = False
         try:
             yield
@@ -143,8 +146,8 @@ class PythonReads:
 
     def _unavailable(self, unit: str) -> str:
         members = self._members(unit)
-        if self._engine.backend.name == "xla":
-            return "backend='xla' has no whole parameters outside of graphs"
+        if not self._watches:
+            return "that is for fullgraph=False, and not for backend='xla'"
         if any(isinstance(p.placeholder, DTensor) for p in members):
             return "the unit is tensor parallel"
         if any(p.spec.extended for p in members):
@@ -162,11 +165,9 @@ class PythonReads:
             used: set[str] = set()
             values = self._program(unit, members, trains, read)(*_only_used(members, shards, used, self._kept))
             empty = [p.placeholder.data for p in members]
-            for p, value, needs_gradient in zip(members, values, trains, strict=True):
+            for p, value in zip(members, values, strict=True):
                 p.placeholder.data = value.detach()
                 compat.set_version(p.placeholder, self._versions.setdefault(p.spec.name, p.placeholder._version))
-                if needs_gradient:
-                    self._watch(p)
         self._whole[unit] = _Whole(members, list(values), empty, used)
         if self._engine.storage.active:
             self._call.units[unit] = self._shard_versions(unit)
@@ -211,12 +212,16 @@ class PythonReads:
 
     # --- gradients
 
-    def _watch(self, p: ShardedParameter) -> None:
-        """See the gradient of a placeholder arrive."""
-        name = p.spec.name
-        if name not in self._leaves:
-            self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
-            node.register_hook(self._arrived)
+    def _watch(self) -> None:
+        """See the gradients of placeholders arrive; and what autograd saves of them is what it finds again."""
+        parameters = self._engine.storage.parameters
+        with compat.without_torch_function():
+            for name, version in self._versions.items():
+                compat.set_version(parameters[name].placeholder, version)
+            for name, p in parameters.items() if self._call.grad else ():
+                if p.placeholder.requires_grad and name not in self._leaves:
+                    self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
+                    node.register_hook(self._arrived)
 
     def _arrived(self, *_: Any) -> None:
         if not self._awaits_end:

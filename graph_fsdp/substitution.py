@@ -117,15 +117,29 @@ def _inputs(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def shards_for(args: Sequence[Any], names: dict[int, str], shards: dict[str, Tensor]) -> list[Any]:
-    """``args`` with the shards of now in the places of parameters."""
+def substituting(
+    run: Runnable,
+    parameters: dict[int, ShardedParameter],
+    traced: TracedGraph,
+    compile_again: Compile,
+    shards: Callable[[], dict[str, Tensor]],
+) -> Runnable:
+    """What Dynamo calls: ``run`` with the shards of now in the places of parameters where it was given those that the
+    graph was traced with, else the program for what it was given. Dynamo keeps it, so it keeps no parameter."""
+    names = {index: p.spec.name for index, p in parameters.items()}
+    placeholders = [(index, id(p.placeholder)) for index, p in parameters.items()]
+
+    def call(*args: Any) -> Any:
+        if all(id(args[index]) == number for index, number in placeholders):
+            return run(*_with_shards(args, names, shards()))
+        other, others_names = traced.program(args, compile_again)
+        return other(*_with_shards(args, others_names, shards()))
+
+    return call
+
+
+def _with_shards(args: Sequence[Any], names: dict[int, str], shards: dict[str, Tensor]) -> list[Any]:
     values = list(args)
     for index, name in names.items():
         values[index] = shards[name]
     return values
-
-
-def are_given(args: Sequence[Any], placeholders: Sequence[tuple[int, int]]) -> bool:
-    """Whether the parameters among ``args`` are those that the graph was traced with: their places and the ``id`` of
-    each placeholder, which what Dynamo keeps must not keep."""
-    return all(id(args[index]) == number for index, number in placeholders)

@@ -1,4 +1,4 @@
-"""What only a forward can know: graph breaks, parameters touched where they are not gathered, torch.compile off.
+"""What only a forward can know: graph breaks, parameters read outside of graphs, torch.compile off.
 
 Each is one clear error, after which the model has its shards and can be used.
 """
@@ -87,13 +87,7 @@ def test_a_graph_break_without_fullgraph_is_no_error(fake_group: None) -> None:
 # Parameters without memory
 
 
-def test_code_that_is_not_compiled_touches_a_parameter(fake_group: None) -> None:
-    model = graph_fsdp.compile(Faulty(), backend="eager", fullgraph=False)
-    where = line_of("return self.blocks[0].up.weight.norm()")
-    words = ("parameter 'blocks.0.up.weight'", "module 'blocks.0.up'", "'norm'", where, "in norm", "Remove the break")
-    fail_forward(model, "touch", graph_fsdp.EmptyPlaceholderError, *words)
-
-
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
 @pytest.mark.parametrize(
     "touch",
     [
@@ -101,20 +95,28 @@ def test_code_that_is_not_compiled_touches_a_parameter(fake_group: None) -> None
         lambda weight: weight.detach(),
         lambda weight: weight.data,
         lambda weight: weight.tolist(),
-        lambda weight: weight.numpy(),
+        lambda weight: weight.detach().numpy(),
         lambda weight: weight.data_ptr(),
         lambda weight: weight[0],
-        lambda weight: weight.copy_(weight),
         lambda weight: torch.stack([weight]),
         lambda weight: repr(weight),
     ],
-    ids=["linear", "detach", "data", "tolist", "numpy", "data_ptr", "index", "copy_", "list", "repr"],
+    ids=["linear", "detach", "data", "tolist", "numpy", "data_ptr", "index", "list", "repr"],
 )
-def test_every_way_to_read_or_write_a_placeholder_is_an_error(fake_group: None, touch: Any) -> None:
+def test_every_way_to_read_a_parameter_outside_of_graphs_has_it_gathered(fake_group: None, touch: Any) -> None:
     model = Faulty()
-    model.norm = torch.compiler.disable(lambda: touch(model.head.weight))  # type: ignore[method-assign]
+
+    @torch.compiler.disable
+    def norm() -> float:
+        touch(model.head.weight)
+        return 1.0
+
+    model.norm = norm  # type: ignore[method-assign]
     graph_fsdp.compile(model, backend="eager", fullgraph=False)
-    fail_forward(model, "touch", graph_fsdp.EmptyPlaceholderError, "parameter 'head.weight'", "module 'head'")
+    model.fault = "touch"
+    model(batch()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert "python" in [graph.cause.kind for graph in graph_fsdp.inspect(model).graphs]
 
 
 def test_code_that_is_not_compiled_may_ask_for_shapes(fake_group: None) -> None:
@@ -137,7 +139,7 @@ def test_code_that_is_not_compiled_may_ask_for_shapes(fake_group: None) -> None:
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
 def test_torch_compile_turned_off(fake_group: None, stance: str) -> None:
     model = graph_fsdp.compile(Faulty(), backend="eager")
-    words = ("torch.compile is off", "set_stance('force_eager')", "turn it on")
+    words = ("torch.compile is off", "set_stance('force_eager')", "turn it on", "fullgraph=False")
     with torch.compiler.set_stance(stance):
         fail_forward(model, None, graph_fsdp.EmptyPlaceholderError, *words)
 

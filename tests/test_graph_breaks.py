@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -135,3 +138,122 @@ def test_a_function_of_autograd_outside_of_graphs_gets_the_whole_parameter() -> 
         model = assert_as_plain(Chunked, vectors)
     causes = [graph.cause for graph in graph_fsdp.inspect(model).graphs]
     assert [cause.kind for cause in causes].count("python") == 1
+
+
+class Positions(nn.Module):
+    """The first piece takes no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(WIDTH, dtype=torch.float64) + 1
+        torch._dynamo.graph_break()
+        return self.block(x * positions)
+
+
+def test_a_piece_without_inputs() -> None:
+    assert_as_plain(Positions, vectors)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+@pytest.mark.parametrize("kind", ["encoder", "transformer"])
+def test_transformers_of_torch_with_a_mask(kind: str) -> None:
+    mask = torch.triu(torch.full((5, 5), float("-inf"), dtype=torch.float64), 1)
+    sequences = functools.partial(torch.randn, 2, 5, 8, dtype=torch.float64)
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+    if kind == "encoder":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
+        assert_as_plain(lambda: nn.TransformerEncoder(layer, 2), lambda: (sequences(), mask), calls=2)
+    else:
+        inputs = lambda: (sequences(), sequences(), None, mask)  # noqa: E731
+        assert_as_plain(lambda: nn.Transformer(8, 2, 2, 2, 16, **options), inputs, calls=2)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_a_model_that_dynamo_gives_up_on_trains_unit_by_unit() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        scales = itertools.count(1)
+        model = assert_as_plain(Scaled, lambda: (*vectors(), f"{next(scales)}"), auto_wrap_policy={Block})
+    found = [graph.cause for graph in graph_fsdp.inspect(model).graphs if graph.cause.kind == "python"]
+    assert {re.search(r"its unit '(.*?)'", cause.text)[1] for cause in found} == {"blocks.0", "blocks.1"}
+    assert all("bytes, with no compute beside the gather" in cause.text for cause in found)
+
+
+class Scaled(nn.Module):
+    """Each text is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, scale: str) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(nn.functional.linear(x, block.up.weight)) * int(scale)
+        return x
+
+
+class PassedOn(nn.Module):
+    """A function of autograd gets a parameter that nothing reads in forward; another part is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.first(x))
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return WithoutWeight.apply(self.second(x), self.first.bias)
+
+
+class WithoutWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_only_what_has_a_gradient_without_us_has_one() -> None:
+    assert_as_plain(PassedOn, vectors)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_units_are_whole_until_backward_has_ended_and_are_gathered_again_for_another_one() -> None:
+    torch.manual_seed(0)
+    plain = Chunked()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
+    placeholder = graph_fsdp.report.engine_of(model).storage.parameters["head.weight"].placeholder
+    outputs = []
+    for made in (model, plain):
+        first, second = made(torch.ones(1, WIDTH)), made(-torch.ones(1, WIDTH))
+        (first.sum() + second.sum()).backward(retain_graph=True)
+        second.sum().backward()
+        outputs.append(first)
+    assert_same_gradients(model, plain)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert placeholder.untyped_storage().nbytes() == 0
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert placeholder.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_what_code_outside_of_graphs_writes_to_a_parameter_is_refused() -> None:
+    class Writing(Chunked):
+        @torch.compiler.disable
+        def logits(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.head.weight.clamp_(-1, 1)
+            return self.head(x)
+
+    model = graph_fsdp.compile(Writing(), backend="eager", fullgraph=False)
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"'head\.weight' was written by code outside of graphs"):
+        model(torch.ones(1, WIDTH))

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp.capture import PassesHaveRun
 from graph_fsdp.passes import Graph
+from graph_fsdp.passes.pipeline import PassesHaveRun
 
 DEPTH = 4
 

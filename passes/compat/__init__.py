@@ -60,7 +60,7 @@ whole test-suite was run.
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``_dynamo.eval_frame.skip_code`` | functions of ours that Dynamo compiles only within others | 2.13 |
-| ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | gradients that have come when a backward ends | 2.13 |
+| ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
 | ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
@@ -228,8 +228,8 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "is_tracing",
     "launches_groups",
-    "leave_to_python",
     "lay_out",
+    "leave_to_python",
     "local_part",
     "local_shape_and_offset",
     "local_tensor",
