@@ -69,8 +69,6 @@ _ATTEMPTS = 2
 # Dynamo wraps what a backend raises; these stay what they are.
 _OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
 
-_EXCHANGED = "code that was compiled for some parameters runs with others (a module was exchanged for another)"
-
 _engines = itertools.count()
 
 
@@ -94,7 +92,6 @@ class Engine:
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
-        self._forward = forward
         self.counter = GatheredBytes()
         self.regions, self.whole = RegionCache(backend), whole
         self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
@@ -129,10 +126,6 @@ class Engine:
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
-        return self.run(Entry("", "forward", self._forward), module, *args, **kwargs)
-
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
         they were again whatever happens."""
@@ -165,9 +158,8 @@ class Engine:
             self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
-                return differentiable_once(
-                    self.storage.without_placeholders(outputs), self.python_reads.before_backward()
-                )
+                outputs = self.storage.without_placeholders(outputs)
+                return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, PassError)):
@@ -205,13 +197,12 @@ class Engine:
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
-        traced = TracedGraph(module, parameters, self.storage)
-        self._traced.append(traced)
+        self._traced.append(traced := TracedGraph(module, parameters, self.storage))
         run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
-                raise UnsupportedError(f"backend='xla': {_EXCHANGED}")
+                raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
             again = why_run_again(cause, [p.spec.name for p in given.values()])
             try:
                 return self._compile_with(settings, entry, again, module, inputs, given)

@@ -106,7 +106,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 @torch.compiler.disable
 def _have_memory(func: Callable[..., Any], reads: Reads, names: list[str]) -> None:
-    if not reads.active and not compat.in_backward():
+    if not reads.active and compat.current_backward() == -1:
         raise EmptyPlaceholderError(
             f"parameter {', '.join(map(repr, names))} of {_module(names[0])} is a reference from before "
             f"graph_fsdp.compile and has no memory any more\n  at {calling_line()}\n  Take it from the model "

@@ -72,7 +72,7 @@ class PythonReads:
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
         self._versions: dict[str, int] = {}  # of the placeholders, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
-        self._awaits_end = False  # of a backward
+        self._awaited = -1  # the backward whose end is awaited, by number
         self._kept: set[str] = set()  # parameters with gradients that are not reduced yet
         self._warned = False
 
@@ -219,18 +219,20 @@ class PythonReads:
             for name, version in self._versions.items():
                 compat.set_version(parameters[name].placeholder, version)
             for name, p in parameters.items() if self._call.grad else ():
+                if p.placeholder.grad is not None:  # of a backward that raised
+                    p.placeholder.grad = None
                 if p.placeholder.requires_grad and name not in self._leaves:
                     self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
                     node.register_hook(self._arrived)
 
     def _arrived(self, *_: Any) -> None:
-        if not self._awaits_end:
-            self._awaits_end = True
+        if self._awaited != (backward := compat.current_backward()):  # one that raised has no end
+            self._awaited = backward
             compat.when_backward_ends(self._reduce)
 
     def _reduce(self) -> None:
         """The whole gradients that have come go to the shards."""
-        self._awaits_end = False
+        self._awaited = -1
         with compat.without_torch_function():
             came = {p.spec.unit: None for p in self._engine.storage.parameters.values() if _gradient(p) is not None}
             for unit in came:

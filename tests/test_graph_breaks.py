@@ -257,3 +257,25 @@ def test_what_code_outside_of_graphs_writes_to_a_parameter_is_refused() -> None:
     model = graph_fsdp.compile(Writing(), backend="eager", fullgraph=False)
     with pytest.raises(graph_fsdp.UnsupportedError, match=r"'head\.weight' was written by code outside of graphs"):
         model(torch.ones(1, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_after_a_backward_that_raised_gradients_are_those_of_the_next_one() -> None:
+    torch.manual_seed(0)
+    plain = Chunked()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
+    for raises in (True, False):
+        for made in (model, plain):
+            made.zero_grad()
+            x = torch.ones(1, WIDTH, requires_grad=True)
+            if raises:
+                x.register_hook(_stop)
+                with pytest.raises(InterruptedError):
+                    made(x).sum().backward()
+            else:
+                made(x).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def _stop(_: Tensor) -> None:
+    raise InterruptedError

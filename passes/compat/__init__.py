@@ -120,10 +120,10 @@ from graph_fsdp.passes.compat.distributed import (
 )
 from graph_fsdp.passes.compat.dynamo import (
     activation_memory_budget,
+    current_backward,
     current_fake_mode,
     debug_directory,
     forward_outputs,
-    in_backward,
     is_of_backward,
     is_tracing,
     leave_to_python,
@@ -203,6 +203,7 @@ __all__ = [
     "chunk_cat",
     "clear_cublas_workspaces",
     "concatenate_meshes",
+    "current_backward",
     "current_fake_mode",
     "debug_directory",
     "default_inductor_cache_directory",
@@ -219,7 +220,6 @@ __all__ = [
     "grouped_all_gather",
     "grouped_reduce_scatter",
     "has_memory",
-    "in_backward",
     "inductor_cache_directory",
     "inductor_compile",
     "inductor_decompositions",

@@ -71,9 +71,9 @@ def is_tracing() -> bool:
 leave_to_python(is_tracing)  # compiled by itself it would return what is so while Dynamo traces
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+def current_backward() -> int:
+    """A number for the backward that autograd runs in this thread; -1 where it runs none."""
+    return int(torch._C._current_graph_task_id())
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
