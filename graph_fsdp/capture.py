@@ -33,9 +33,10 @@ from graph_fsdp.errors import (
 )
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
+from graph_fsdp.gradients import check_unchanged
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.pipeline import add_stage, collector_paused
+from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
 from graph_fsdp.passes.plan import kind_of
 from graph_fsdp.passes.repeat import Repeats
 from graph_fsdp.passes.saved_inputs import save_as_they_were
@@ -44,10 +45,11 @@ from graph_fsdp.passes.settings import Settings
 from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
-from graph_fsdp.passes.unsharded import use_unsharded
+from graph_fsdp.passes.unsharded import take_unsharded
 from graph_fsdp.pieces import Pieces
+from graph_fsdp.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.rank_facts import facts
-from graph_fsdp.recompilation import Call, CaptureKey, why_captured
+from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
@@ -55,8 +57,8 @@ from graph_fsdp.runtime.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
-from graph_fsdp.sharding import Storage
-from graph_fsdp.substitution import substitute_shards
+from graph_fsdp.sharding import ShardedParameter, Storage
+from graph_fsdp.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.unshard import UnshardedUnits
 
 log = logging.getLogger(__name__)
@@ -68,13 +70,6 @@ _ATTEMPTS = 2
 _OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
 
 _engines = itertools.count()
-
-
-class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
-    """The end of a capture that is planned and not run: its graphs after all passes."""
-
-    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
-        self.graphs, self.context = graphs, context
 
 
 class Engine:
@@ -97,11 +92,11 @@ class Engine:
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
-        self._forward = forward
         self.counter = GatheredBytes()
         self.regions, self.whole = RegionCache(backend), whole
         self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
         self.graphs: list[CapturedGraph] = []
+        self._traced: list[TracedGraph] = []  # by Dynamo
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
@@ -121,6 +116,8 @@ class Engine:
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
+        self.python_reads = PythonReads(_weak(self), fullgraph)
+        storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
@@ -128,10 +125,6 @@ class Engine:
         # sizes, guards and sources: a program that makes model after model would grow.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
-        return self.run(Entry("", "forward", self._forward), module, *args, **kwargs)
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
@@ -159,12 +152,14 @@ class Engine:
             stack.enter_context(entered(self.number))
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
+            stack.enter_context(self.python_reads.forward_call())
             if is_first:  # Dynamo traces
                 stack.enter_context(collector_paused())
             self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
                 outputs = self._function_compiled(entry)(module, *args, **kwargs)
-                return differentiable_once(self.storage.without_placeholders(outputs))
+                outputs = self.storage.without_placeholders(outputs)
+                return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
                 if isinstance(cause, (VerificationError, PassError)):
@@ -189,7 +184,7 @@ class Engine:
         key = (self.settings, entry)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
-            function = own_code(entry.function)
+            function = own_code(entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
@@ -201,6 +196,32 @@ class Engine:
         ``_function_compiled``."""
         key = CaptureKey(settings, entry.unit, entry.name, self._layout)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        parameters = find_parameters(module, self.storage)
+        self._traced.append(traced := TracedGraph(module, parameters, self.storage))
+        run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
+
+        def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
+            if self.backend.name == "xla":
+                raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
+            again = why_run_again(cause, [p.spec.name for p in given.values()])
+            try:
+                return self._compile_with(settings, entry, again, module, inputs, given)
+            except (VerificationError, PassError) as error:  # outside of Dynamo's backend
+                save_failure(error, self)
+                raise
+
+        return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
+
+    def _compile_with(
+        self,
+        settings: Settings,
+        entry: Entry,
+        cause: Cause,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        parameters: dict[int, ShardedParameter],
+    ) -> Callable[..., Any]:
+        """A graph of Dynamo's with these parameters among its inputs, by their places."""
         spec = self.spec
         if settings.own_reduce_group:
             spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
@@ -210,25 +231,16 @@ class Engine:
         )
         context.extensions = self.extensions
         self._shape_envs.add(compat.current_fake_mode().shape_env)
-        inputs = list(example_inputs)
-        substituted = self._find_parameters(module, inputs, context)
+        self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
         self.pipeline.run([Graph(module, "capture")], context)
         with collector_paused():
-            run = self._through_aot_autograd(module, inputs, context, captured, entry)
+            return self._through_aot_autograd(module, inputs, context, captured, entry)
 
-        def call(*args: Any) -> Any:
-            values = list(args)
-            for index, name in substituted:
-                values[index] = self._inputs[name]
-            return run(*values)
-
-        return call
-
-    def _find_parameters(
-        self, module: fx.GraphModule, inputs: list[Any], context: PassContext
-    ) -> list[tuple[int, str]]:
-        return substitute_shards(module, inputs, context, self.storage)
+    def _substitute_shards(
+        self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
+    ) -> None:
+        substitute_shards(module, inputs, parameters, context)
 
     def _through_aot_autograd(
         self,
@@ -293,8 +305,8 @@ class Engine:
             save_as_they_were(graphs[0], num_fwd_outputs)
             for graph in graphs:
                 add_stage(graph, context, "partition", time.perf_counter() - begin)
-            _use_unsharded(graphs, context)
-            before_passes = engine.pieces.snapshot(graphs[0]) if engine.pieces is not None else None
+            take_unsharded(graphs, context)
+            before_passes = engine._before_passes(graphs[0], entry)
             engine._run_passes(graphs, context, captured, kind)
             partitioned[:] = graphs
             piece[:] = [(before_passes, kind)]
@@ -316,9 +328,9 @@ class Engine:
 
         def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             graph = Graph(prepare(inference), "inference")
-            _use_unsharded([graph], context)
+            take_unsharded([graph], context)
             kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
-            before_passes = engine.pieces.snapshot(graph) if engine.pieces is not None else None
+            before_passes = engine._before_passes(graph, entry)
             engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])
@@ -354,13 +366,17 @@ class Engine:
             graphs = program_graphs(self, graph, context, captured.index)
             program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
             if graph.phase == "backward":
-                program.check = functools.partial(_check_unchanged, weakref.ref(self), context.settings)
+                program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
         captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
         return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+
+    def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
+        """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
+        return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None
 
     def _piece(
         self,
@@ -379,22 +395,3 @@ class Engine:
 def _weak(engine: Engine) -> Engine:
     """A proxy for it."""
     return cast(Engine, weakref.proxy(engine))
-
-
-def _check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
-    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
-    now = engine()
-    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
-        if now is not None and getattr(settings, name) != getattr(now.settings, name):
-            raise RuntimeError(
-                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
-                "forward, and again after the backward"
-            )
-
-
-def _use_unsharded(graphs: list[Graph], context: PassContext) -> None:
-    begin = time.perf_counter()
-    if context.settings.unsharded and use_unsharded(graphs, context):
-        for graph in graphs:
-            graph.module.recompile()
-            add_stage(graph, context, "unsharded", time.perf_counter() - begin)

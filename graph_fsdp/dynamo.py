@@ -18,7 +18,7 @@ _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
 
 
-def own_code(forward: Callable[..., Any]) -> types.FunctionType:
+def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType:
     """A function that calls ``forward``, with a code object and a name of its own.
 
     Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
@@ -27,11 +27,11 @@ def own_code(forward: Callable[..., Any]) -> types.FunctionType:
     """
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if fullgraph and not torch.compiler.is_compiling():  # else what it reads is gathered (python_reads.py)
             raise EmptyPlaceholderError(
-                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')) or has given "
-                "up on this model (torch._dynamo.config.recompile_limit, with fullgraph=False), and the model would "
-                "run on placeholders without memory; turn it on, or let it compile fewer graphs (dynamic=True)"
+                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')), and the model "
+                "would run on placeholders without memory; turn it on, or compile the model with fullgraph=False, "
+                "which gathers each unit for the code that reads it"
             )
         return forward(self, *args, **kwargs)
 

@@ -52,14 +52,17 @@ def entered(engine: int) -> Iterator[None]:
         Entered.engine = before
 
 
-def differentiable_once(outputs: Any) -> Any:
-    """Outputs whose backward refuses ``create_graph=True``: what it recorded could not be differentiated."""
+def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = None) -> Any:
+    """Outputs whose backward refuses ``create_graph=True``: what it recorded could not be differentiated. ``before``:
+    called when their backward begins."""
     if torch.is_grad_enabled():
         tensors: list[Tensor] = []
         compat.tree_map_only(Tensor, tensors.append, outputs)
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
             if node is not None:
                 node.register_prehook(_refuse_second_derivative)
+                if before is not None:
+                    node.register_prehook(before)
     return outputs
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.methods import change, check_bool, place, units_of
 from graph_fsdp.passes.prefetch import Prefetch
+from graph_fsdp.passes.settings import Settings
 
 if TYPE_CHECKING:
     from graph_fsdp.capture import Engine
@@ -198,6 +200,17 @@ class GradientMethods:
         if not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
         engine.wait_before_forward = event
+
+
+def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
+    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+    now = engine()
+    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
+        if now is not None and getattr(settings, name) != getattr(now.settings, name):
+            raise RuntimeError(
+                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
+                "forward, and again after the backward"
+            )
 
 
 def _checked(module: object, name: str, value: object, recurse: object) -> tuple[Engine, frozenset[str]]:

@@ -1,9 +1,10 @@
-"""Guarded placeholders: whoever touches one outside of compiled code gets an error instead of missing memory.
+"""Guarded placeholders: whoever reads one outside of compiled code has it gathered, or gets an error.
 
 A kernel that reads a placeholder would read address zero. Two kinds of code may try: with ``fullgraph=False``, what
-Dynamo leaves to Python while the model's forward runs; and, at any time, code that kept a reference to a parameter
-from before ``graph_fsdp.compile``. So placeholders are a Parameter subclass whose ``__torch_function__`` lets Dynamo
-trace it like a plain tensor, answers questions on shape and type, and refuses everything else. With
+Dynamo leaves to Python while the model's forward runs, and for which the parameter is gathered (``python_reads.py``);
+and, at any time, code that kept a reference to a parameter from before ``graph_fsdp.compile``. So placeholders are a
+Parameter subclass whose ``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and
+type, and has memory given to it before everything else, or refuses. With
 ``fullgraph=True`` they are plain Parameters while the forward runs: nothing but compiled code runs then, and Dynamo
 need not trace through ``__torch_function__`` at every use.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -38,10 +39,18 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 
+class Reads(Protocol):
+    """What a placeholder knows of its model: whether the forward runs, and what has parameters gathered for code
+    outside of graphs ("" where it could, else why not)."""
+
+    active: bool
+    refusal: Callable[[Sequence[str]], str]
+
+
 class GuardedPlaceholder(nn.Parameter):
     """A full-shape parameter without memory."""
 
-    _graph_fsdp: tuple[str, Callable[[], bool]]  # its name, and whether the model's forward runs
+    _graph_fsdp: tuple[str, Reads]  # its name, and that of its model
 
     @classmethod
     def __torch_function__(
@@ -50,13 +59,13 @@ class GuardedPlaceholder(nn.Parameter):
         if compat.is_tracing() or func in _METADATA:
             with compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        raise _touched(func, args, kwargs or {})
+        return _read(func, args, kwargs or {})
 
 
 class GuardedTensorParallelPlaceholder(DTensor):
     """Likewise, of a tensor-parallel parameter."""
 
-    _graph_fsdp: tuple[str, Callable[[], bool]]
+    _graph_fsdp: tuple[str, Reads]
 
     @classmethod
     def __torch_function__(
@@ -65,12 +74,12 @@ class GuardedTensorParallelPlaceholder(DTensor):
         if func in _METADATA:
             with compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        raise _touched(func, args, kwargs or {})
+        return _read(func, args, kwargs or {})
 
 
-def guard(placeholder: nn.Parameter, name: str, forward_runs: Callable[[], bool]) -> None:
+def guard(placeholder: nn.Parameter, name: str, reads: Reads) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
-    vars(placeholder)["_graph_fsdp"] = (name, forward_runs)
+    vars(placeholder)["_graph_fsdp"] = (name, reads)
     set_guarded(placeholder, True)
 
 
@@ -83,29 +92,51 @@ def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
     placeholder.__class__ = own
 
 
-def _touched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EmptyPlaceholderError:
-    guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
-    found = [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
-    names = [v._graph_fsdp[0] for v in found]
-    owner = names[0].rpartition(".")[0] if names else ""
-    module = f"module {owner!r}" if owner else "the model itself"
-    torch_files = os.path.dirname(torch.__file__)
-    own_files = os.path.dirname(__file__)
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith((torch_files, own_files))]
-    where = f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
-    if found and not found[0]._graph_fsdp[1]():
-        return EmptyPlaceholderError(
-            f"parameter {', '.join(map(repr, names))} of {module} is a reference from before graph_fsdp.compile and "
-            f"has no memory any more\n  at {where}\n  Take it from the model again, and make optimizers after "
-            "graph_fsdp.compile."
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func``, for whose time placeholders have memory (``python_reads.py``)."""
+    by_model: dict[int, tuple[Reads, list[str]]] = {}
+    for placeholder in _placeholders(args, kwargs):
+        name, reads = placeholder._graph_fsdp
+        by_model.setdefault(id(reads), (reads, []))[1].append(name)
+    for reads, names in by_model.values():
+        _have_memory(func, reads, names)
+    with compat.without_torch_function():
+        return func(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _have_memory(func: Callable[..., Any], reads: Reads, names: list[str]) -> None:
+    if not reads.active and compat.current_backward() == -1:
+        raise EmptyPlaceholderError(
+            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} is a reference from before "
+            f"graph_fsdp.compile and has no memory any more\n  at {calling_line()}\n  Take it from the model "
+            "again, and make optimizers after graph_fsdp.compile."
         )
-    return EmptyPlaceholderError(
-        f"parameter {', '.join(map(repr, names))} of {module} was used by "
-        f"{getattr(func, '__name__', func)!r} in code that was not compiled, where the parameter is not gathered\n"
-        f"  at {where}\n"
-        "  A graph break made Python run this code; fullgraph=True tells where the break is. Remove the break, or move "
-        "it out of the module and of any loop over modules."
-    )
+    reason = reads.refusal(names)
+    if reason:
+        raise EmptyPlaceholderError(
+            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} was used by "
+            f"{getattr(func, '__name__', func)!r} in code that was not compiled, where it cannot be gathered: {reason}"
+            f"\n  at {calling_line()}\n  A graph break made Python run this code; fullgraph=True tells where "
+            "the break is. Remove the break, or move it out of the module and of any loop over modules."
+        )
+
+
+def calling_line() -> str:
+    """The innermost line on the stack that is neither torch's nor ours."""
+    not_wanted = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(not_wanted)]
+    return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
+
+
+def _module(name: str) -> str:
+    owner = name.rpartition(".")[0]
+    return f"module {owner!r}" if owner else "the model itself"
+
+
+def _placeholders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
+    return [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
 
 
 def _flatten(values: list[Any]) -> list[Any]:
@@ -113,3 +144,14 @@ def _flatten(values: list[Any]) -> list[Any]:
     for value in values:
         flat += _flatten(list(value)) if isinstance(value, (list, tuple)) else [value]
     return flat
+
+
+# Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
+for _function in (
+    GuardedPlaceholder.__torch_function__,
+    GuardedTensorParallelPlaceholder.__torch_function__,
+    _read,
+    _placeholders,
+    _flatten,
+):
+    compat.leave_to_python(_function)

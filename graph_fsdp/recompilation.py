@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graph_fsdp.passes import compat_recompiles
 from graph_fsdp.passes.settings import Settings
 
-CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared"]
+CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python"]
 
 _INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
 _MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
@@ -53,7 +53,8 @@ class Cause:
     guards of its earlier graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
     ``set_requires_gradient_sync`` has changed what graphs are made for), "inputs" (inputs are sharded otherwise),
     "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives
-    what other pieces gather). ``compilation``: its name in torch's logs and in tlparse, "0/1".
+    what other pieces gather), "parameters" (code that was compiled runs with other parameters), "python" (code outside
+    of graphs reads a parameter). ``compilation``: its name in torch's logs and in tlparse, "0/1".
     """
 
     kind: CauseKind
@@ -102,6 +103,12 @@ def why_captured(earlier: Sequence[_Captured], key: CaptureKey, call: Call | Non
         return Cause("guard", text, guards, compilation, key)
     kind, text = _unguarded(earlier, key, breaks)
     return Cause(kind, text, (), compilation, key)
+
+
+def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
+    """Of programs of a graph that was captured for ``first``, with the parameters of these names."""
+    text = f"code that was compiled for other parameters runs with {', '.join(map(repr, names))}"
+    return Cause("parameters", text, (), first.compilation, first.key)
 
 
 def _unguarded(earlier: Sequence[_Captured], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:

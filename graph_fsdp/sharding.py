@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class Storage:
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self.active = False
+        self.refusal: Callable[[Sequence[str]], str] = _refused  # of memory to placeholders (python_reads.py)
         self.unguarded_in_forward = False
 
     def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -143,16 +144,13 @@ class Storage:
             if self.has_memory:
                 empty.untyped_storage().resize_(0)
             _set_memory(p.placeholder, empty)
-            guard(p.placeholder, p.spec.name, self._forward_runs)
+            guard(p.placeholder, p.spec.name, self)
         for tensor, value in self._whole:
             if tensor.device == value.device:
                 tensor.detach().copy_(value)
             else:
                 _set_memory(tensor, value)
         self._whole.clear()
-
-    def _forward_runs(self) -> bool:
-        return self.active
 
     @contextlib.contextmanager
     def placeholders_registered(self) -> Iterator[None]:
@@ -234,14 +232,22 @@ class Storage:
         """Parameter name → the padded local shard that the graphs take, connected to the parameter's ``grad``."""
         self.refresh()
         parameters = list(self.parameters.values())
-        values = {p.spec.name: p.input for p in parameters}
-        trainable = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
-        if self.mesh is None:
-            values.update({p.spec.name: p.shard for p in trainable})
-        elif trainable:
-            outputs = _ToLocal.apply(trainable, *(p.shard for p in trainable))
-            values.update({p.spec.name: value for p, value in zip(trainable, outputs, strict=True)})
+        names = [p.spec.name for p in parameters]
+        return dict(zip(names, connected_shards(parameters, self.mesh is not None), strict=True))
+
+
+def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> list[Tensor]:
+    """The padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
+    values = [p.input for p in parameters]
+    trainable = [i for i, p in enumerate(parameters) if p.shard.requires_grad] if torch.is_grad_enabled() else []
+    if not trainable:
         return values
+    shards: Sequence[Tensor] = [parameters[i].shard for i in trainable]
+    if are_dtensors:
+        shards = _ToLocal.apply([parameters[i] for i in trainable], *shards)
+    for i, shard in zip(trainable, shards, strict=True):
+        values[i] = shard
+    return values
 
 
 class _ToLocal(torch.autograd.Function):
@@ -265,6 +271,10 @@ def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
     return compat.make_dtensor(p.spec.as_used(local), p.shard)
+
+
+def _refused(names: Sequence[str]) -> str:
+    return "the model is not compiled yet"
 
 
 def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:

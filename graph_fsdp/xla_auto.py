@@ -31,7 +31,7 @@ from graph_fsdp.runtime.xla.constraints import mesh_name
 from graph_fsdp.runtime.xla.global_program import GlobalProgram
 from graph_fsdp.runtime.xla.global_view import GlobalMesh, lower_global
 from graph_fsdp.runtime.xla.placement import read_placement
-from graph_fsdp.sharding import Storage
+from graph_fsdp.sharding import ShardedParameter, Storage
 from graph_fsdp.xla_checkpoint import XlaTensors
 from graph_fsdp.xla_engine import warn_unsharded
 from graph_fsdp.xla_mesh import XlaMesh
@@ -105,17 +105,16 @@ class GlobalEngine(Engine):
     def checkpoint_access(self) -> XlaTensors:
         return XlaTensors(self.storage)
 
-    def _find_parameters(
-        self, module: fx.GraphModule, inputs: list[Any], context: PassContext
-    ) -> list[tuple[int, str]]:
-        substituted = super()._find_parameters(module, inputs, context)
+    def _substitute_shards(
+        self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
+    ) -> None:
+        super()._substitute_shards(module, inputs, parameters, context)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
         if not context.batch_inputs and not self._told and self.mesh.size > 1:
             self._told = True
             assert self._call is not None
             warn_unsharded(self._call.function, self._call.args, self._call.kwargs)
-        return substituted
 
     def _is_batch(self, node: fx.Node) -> bool:
         example = getattr(node.meta.get("grapharg"), "example", None)

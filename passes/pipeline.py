@@ -111,6 +111,13 @@ class PassContext:
         return self.model.bucket_of[parameter]
 
 
+class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
+    """The end of a capture that is planned and not run: its graphs after all passes."""
+
+    def __init__(self, graphs: list[Graph], context: PassContext) -> None:
+        self.graphs, self.context = graphs, context
+
+
 class GraphPass:
     """One rewrite or reordering with a single job.
 

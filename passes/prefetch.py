@@ -122,6 +122,8 @@ def _check_distance(name: str, distance: Distance) -> None:
 
 
 def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: After) -> None:
+    if not starts:  # a piece of Python may have no inputs at all
+        return
     anchors = [graph.placeholders[-1], *waits]
     for index, start in reversed(list(enumerate(starts))):
         if after[index] == index:

@@ -7,6 +7,7 @@ saved of them. Gradients are reduced to shards as ever.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,16 @@ from graph_fsdp.passes import dialect
 from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.graph import Graph, nbytes
 from graph_fsdp.passes.operands import operands
-from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.pipeline import PassContext, add_stage
+
+
+def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
+    """``use_unsharded`` where a unit is whole, with a stage of its own."""
+    begin = time.perf_counter()
+    if context.settings.unsharded and use_unsharded(graphs, context):
+        for graph in graphs:
+            graph.module.recompile()
+            add_stage(graph, context, "unsharded", time.perf_counter() - begin)
 
 
 def use_unsharded(graphs: Sequence[Graph], context: PassContext) -> bool:

@@ -1,4 +1,4 @@
-"""What only a forward can know: graph breaks, parameters touched where they are not gathered, torch.compile off.
+"""What only a forward can know: graph breaks, parameters read outside of graphs, torch.compile off.
 
 Each is one clear error, after which the model has its shards and can be used.
 """
@@ -89,35 +89,37 @@ def test_a_graph_break_without_fullgraph_is_no_error(fake_group: None) -> None:
 # Parameters without memory
 
 
-def test_code_that_is_not_compiled_touches_a_parameter(fake_group: None) -> None:
-    model = graph_fsdp.compile(Faulty(depth=1), backend="eager", fullgraph=False)
-    where = line_of("return self.blocks[0].up.weight.norm()")
-    words = ("parameter 'blocks.0.up.weight'", "module 'blocks.0.up'", "'norm'", where, "in norm", "Remove the break")
-    fail_forward(model, "touch", graph_fsdp.EmptyPlaceholderError, *words)
-
-
 TOUCHES = {
     "linear": lambda weight: nn.functional.linear(batch(), weight),
     "detach": lambda weight: weight.detach(),
     "data": lambda weight: weight.data,
     "tolist": lambda weight: weight.tolist(),
-    "numpy": lambda weight: weight.numpy(),
+    "numpy": lambda weight: weight.detach().numpy(),
     "data_ptr": lambda weight: weight.data_ptr(),
     "index": lambda weight: weight[0],
-    "copy_": lambda weight: weight.copy_(weight),
     "list": lambda weight: torch.stack([weight]),
     "repr": lambda weight: repr(weight),
 }
 
 
-def test_every_way_to_read_or_write_a_placeholder_is_an_error(fake_group: None) -> None:
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_every_way_to_read_a_parameter_outside_of_graphs_has_it_gathered(fake_group: None) -> None:
     model, ways = Faulty(depth=1), list(TOUCHES)
-    model.norm = torch.compiler.disable(lambda: TOUCHES[ways[0]](model.head.weight))  # type: ignore[method-assign]
+
+    @torch.compiler.disable
+    def norm() -> float:
+        TOUCHES[ways[0]](model.head.weight)
+        return 1.0
+
+    model.norm = norm  # type: ignore[method-assign]
     graph_fsdp.compile(model, backend="eager", fullgraph=False)
+    model.fault = "touch"
     while ways:
-        words = ("parameter 'head.weight'", "module 'head'")
-        fail_forward(model, "touch", graph_fsdp.EmptyPlaceholderError, *words, trains=len(ways) == 1)
+        model(batch()).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters()), ways[0]
+        model.zero_grad()
         del ways[0]
+    assert "python" in [graph.cause.kind for graph in graph_fsdp.inspect(model).graphs]
 
 
 def test_code_that_is_not_compiled_may_ask_for_shapes(fake_group: None) -> None:
@@ -140,7 +142,7 @@ def test_code_that_is_not_compiled_may_ask_for_shapes(fake_group: None) -> None:
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
 def test_torch_compile_turned_off(fake_group: None, stance: str) -> None:
     model = graph_fsdp.compile(Faulty(depth=1), backend="eager")
-    words = ("torch.compile is off", "set_stance('force_eager')", "turn it on")
+    words = ("torch.compile is off", "set_stance('force_eager')", "turn it on", "fullgraph=False")
     with torch.compiler.set_stance(stance):
         fail_forward(model, None, graph_fsdp.EmptyPlaceholderError, *words)
 

@@ -5,6 +5,7 @@ Both ranks run each fact; numbers are compared with one process that sees the ba
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 import graph_fsdp
-from graph_fsdp import EmptyPlaceholderError
 from graph_fsdp.passes import default_pipeline
 
 FACTS = Facts(__name__)
@@ -216,11 +216,10 @@ class Touching(MLP):
 
 
 @FACTS
-def python_between_pieces_that_touches_a_parameter_is_refused_on_all_ranks() -> None:
-    model = graph_fsdp.compile(Touching(), backend="eager", fullgraph=False)
-    for _ in range(2):
-        with pytest.raises(EmptyPlaceholderError, match=r"'head.weight'.*not compiled"):
-            model(batch(0))
+def python_between_pieces_that_reads_a_parameter_has_its_unit_gathered() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="code outside of graphs reads")
+        train(Touching, lambda m, x: m(x).square().mean(), fullgraph=False)
 
 
 # Several models

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
-from graph_fsdp.capture import PassesHaveRun
 from graph_fsdp.passes import Graph
+from graph_fsdp.passes.pipeline import PassesHaveRun
 
 DEPTH = 4
 

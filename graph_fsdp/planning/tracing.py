@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graph_fsdp.api import compile
-from graph_fsdp.capture import PassesHaveRun
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
+from graph_fsdp.passes.pipeline import PassesHaveRun
 from graph_fsdp.report import GraphReport, inspect
 from graph_fsdp.scheduling import models_not_counted
 

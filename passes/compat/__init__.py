@@ -59,6 +59,10 @@ whole test-suite was run.
 | ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices: as their parts, and without memory | 2.9 |
 | ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
+| ``_dynamo.eval_frame.skip_code`` | functions of ours that Dynamo compiles only within others | 2.13 |
+| ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
+| ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
+| ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
@@ -94,7 +98,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp.wrap import _Policy
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
@@ -116,16 +120,19 @@ from graph_fsdp.passes.compat.distributed import (
 )
 from graph_fsdp.passes.compat.dynamo import (
     activation_memory_budget,
+    current_backward,
     current_fake_mode,
     debug_directory,
     forward_outputs,
     is_of_backward,
     is_tracing,
+    leave_to_python,
     profiler_is_active,
     trace_artifact,
     traced_by_aot_autograd,
     tracing_options,
     unlogged_graphs_unprinted,
+    when_backward_ends,
     with_graph,
     writes_code_when_asked,
 )
@@ -159,6 +166,7 @@ from graph_fsdp.passes.compat.tensors import (
     make_dtensor,
     same_memory,
     set_local_tensor,
+    set_version,
     size_hint,
     storage_at,
     storage_id,
@@ -180,6 +188,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OptimizedModule",
+    "ShapeEnv",
     "StridedShard",
     "TorchDispatchMode",
     "TorchDynamoException",
@@ -194,6 +203,7 @@ __all__ = [
     "chunk_cat",
     "clear_cublas_workspaces",
     "concatenate_meshes",
+    "current_backward",
     "current_fake_mode",
     "debug_directory",
     "default_inductor_cache_directory",
@@ -219,6 +229,7 @@ __all__ = [
     "is_tracing",
     "launches_groups",
     "lay_out",
+    "leave_to_python",
     "local_part",
     "local_shape_and_offset",
     "local_tensor",
@@ -234,6 +245,7 @@ __all__ = [
     "schema_arguments",
     "set_grad_enabled",
     "set_local_tensor",
+    "set_version",
     "size_hint",
     "storage_at",
     "storage_id",
@@ -245,6 +257,7 @@ __all__ = [
     "tracing_options",
     "tree_map_only",
     "unlogged_graphs_unprinted",
+    "when_backward_ends",
     "with_graph",
     "without_memory",
     "without_torch_function",

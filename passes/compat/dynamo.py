@@ -15,6 +15,7 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -52,6 +53,11 @@ def _tensors_of(saved: torch.fx.Node) -> list[torch.fx.Node]:
     return [saved]
 
 
+def leave_to_python(function: Any) -> None:
+    """Dynamo does not compile ``function`` where Python calls it. Called from traced code, it is traced."""
+    skip_code(getattr(function, "__func__", function).__code__)
+
+
 def profiler_is_active() -> bool:
     """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
     return autograd_profiler._is_profiler_enabled
@@ -60,6 +66,19 @@ def profiler_is_active() -> bool:
 def is_tracing() -> bool:
     """Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+leave_to_python(is_tracing)  # compiled by itself it would return what is so while Dynamo traces
+
+
+def current_backward() -> int:
+    """A number for the backward that autograd runs in this thread; -1 where it runs none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """``call`` runs when the backward that is under way has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def current_fake_mode() -> FakeTensorMode:

@@ -64,6 +64,11 @@ def without_torch_function() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """What autograd compares to see that what it has saved was written since."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
     assert isinstance(parameter, DTensor)

@@ -1,0 +1,57 @@
+"""Random forwards that break into graphs, with Python between them, train as plain PyTorch trains them: outputs, and a
+gradient of each parameter that has one there. A test's number is its seed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+from random_programs import random_program
+from torch import Tensor, nn
+
+import graph_fsdp
+
+CASES = int(os.environ.get("GRAPH_FSDP_EXAMPLES", "0")) or 12
+SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
+TURNS = 3
+
+
+@pytest.mark.parametrize("seed", range(10_000 * SEED, 10_000 * SEED + CASES))
+def test_a_model_with_graph_breaks_trains_as_without_us(seed: int) -> None:
+    source, cls = random_program(seed)
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    plain = cls().double()
+    model = copy.deepcopy(plain)
+    policy = {type(plain.get_submodule("layers.0"))} if seed % 2 else None
+    graph_fsdp.compile(model, backend="eager", fullgraph=False, auto_wrap_policy=policy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="code outside of graphs reads")
+        for turn in range(TURNS):
+            differences = compare(model, plain, torch.randn(3, 4, dtype=torch.float64), turn)
+            assert not differences, f"turn {turn}: {differences}\n{source}"
+
+
+def compare(model: nn.Module, plain: nn.Module, x: Tensor, turn: int) -> list[str]:
+    """Train a step on ``x``, and evaluate it before; what is different."""
+    with torch.no_grad():
+        wrong = [] if torch.allclose(model(x, turn), plain(x, turn)) else ["evaluation"]
+    found, expected = model(x, turn), plain(x, turn)
+    if not torch.allclose(found, expected):
+        wrong.append("outputs")
+    if expected.requires_grad:
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if (p.grad is None) != (other.grad is None):
+            wrong.append(f"gradient of {name} is {'none' if p.grad is None else 'there'}")
+        elif other.grad is not None and not torch.allclose(p.grad, other.grad):
+            wrong.append(f"gradient of {name}")
+    for parameters in (model.parameters(), plain.parameters()):
+        torch.optim.SGD(parameters, lr=0.01).step()
+    model.zero_grad()
+    plain.zero_grad()
+    return wrong

@@ -1,0 +1,281 @@
+"""``fullgraph=False``: whatever Python does between and around graphs, a model computes what it computes without us."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graph_fsdp
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def assert_as_plain(
+    build: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], calls: int = 3, **options: Any
+) -> nn.Module:
+    """Outputs, and the gradients of all parameters, are the plain model's, call after call."""
+    torch.manual_seed(0)
+    plain = build().double()  # differences of rounding are none then
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", **{"fullgraph": False, **options})
+    for _ in range(calls):
+        torch.manual_seed(1)
+        values = inputs()
+        found, expected = model(*values), plain(*values)
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        plain.zero_grad()
+    return model
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if found.grad is not None:
+            torch.testing.assert_close(found.grad, expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Loop(nn.Module):
+    """A branch on data in each turn: Dynamo leaves the loop to Python, and traces a layer for all layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            scale = 2 if bool((mask == mask).all()) else 1
+            x = x + scale * torch.relu(layer(x))
+        return x
+
+
+def test_a_break_in_a_loop_runs_each_layer_with_its_own_parameters() -> None:
+    model = assert_as_plain(lambda: Loop(12), lambda: (torch.randn(2, WIDTH).double(), torch.ones(3)))
+    causes = [graph.cause for graph in graph_fsdp.inspect(model).graphs]
+    assert [cause.kind for cause in causes].count("parameters") == 10
+    assert "runs with 'layers.11.up.weight', 'layers.11.up.bias'" in causes[-1].text
+
+
+class Exchanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(3))
+        self.active = self.experts[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.active(x)
+
+
+def test_a_module_that_is_exchanged_for_one_of_its_kind_runs_with_its_own_parameters() -> None:
+    plain = Exchanging()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    x = torch.randn(2, WIDTH)
+    for which in (0, 1, 2, 0, 1):
+        model.active, plain.active = model.experts[which], plain.experts[which]
+        found, expected = model(x), plain(x)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        assert_same_gradients(model, plain)
+
+
+class ChunkedProduct(torch.autograd.Function):
+    """As libraries write losses over a large vocabulary: chunks, products into a buffer, a backward of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x.new_empty(len(x), len(weight))
+        for row in range(len(x)):
+            torch.mm(x[row : row + 1], weight.t(), out=out[row : row + 1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x
+
+
+class Chunked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits(self.body(x))
+
+    @torch.compiler.disable
+    def logits(self, x: Tensor) -> Tensor:
+        return ChunkedProduct.apply(x, self.head.weight)
+
+
+def vectors() -> tuple[Tensor]:
+    return (torch.randn(2, WIDTH).double(),)
+
+
+def test_a_function_of_autograd_outside_of_graphs_gets_the_whole_parameter() -> None:
+    with pytest.warns(UserWarning, match=r"reads parameter 'head\.weight': its unit .* is gathered"):
+        model = assert_as_plain(Chunked, vectors)
+    causes = [graph.cause for graph in graph_fsdp.inspect(model).graphs]
+    assert [cause.kind for cause in causes].count("python") == 1
+
+
+class Positions(nn.Module):
+    """The first piece takes no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(WIDTH, dtype=torch.float64) + 1
+        torch._dynamo.graph_break()
+        return self.block(x * positions)
+
+
+def test_a_piece_without_inputs() -> None:
+    assert_as_plain(Positions, vectors)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+@pytest.mark.parametrize("kind", ["encoder", "transformer"])
+def test_transformers_of_torch_with_a_mask(kind: str) -> None:
+    mask = torch.triu(torch.full((5, 5), float("-inf"), dtype=torch.float64), 1)
+    sequences = functools.partial(torch.randn, 2, 5, 8, dtype=torch.float64)
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+    if kind == "encoder":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
+        assert_as_plain(lambda: nn.TransformerEncoder(layer, 2), lambda: (sequences(), mask), calls=2)
+    else:
+        inputs = lambda: (sequences(), sequences(), None, mask)  # noqa: E731
+        assert_as_plain(lambda: nn.Transformer(8, 2, 2, 2, 16, **options), inputs, calls=2)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_a_model_that_dynamo_gives_up_on_trains_unit_by_unit() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        scales = itertools.count(1)
+        model = assert_as_plain(Scaled, lambda: (*vectors(), f"{next(scales)}"), auto_wrap_policy={Block})
+    found = [graph.cause for graph in graph_fsdp.inspect(model).graphs if graph.cause.kind == "python"]
+    assert {re.search(r"its unit '(.*?)'", cause.text)[1] for cause in found} == {"blocks.0", "blocks.1"}
+    assert all("bytes, with no compute beside the gather" in cause.text for cause in found)
+
+
+class Scaled(nn.Module):
+    """Each text is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, scale: str) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(nn.functional.linear(x, block.up.weight)) * int(scale)
+        return x
+
+
+class PassedOn(nn.Module):
+    """A function of autograd gets a parameter that nothing reads in forward; another part is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.first(x))
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return WithoutWeight.apply(self.second(x), self.first.bias)
+
+
+class WithoutWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].sum(0)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_only_what_has_a_gradient_without_us_has_one() -> None:
+    assert_as_plain(PassedOn, vectors)
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_units_are_whole_until_backward_has_ended_and_are_gathered_again_for_another_one() -> None:
+    torch.manual_seed(0)
+    plain = Chunked()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
+    placeholder = graph_fsdp.report.engine_of(model).storage.parameters["head.weight"].placeholder
+    outputs = []
+    for made in (model, plain):
+        first, second = made(torch.ones(1, WIDTH)), made(-torch.ones(1, WIDTH))
+        (first.sum() + second.sum()).backward(retain_graph=True)
+        second.sum().backward()
+        outputs.append(first)
+    assert_same_gradients(model, plain)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert placeholder.untyped_storage().nbytes() == 0
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert placeholder.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_what_code_outside_of_graphs_writes_to_a_parameter_is_refused() -> None:
+    class Writing(Chunked):
+        @torch.compiler.disable
+        def logits(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.head.weight.clamp_(-1, 1)
+            return self.head(x)
+
+    model = graph_fsdp.compile(Writing(), backend="eager", fullgraph=False)
+    with pytest.raises(graph_fsdp.UnsupportedError, match=r"'head\.weight' was written by code outside of graphs"):
+        model(torch.ones(1, WIDTH))
+
+
+@pytest.mark.filterwarnings("ignore:code outside of graphs reads")
+def test_after_a_backward_that_raised_gradients_are_those_of_the_next_one() -> None:
+    torch.manual_seed(0)
+    plain = Chunked()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
+    for raises in (True, False):
+        for made in (model, plain):
+            made.zero_grad()
+            x = torch.ones(1, WIDTH, requires_grad=True)
+            if raises:
+                x.register_hook(_stop)
+                with pytest.raises(InterruptedError):
+                    made(x).sum().backward()
+            else:
+                made(x).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def _stop(_: Tensor) -> None:
+    raise InterruptedError
