@@ -28,8 +28,9 @@ def substitute_shards(
         if parameter is None:
             continue
         with mode:
-            shard = torch.empty(
+            shard = torch.empty_strided(
                 parameter.spec.shard_shape,
+                parameter.input.stride(),
                 dtype=parameter.spec.dtype,
                 device=parameter.input.device,
                 requires_grad=parameter.placeholder.requires_grad,

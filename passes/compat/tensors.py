@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import dlpack
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 
@@ -135,6 +136,20 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     construct: Any = torch._C._construct_storage_from_data_pointer
     storage: torch.UntypedStorage = construct(address, device, nbytes)
     return storage
+
+
+def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without a copy, in a storage of exactly the tensor's bytes that begins with it, and that keeps
+    the memory alive. ``tensor``: contiguous, plain.
+
+    A DTensor of a tensor that lies further back in its storage cannot be pickled or copied: torch gives it the offset,
+    and takes only what has address 0 for a wrapper. And ``torch.save`` writes storages, not tensors."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    if not tensor.storage_offset() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # flat: it changes strides of 1-rows
+    return flat.view(tensor.shape)
 
 
 def clear_cublas_workspaces() -> None:
