@@ -19,7 +19,8 @@ values before each forward (``refresh``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,12 +129,19 @@ class Storage:
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
-        source, dim = compat.local_part(full).detach(), p.spec.shard_dim
-        if not p.spec.replicated:
-            first = min(self.rank * p.spec.chunk_rows, p.spec.rows)
-            source = source.narrow(dim, first, p.local.shape[dim])
-        p.local.detach().copy_(source)
+        p.local.detach().copy_(self._own_part(p, compat.local_part(full)))
         p.filled = True
+
+    def _own_part(self, p: ShardedParameter, full: Tensor) -> Tensor:
+        """A view of what this rank holds of a whole parameter."""
+        source, dim = full.detach(), p.spec.shard_dim
+        if p.spec.replicated:
+            return source
+        return source.narrow(dim, min(self.rank * p.spec.chunk_rows, p.spec.rows), p.local.shape[dim])
+
+    def shard_of(self, p: ShardedParameter, full: Tensor) -> DTensor:
+        """A copy of this rank's part of a whole parameter, as a DTensor like its shard."""
+        return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
         """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
@@ -256,6 +264,25 @@ class Storage:
             outputs = _ToLocal.apply(trainable, *(p.shard for p in trainable))
             values.update({p.spec.name: value for p, value in zip(trainable, outputs, strict=True)})
         return values
+
+
+def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
+    """``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
+    if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
+        return state_dict
+    held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
+    made = {}
+    for name, registered in module.named_parameters(remove_duplicate=False):
+        p, value = held.get(id(registered)), state_dict.get(name)
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+        if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
+            made[name] = storage.shard_of(p, value)
+    if not made:
+        return state_dict
+    rows: OrderedDict[str, Any] = OrderedDict({**state_dict, **made})
+    if hasattr(state_dict, "_metadata"):  # versions of modules
+        vars(rows)["_metadata"] = state_dict._metadata
+    return rows
 
 
 class _ToLocal(torch.autograd.Function):

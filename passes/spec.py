@@ -71,8 +71,10 @@ class ParameterSpec:
     @property
     def used_shard_shape(self) -> tuple[int, ...]:
         """The same with its dimensions in the parameter's order: a shard lies in memory in this shape."""
-        return () if self.replicated else tuple(
-            self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape)
+        return (
+            ()
+            if self.replicated
+            else tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
         )
 
     @property
