@@ -144,12 +144,13 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
     A DTensor of a tensor that lies further back in its storage cannot be pickled or copied: torch gives it the offset,
     and takes only what has address 0 for a wrapper. And ``torch.save`` writes storages, not tensors."""
-    if not tensor.numel():
+    shape = tensor.shape
+    if 0 in shape:
         return torch.empty_like(tensor)
-    if not tensor.storage_offset() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # flat: it changes strides of 1-rows
-    return flat.view(tensor.shape)
+    if 1 not in shape:
+        return dlpack.from_dlpack(dlpack.to_dlpack(tensor))
+    flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # it changes strides of dimensions of 1
+    return flat.view(shape)
 
 
 def clear_cublas_workspaces() -> None:
