@@ -207,13 +207,13 @@ def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, stora
         if value is None or tensor.device != device:
             storage.keep_whole(tensor, received)
         return
-    shard = parameter.input.to(device)  # a process group of the device knows no shards on the CPU
+    shard = parameter.input.to(device).contiguous()  # a process group of the device knows no shards on the CPU
     if parameter.spec.replicated:
         if value is not None:
             shard.copy_(value)
         mesh.broadcast(shard)
     elif not parameter.spec.empty:
         mesh.scatter(shard, None if value is None else parameter.spec.as_stored(value))
-    if shard.device != parameter.input.device:
+    if shard is not parameter.input:
         parameter.input.copy_(shard)
     parameter.filled = True

@@ -20,7 +20,10 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
 from graph_fsdp.mixed_precision import cast
+from graph_fsdp.optimizer_steps import watch_steps
 from graph_fsdp.passes import compat
+from graph_fsdp.refusals import Refusals, Registry, saving_whole
+from graph_fsdp.sharding import own_rows
 from graph_fsdp.units import Unit
 
 
@@ -32,7 +35,7 @@ class _NotStatically(property):
         return False
 
 
-class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
+class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
     """Mixed into the classes of a compiled model and of its units, before their own.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
@@ -48,9 +51,6 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
         return instance
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
 
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
@@ -73,6 +73,13 @@ class GraphFSDPModule(UnitMethods, GradientMethods, FSDPModule):
         """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
         self._reshard_all()
         return self._after_fsdp_module().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes its
+        own rows. Nothing is communicated."""
+        self._reshard_all()
+        rows = own_rows(self._as_module(), self._graph_fsdp.storage, state_dict)
+        return self._after_fsdp_module().load_state_dict(rows, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._reshard_all()
@@ -129,7 +136,10 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
 def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
+    watch_steps()
     names = {unit.module: unit.name for unit in units} | {model: ""}
+    for module in model.modules():
+        vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
     classes: dict[tuple[type, Callable[..., Any]], type] = {}
     for module, name in names.items():
         cls, forward = type(module), original_forward(module)
@@ -137,6 +147,8 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
         if (cls, forward) not in classes:
             run = _entering("forward", forward, engine.number, convert)
             namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
+                namespace["save_pretrained"] = saving_whole(save_pretrained)
             classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__class__ = classes[cls, forward]
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=name, _graph_fsdp_casts=convert)

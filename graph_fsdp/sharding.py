@@ -1,18 +1,26 @@
 """Parameters as shards: one contiguous buffer per dtype, DTensor views of it, and placeholders for tracing.
 
 [Note: three tensors per parameter]
-- The *shard*: a DTensor parameter whose local tensor is a view of the storage. ``parameters()``, ``state_dict()``,
-  the optimizer and DCP see it, always, except while the model's forward runs.
+- The *shard*: a DTensor parameter whose local tensor lies in the storage. ``parameters()``, ``state_dict()``, the
+  optimizer and DCP see it, always, except while the model's forward runs.
 - The *placeholder*: the model's original Parameter object, full shape and ``param_dtype``, with its memory taken
   away. While the forward runs it stands in the module, so that Dynamo traces the plain model. Being the original
   object, it also stands wherever else the model keeps a reference to its parameters (``nn.LSTM`` does).
 - The *input*: the padded local shard, as the graph takes it. Equal shapes on all ranks, whatever the rank holds.
+
+[Note: storages over storages]
+The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor has
+a torch storage of its own over the same bytes, which keeps the buffer alive: to ``torch.save``, ``copy.deepcopy`` and
+safetensors each parameter is one tensor and no more, as with FSDP2. So has a gradient over what its reduction left.
+Where other processes are given a shard on the CPU, torch moves its storage to shared memory: the buffer then takes its
+values before each forward (``refresh``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +45,9 @@ class ShardedParameter:
     owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
     placeholder: nn.Parameter
     shard: nn.Parameter
-    input: Tensor  # padded local shard, a view of the storage
-    local: Tensor  # without padding: the shard's own local tensor
+    input: Tensor  # padded local shard as it is gathered, a view of the storage
+    rows: Tensor  # without padding, as it is used; likewise
+    local: Tensor  # the shard's own local tensor: the same memory, in a storage of its own (see ``Storage``)
     filled: bool = False  # it has the parameter's values
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
 
@@ -78,14 +87,16 @@ class Storage:
         for name, p in spec.parameters.items():
             original = originals[name]
             begin = offsets[name]
-            padded = self.buffers[p.dtype][begin : begin + p.shard_numel].view(p.shard_shape)
-            local = padded if p.replicated else p.as_used(padded[: p.local_rows(self.rank)])
+            memory = self.buffers[p.dtype][begin : begin + p.shard_numel]
+            padded = memory.view(p.used_shard_shape)
+            rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.rank))
+            local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
             if self.has_memory:
                 end = begin + local.numel()
                 self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
             owners = tuple(_owner(model, full_name) for full_name in names[original])
             self.parameters[name] = ShardedParameter(
-                p, owners, original, self._make_shard(p, original, local), padded, local
+                p, owners, original, self._make_shard(p, original, local), p.as_stored(padded), rows, local
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self.active = False
@@ -119,12 +130,19 @@ class Storage:
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
-        source, dim = compat.local_part(full).detach(), p.spec.shard_dim
-        if not p.spec.replicated:
-            first = min(self.rank * p.spec.chunk_rows, p.spec.rows)
-            source = source.narrow(dim, first, p.local.shape[dim])
-        p.local.detach().copy_(source)
+        p.local.detach().copy_(self._own_part(p, compat.local_part(full)))
         p.filled = True
+
+    def _own_part(self, p: ShardedParameter, full: Tensor) -> Tensor:
+        """A view of what this rank holds of a whole parameter."""
+        source, dim = full.detach(), p.spec.shard_dim
+        if p.spec.replicated:
+            return source
+        return source.narrow(dim, min(self.rank * p.spec.chunk_rows, p.spec.rows), p.local.shape[dim])
+
+    def shard_of(self, p: ShardedParameter, full: Tensor) -> DTensor:
+        """A copy of this rank's part of a whole parameter, as a DTensor like its shard."""
+        return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
         """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
@@ -208,13 +226,17 @@ class Storage:
             elif registered is not p.shard:
                 p.shard = _checked_replacement(p, registered)
             memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
-            if memory.data_ptr() != p.local.data_ptr() and memory.numel():
+            if memory.data_ptr() != p.rows.data_ptr() and memory.numel():
                 self._adopt(p, memory)
             with compat.without_torch_function():
                 if p.placeholder.requires_grad != p.shard.requires_grad:
                     p.placeholder.requires_grad_(p.shard.requires_grad)
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
+        if memory.data_ptr() == p.local.data_ptr():  # its storage was moved, to be shared with other processes
+            with torch.no_grad():
+                p.rows.copy_(memory)
+            return
         found = (tuple(memory.shape), memory.dtype, memory.device)
         if found != (expected := (tuple(p.local.shape), p.local.dtype, p.local.device)):
             raise ParameterChangedError(
@@ -250,6 +272,25 @@ def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> 
     return values
 
 
+def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
+    """``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
+    if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
+        return state_dict
+    held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
+    made = {}
+    for name, registered in module.named_parameters(remove_duplicate=False):
+        p, value = held.get(id(registered)), state_dict.get(name)
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+        if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
+            made[name] = storage.shard_of(p, value)
+    if not made:
+        return state_dict
+    rows: OrderedDict[str, Any] = OrderedDict({**state_dict, **made})
+    if hasattr(state_dict, "_metadata"):  # versions of modules
+        vars(rows)["_metadata"] = state_dict._metadata
+    return rows
+
+
 class _ToLocal(torch.autograd.Function):
     """All DTensor parameters → padded local shards, and their gradients back into DTensors: one node per forward
     instead of one per parameter."""
@@ -270,7 +311,8 @@ def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
         return None
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    return compat.make_dtensor(p.spec.as_used(local), p.shard)
+    used = p.spec.as_used(local).contiguous()
+    return compat.make_dtensor(compat.with_storage_of_its_own(used), p.shard)
 
 
 def _refused(names: Sequence[str]) -> str:

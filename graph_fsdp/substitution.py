@@ -49,8 +49,9 @@ def substitute_shards(
     nodes = _inputs(module)
     for index, parameter in parameters.items():
         with mode:
-            shard = torch.empty(
+            shard = torch.empty_strided(
                 parameter.spec.shard_shape,
+                parameter.input.stride(),
                 dtype=parameter.spec.dtype,
                 device=parameter.input.device,
                 requires_grad=parameter.placeholder.requires_grad,

@@ -74,6 +74,15 @@ def landing_nbytes(start: fx.Node) -> int:
     return layout_of(start).landing_numel * int(start.meta["val"].dtype.itemsize)
 
 
+def scattered_nbytes(start: fx.Node) -> int:
+    """Bytes of the copy that an ``all_gather_start`` makes of shards which do not lie as they are sent: those of a
+    parameter that is sharded on another dimension than the first, and with it the rest of its bucket."""
+    shards = [shard.meta["val"] for shard in dialect.argument(start, "shards")]
+    if all(shard.is_contiguous() for shard in shards):
+        return 0
+    return int(layout_of(start).length * shards[0].dtype.itemsize)
+
+
 def layout_of(start: fx.Node) -> GatherLayout:
     """The layout that an ``all_gather_start`` describes."""
     shards, offsets, length, world_size = (

@@ -69,6 +69,15 @@ class ParameterSpec:
         return () if self.replicated else (self.chunk_rows, *self.stored_shape[1:])
 
     @property
+    def used_shard_shape(self) -> tuple[int, ...]:
+        """The same with its dimensions in the parameter's order: a shard lies in memory in this shape."""
+        return (
+            ()
+            if self.replicated
+            else tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
+        )
+
+    @property
     def shard_numel(self) -> int:
         return math.prod(self.shard_shape)
 

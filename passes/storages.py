@@ -27,7 +27,7 @@ from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role, has_role
 from graph_fsdp.passes.fake_values import iterate_tensors
 from graph_fsdp.passes.graph import Graph, Phase, aliased_inputs
-from graph_fsdp.passes.layout import gradients_sent, landing_nbytes, packed_nbytes
+from graph_fsdp.passes.layout import gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
 from graph_fsdp.passes.operands import operand
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import Slot, slot_table
@@ -240,6 +240,7 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
             begin = started[start]
             if start.target is dialect.all_gather_start:
                 buffers.append(Storage(start, landing_nbytes(start), begin, index, "landing"))
+                buffers.append(Storage(start, scattered_nbytes(start), begin, index, "landing"))
             elif start.target is dialect.reduce_scatter_start:
                 packed = packed_nbytes(start)
                 buffers.append(Storage(start, packed, begin, index, "reducing"))

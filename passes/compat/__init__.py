@@ -72,6 +72,7 @@ whole test-suite was run.
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``_composable.contract.REGISTRY_KEY`` | what ``fully_shard`` asks a module before it touches it | 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
 """
@@ -106,6 +107,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from graph_fsdp.passes.compat.distributed import (
+    APPLIED,
     all_gather_single,
     allocate_from_group,
     concatenate_meshes,
@@ -172,6 +174,7 @@ from graph_fsdp.passes.compat.tensors import (
     storage_id,
     swap,
     take_over,
+    with_storage_of_its_own,
     without_memory,
     without_torch_function,
     wrapper_of,
@@ -179,6 +182,7 @@ from graph_fsdp.passes.compat.tensors import (
 from graph_fsdp.passes.compat.versions import check_torch_version
 
 __all__ = [
+    "APPLIED",
     "BackendCompilerFailed",
     "CheckpointPolicy",
     "FailOnRecompileLimitHit",
@@ -259,6 +263,7 @@ __all__ = [
     "unlogged_graphs_unprinted",
     "when_backward_ends",
     "with_graph",
+    "with_storage_of_its_own",
     "without_memory",
     "without_torch_function",
     "wrapper_of",

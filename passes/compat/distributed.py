@@ -12,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
+
+# The attribute of a module that says which of torch's composable functions were applied to it.
+APPLIED: str = REGISTRY_KEY
 
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import dlpack
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 
@@ -140,6 +141,21 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     construct: Any = torch._C._construct_storage_from_data_pointer
     storage: torch.UntypedStorage = construct(address, device, nbytes)
     return storage
+
+
+def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without a copy, in a storage of exactly the tensor's bytes that begins with it, and that keeps
+    the memory alive. ``tensor``: contiguous, plain.
+
+    A DTensor of a tensor that lies further back in its storage cannot be pickled or copied: torch gives it the offset,
+    and takes only what has address 0 for a wrapper. And ``torch.save`` writes storages, not tensors."""
+    shape = tensor.shape
+    if 0 in shape:
+        return torch.empty_like(tensor)
+    if 1 not in shape:
+        return dlpack.from_dlpack(dlpack.to_dlpack(tensor))
+    flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # it changes strides of dimensions of 1
+    return flat.view(shape)
 
 
 def clear_cublas_workspaces() -> None:

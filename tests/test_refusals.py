@@ -1,0 +1,97 @@
+"""What other code asks of a compiled model and cannot have: one error each, and the model goes on as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import FAKE_WORLD_SIZE
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import graph_fsdp
+from graph_fsdp.errors import AlreadyShardedError, MetaDeviceError, UnsupportedError
+
+
+class Saving(nn.Module):
+    """As models of Transformers: it writes what its state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.saved: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def save_pretrained(self, folder: str, state_dict: Any = None) -> None:
+        self.saved = state_dict if state_dict is not None else self.state_dict()
+
+
+@pytest.fixture
+def mesh(fake_group: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", (FAKE_WORLD_SIZE,))
+
+
+Action = Callable[[nn.Module, DeviceMesh], Any]
+REFUSED: dict[str, tuple[Action, type[Exception], str]] = {
+    "torch.save": (lambda m, _: torch.save(m, io.BytesIO()), TypeError, "save model.state_dict()"),
+    "pickle": (lambda m, _: pickle.dumps(m), TypeError, "graph_fsdp.checkpoint.save"),
+    "copy": (lambda m, _: copy.copy(m), TypeError, "cannot be pickled"),
+    "DDP": (lambda m, _: DistributedDataParallel(m), AlreadyShardedError, "DistributedDataParallel"),
+    "fully_shard": (lambda m, mesh: fully_shard(m, mesh=mesh), AlreadyShardedError, "use it as it is"),
+    "fully_shard of a part": (lambda m, mesh: fully_shard(m.body, mesh=mesh), AlreadyShardedError, "fully_shard"),
+    "replicate": (lambda m, _: replicate(m), AlreadyShardedError, "replicate"),
+    "share_memory": (lambda m, _: m.share_memory(), UnsupportedError, "to_local()"),
+    "meta": (lambda m, _: m.to("meta"), MetaDeviceError, "moved to the meta device"),
+    "meta of a device": (lambda m, _: m.to(device=torch.device("meta")), MetaDeviceError, "meta device"),
+    "save_pretrained": (lambda m, _: m.save_pretrained("folder"), UnsupportedError, "graph_fsdp.unsharded(model)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_and_nothing_has_changed(mesh: DeviceMesh, name: str) -> None:
+    action, error, words = REFUSED[name]
+    model = graph_fsdp.compile(Saving(), mesh, backend="eager")
+    before = dict(model.named_parameters())
+    with pytest.raises(error) as raised:
+        action(model, mesh)
+    assert words in str(raised.value)
+    assert all(before[n] is p for n, p in model.named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_is_not_refused(mesh: DeviceMesh) -> None:
+    model = graph_fsdp.compile(Saving(), mesh, backend="eager")
+    assert model.to("cpu") is model and model.to(torch.float32) is model
+    given = {"body.0.weight": torch.ones(4, 4)}
+    model.save_pretrained("folder", state_dict=given)
+    assert model.saved is given
+    with graph_fsdp.unsharded(model):
+        model.save_pretrained("folder")
+    assert [type(value) for value in model.saved.values()] == [Tensor, Tensor]
+
+
+def test_an_optimizer_of_what_parameters_were_is_told_once(mesh: DeviceMesh) -> None:
+    model = Saving()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = graph_fsdp.compile(model, mesh, backend="eager")
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.warns(UserWarning, match=r"made before graph_fsdp.compile and holds 2 parameters .*'body.0.weight'"):
+        early.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early.step()
+        late.step()
