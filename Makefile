@@ -26,8 +26,9 @@ BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
-# Not compiled to bytecode: Python does that for the modules that are imported, a third of what there is.
-PIP  := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off
+PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# pip makes bytecode on one core, this on all of them. Files that are no Python of this release have none: no error.
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: train test test-long test-all test-xla test-package test-matrix docs lint types clean
 
@@ -84,11 +85,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) $(PIN) -e ".[train]"
+	$(PIP) --no-compile $(PIN) -e ".[train]"
+	$(BYTECODE)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.train
-	$(PIP) $(PIN) -e ".[test,examples,benchmarks,float8]"
+	$(PIP) --no-compile $(PIN) -e ".[test,examples,benchmarks,float8]"
+	$(BYTECODE)
 	touch $@
 
 $(VENV)/.types: $(VENV)/.train
