@@ -280,8 +280,9 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
     made = {}
     for name, registered in module.named_parameters(remove_duplicate=False):
         p, value = held.get(id(registered)), state_dict.get(name)
-        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
-        if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
+        if p is None or not isinstance(registered, DTensor) or not isinstance(value, Tensor):
+            continue
+        if not isinstance(value, DTensor) and not value.is_meta and value.shape == registered.shape:
             made[name] = storage.shard_of(p, value)
     if not made:
         return state_dict

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import marks
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,6 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     seed = config.getoption("random_order_seed")
     return [] if seed is None else [f"random order: --random-order-seed={seed}"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    marks.ITEMS[:] = session.items
 
 
 def pytest_sessionstart() -> None:

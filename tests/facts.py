@@ -22,14 +22,15 @@ import importlib
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from launch import TIMEOUT_SECONDS, run_ranks
+from marks import mostly_long, selected
 
 Fact: TypeAlias = Callable[[], None]
 Failures: TypeAlias = list[dict[str, str]]  # per rank: name → traceback
@@ -41,19 +42,28 @@ class Facts:
     def __init__(self, module: str) -> None:
         self.module = module
         self.functions: dict[str, Fact] = {}
+        self._long: set[str] = set()
 
     def __call__(self, function: Fact) -> Fact:
         self.functions[function.__name__] = function
         return function
 
+    def long(self, function: Fact) -> Fact:
+        """A fact that ``make test`` leaves out."""
+        self._long.add(function.__name__)
+        return self(function)
+
     @property
-    def names(self) -> list[str]:
-        return list(self.functions)
+    def names(self) -> list[Any]:
+        """As parameters of a test, whose argument must be ``name``."""
+        return mostly_long(self.functions, [name for name in self.functions if name not in self._long])
 
     def check_on(
         self, world_size: int, timeout: float = TIMEOUT_SECONDS, env: Mapping[str, str] | None = None
     ) -> Failures:
-        return run_ranks(check_all, world_size, self.module, timeout=timeout, env=env)
+        """Those facts whose tests will run."""
+        names = selected(self.functions, self.module, "name")
+        return run_ranks(check_all, world_size, self.module, names, timeout=timeout, env=env)
 
 
 def check(ranks: Failures, name: str) -> None:
@@ -72,11 +82,13 @@ def shared_folder() -> Path:
     return Path(str(box[0]))
 
 
-def check_all(module: str) -> dict[str, str]:
+def check_all(module: str, names: Collection[str] | None = None) -> dict[str, str]:
     """On a rank. A fact that fails in the middle of a collective fails the launch, by its timeout."""
     torch.set_num_threads(1)
     failures = {}
     for name, function in importlib.import_module(module).FACTS.functions.items():
+        if names is not None and name not in names:
+            continue
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:

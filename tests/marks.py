@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+Case = TypeVar("Case")
+
+ITEMS: list[pytest.Item] = []  # what this session will run; conftest.py fills it when the collection has ended
 
 
 def mostly_long(cases: Iterable[Any], short: Collection[Any]) -> list[Any]:
@@ -18,3 +22,11 @@ def mostly_long(cases: Iterable[Any], short: Collection[Any]) -> list[Any]:
 
 def _long(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+
+
+def selected(cases: Iterable[Case], module: str, argument: str) -> list[Case]:
+    """Those of ``cases`` that tests of a module which will run have as ``argument``: what ranks need to compute that
+    many tests share. All of them where nothing was collected."""
+    calls = [getattr(item, "callspec", None) for item in ITEMS if item.module.__name__ == module]  # type: ignore[attr-defined]
+    wanted = [call.params[argument] for call in calls if call is not None and argument in call.params]
+    return [case for case in cases if case in wanted or not ITEMS]

@@ -56,7 +56,7 @@ def different_entries_raise_on_every_rank() -> None:
     assert "use the same model, options and passes on all ranks" in message
 
 
-@FACTS
+@FACTS.long
 def a_sequence_that_ends_early_is_different() -> None:
     entries = ["gather blocks.0", "gather blocks.1"]
     with pytest.raises(RankDisagreement, match=r"entry 1 is 'gather blocks.1' on rank 1 and 'nothing' on rank 0"):
@@ -103,7 +103,7 @@ def another_depth() -> None:
     disagree(MLP(depth=2 + rank()), "entry", "'bucket blocks.2")
 
 
-@FACTS
+@FACTS.long
 def another_width() -> None:
     model = MLP()
     model.head = nn.Linear(16, 5 + 12 * rank())
@@ -116,28 +116,28 @@ def another_dtype() -> None:
     disagree(MLP(), "float32 float32 bfloat16", "float32 float32 float32", mp_policy=policy)
 
 
-@FACTS
+@FACTS.long
 def another_form_of_regions() -> None:
     words = ("'regions whole' on rank 1", "'regions cut' on rank 0")
     disagree(MLP(), *words, backend="inductor", regions="whole" if rank() else "cut")
 
 
-@FACTS
+@FACTS.long
 def another_backend() -> None:
     disagree(MLP(), "backend eager", "backend inductor", backend=("eager", "inductor")[rank()])
 
 
-@FACTS
+@FACTS.long
 def another_grouping() -> None:
     disagree(MLP(), "'bucket blocks.0.up", auto_wrap_policy={nn.Linear} if rank() else None)
 
 
-@FACTS
+@FACTS.long
 def another_bucket_size() -> None:
     disagree(MLP(), "'none'", "'unit'", passes=default_pipeline(bucket=("unit", "none")[rank()]))
 
 
-@FACTS
+@FACTS.long
 def another_budget() -> None:
     disagree(MLP(), "budget=6000", "budget=7000", passes=default_pipeline(budget=6000 + 1000 * rank()))
 
@@ -201,7 +201,7 @@ def a_pass_that_fails_on_the_first_rank_is_an_error_on_all_at_once() -> None:
         model(batch())
 
 
-@FACTS
+@FACTS.long
 def another_distance() -> None:
     disagree(MLP(depth=4), "distance=3", "distance=0", passes=default_pipeline(prefetch=rank() * 3))
 
@@ -230,7 +230,7 @@ def a_frozen_parameter_on_one_rank() -> None:
     disagree(model, "parameter head.weight", "frozen")
 
 
-@FACTS
+@FACTS.long
 def the_ranks_may_go_on_with_another_model() -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     model(batch()).sum().backward()
@@ -272,7 +272,7 @@ def a_rank_with_other_lengths_recompiles_alone() -> None:
     train([(8, 8), (8, 5), (8, 6), (8, 7), (8, 3), (8, 2), (8, 8), (8, 4)])
 
 
-@FACTS
+@FACTS.long
 def ranks_take_turns_to_recompile() -> None:
     lengths = [(8, 7), (6, 7), (6, 5), (4, 5), (4, 3), (8, 3), (8, 7), (2, 7)]
     train(lengths, dynamic=False, reshard_after_forward=True)

@@ -63,7 +63,7 @@ def two_forwards_and_one_backward() -> None:
         check_gradients(model, plain)
 
 
-@FACTS
+@FACTS.long
 def two_forwards_of_different_shapes_and_a_backward_of_each() -> None:
     model, plain = pair(MLP())
     for m in (model, plain):
@@ -73,7 +73,7 @@ def two_forwards_of_different_shapes_and_a_backward_of_each() -> None:
     check_gradients(model, plain)
 
 
-@FACTS
+@FACTS.long
 def backwards_in_the_order_of_the_forwards_or_against_it() -> None:
     model, plain = pair(MLP(), reshard_after_forward=False)
     for m in (model, plain):
@@ -94,7 +94,7 @@ def two_backwards_of_one_forward() -> None:
         check_gradients(model, plain)
 
 
-@FACTS
+@FACTS.long
 def gradients_by_autograd_grad() -> None:
     model, plain = pair(MLP())
     x = rows(4, 16).requires_grad_()

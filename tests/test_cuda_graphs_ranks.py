@@ -84,18 +84,18 @@ def step(model: nn.Module, loss: Tensor) -> None:
     model.zero_grad()
 
 
-@FACTS
+@FACTS.long
 def models_train_and_are_evaluated_in_turns() -> None:
     same_outcome("cnn_batchnorm", STEPS)
 
 
-@FACTS
+@FACTS.long
 def every_way_to_reshard() -> None:
     same_outcome("mlp", STEPS[:7], reshard_after_forward=True, passes=default_pipeline(prefetch=3))
     same_outcome("mlp", STEPS[:7], reshard_after_forward=False)
 
 
-@FACTS
+@FACTS.long
 def sizes_that_change_have_graphs_of_their_own() -> None:
     same_outcome("mlp", [*STEPS[:5], *OTHER_ROWS])
 
@@ -120,7 +120,7 @@ def a_step_is_replayed_from_the_fourth_on() -> None:
     assert runs(report.forward) == runs(report.backward) == expected
 
 
-@FACTS
+@FACTS.long
 def regions_that_inductor_compiled() -> None:
     def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         losses = []
@@ -205,7 +205,7 @@ def gradients_that_are_accumulated_and_not_reduced() -> None:
     both(summed)
 
 
-@FACTS
+@FACTS.long
 def a_backward_that_runs_twice() -> None:
     def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         losses = []
@@ -236,7 +236,7 @@ def a_buffer_that_is_replaced_is_captured_anew() -> None:
     assert runs(report.backward)["captured"] == 2
 
 
-@FACTS
+@FACTS.long
 def outputs_outlive_their_model() -> None:
     with cpu_graphs():
         model = graph_fsdp.compile(MLP(), backend="eager", cuda_graphs=True)
@@ -256,7 +256,7 @@ def outputs_outlive_their_model() -> None:
             equal(p.grad.to_local(), grad * 5 / 4, "gradient")  # type: ignore[union-attr]
 
 
-@FACTS
+@FACTS.long
 def a_run_within_a_run_has_memory_of_its_own() -> None:
     def train(model: Any, batches: list[Tensor]) -> list[Tensor]:
         seen: list[Tensor] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import CASES, loss_of
 from reference import OPTIMIZERS, RANK_SEED, gradients_of, parameters_of, rows_of
 from test_train import equal, fsdp2, ours
@@ -120,32 +121,25 @@ def train(shard: Callable[..., nn.Module], name: str, shape: tuple[int, ...], op
     return {"losses": losses, "gradients": gradients, "parameters": parameters_of(model)}
 
 
-def compare(settings: dict[str, Any]) -> dict[str, list[Any]]:
+def compare(which: str, keys: list[str]) -> dict[str, list[Any]]:
     """On a rank: the results of both for each setting."""
+    settings = {"two": SETTINGS, "four": SETTINGS_ON_FOUR}[which]
     torch.set_num_threads(1)
     results = {}
-    for key, setting in settings.items():
+    for key in keys:
         torch._dynamo.reset()
-        results[key] = [train(shard, *setting) for shard in (fsdp2, ours)]
+        results[key] = [train(shard, *settings[key]) for shard in (fsdp2, ours)]
     return results
-
-
-def compare_two() -> dict[str, list[Any]]:
-    return compare(SETTINGS)
-
-
-def compare_four() -> dict[str, list[Any]]:
-    return compare(SETTINGS_ON_FOUR)
 
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, list[Any]]]:
-    return run_ranks(compare_two, 2)
+    return run_ranks(compare, 2, "two", selected(SETTINGS, __name__, "setting"))
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, list[Any]]]:
-    return run_ranks(compare_four, 4)
+    return run_ranks(compare, 4, "four", selected(SETTINGS_ON_FOUR, __name__, "on_four"))
 
 
 def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:
@@ -158,11 +152,17 @@ def check_equal(both: list[dict[str, list[Any]]], setting: str) -> None:
             assert not differing, f"{kind} differ: {', '.join(differing)}"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+SHORT = [
+    *("mlp, one reduction", "mlp, reduced in float16", "frozen parameters", "some units", "a hook"),
+    *("a factor and one reduction", "three reductions under way", "a group of reductions"),
+]
+
+
+@pytest.mark.parametrize("setting", mostly_long(SETTINGS, SHORT))
 def test_two_ranks_equal_fsdp2_bit_for_bit(two: list[dict[str, list[Any]]], setting: str) -> None:
     check_equal(two, setting)
 
 
-@pytest.mark.parametrize("setting", SETTINGS_ON_FOUR)
-def test_replicas_equal_fsdp2_bit_for_bit(four: list[dict[str, list[Any]]], setting: str) -> None:
-    check_equal(four, setting)
+@pytest.mark.parametrize("on_four", mostly_long(SETTINGS_ON_FOUR, ["one all-reduce", "whole, then shards"]))
+def test_replicas_equal_fsdp2_bit_for_bit(four: list[dict[str, list[Any]]], on_four: str) -> None:
+    check_equal(four, on_four)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import MLP
 from reference import Outcome, Step, check_close, parameters_of, train_reference, train_sharded
 from test_train import equal, fsdp2, ours, steps_with
@@ -50,10 +51,11 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
 
 
-def compare_with_fsdp2() -> dict[str, list[dict[str, Any]]]:
+def compare_with_fsdp2(settings: list[str]) -> dict[str, list[dict[str, Any]]]:
     """On a rank: the results of both for each setting."""
     results = {}
-    for key, (name, shape, options) in SETTINGS.items():
+    for key in settings:
+        name, shape, options = SETTINGS[key]
         torch._dynamo.reset()
         mesh = mesh_of(shape)
         shards: list[Callable[..., nn.Module]] = [functools.partial(shard, mesh=mesh) for shard in (fsdp2, ours)]
@@ -63,10 +65,13 @@ def compare_with_fsdp2() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_with_fsdp2, 4)
+    return run_ranks(compare_with_fsdp2, 4, selected(SETTINGS, __name__, "setting"))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+SHORT = ["mlp on 2 x 2", "tied weights on 2 x 2", "mlp on 4, resharded to 2, bfloat16", "mlp on 4 x 1"]
+
+
+@pytest.mark.parametrize("setting", mostly_long(SETTINGS, SHORT))
 def test_a_step_equals_fsdp2_bit_for_bit(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
     check_equal(both, setting)
 
@@ -121,16 +126,17 @@ def compare_replicated(settings: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def both_replicated() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_replicated, 2, list(REPLICATED))
+    return run_ranks(compare_replicated, 2, selected(REPLICATED, __name__, "replicas"))
 
 
-@pytest.mark.parametrize("setting", REPLICATED)
+@pytest.mark.parametrize("replicas", mostly_long(REPLICATED, ["scalars as DDP", "mlp as FSDP2, bfloat16"]))
 def test_replicated_steps_equal_others_bit_for_bit(
-    both_replicated: list[dict[str, list[dict[str, Any]]]], setting: str
+    both_replicated: list[dict[str, list[dict[str, Any]]]], replicas: str
 ) -> None:
-    check_equal(both_replicated, setting)
+    check_equal(both_replicated, replicas)
 
 
+@pytest.mark.long
 def test_replicated_steps_on_four_ranks_equal_ddp() -> None:
     for rank in run_ranks(compare_replicated, 4, ["mlp as DDP"]):
         theirs, own = rank["mlp as DDP"]
@@ -174,7 +180,7 @@ def the_full_state_dict_is_the_models() -> None:
     assert all(torch.equal(full[name], value) for name, value in expected.items())
 
 
-@FACTS
+@FACTS.long
 def sync_module_states_gives_every_rank_the_values_of_the_first() -> None:
     torch.manual_seed(0)
     expected = dict(MLP().named_parameters())
@@ -201,7 +207,7 @@ def models_on_slices_of_one_mesh_do_not_wait_for_other_slices() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@FACTS
+@FACTS.long
 def printed_stages_run_and_give_the_same_gradients() -> None:
     model = graph_fsdp.compile(MLP(), mesh_of((2, 2)), backend="eager", reshard_after_forward=True)
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -238,7 +244,7 @@ def printed_stages_run_where_shards_are_kept() -> None:
             assert torch.equal(shard[: mine.numel()], mine)
 
 
-@FACTS
+@FACTS.long
 def slices_of_a_larger_mesh_reshard_by_themselves() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))
     if dist.get_rank() >= 2:  # the other slice never makes such a group
@@ -290,7 +296,8 @@ def train(settings: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]]) -> d
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Outcome]]:
-    return run_ranks(train, 4, TRAINED)
+    keys = selected(TRAINED, __name__, "key")
+    return run_ranks(train, 4, {key: TRAINED[key] for key in keys})
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +305,7 @@ def trained_with_inductor() -> list[dict[str, Outcome]]:
     return run_ranks(train, 4, WITH_INDUCTOR)
 
 
-@pytest.mark.parametrize("key", TRAINED)
+@pytest.mark.parametrize("key", mostly_long(TRAINED, ["uneven rows and scalars, hybrid"]))
 def test_five_steps_on_four_ranks_equal_one_process(trained: list[dict[str, Outcome]], key: str) -> None:
     check_trained([of_rank[key] for of_rank in trained], TRAINED[key][0])
 

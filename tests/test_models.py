@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import CASES, HUGGING_FACE_CASES
 from reference import Outcome, Outcomes, Step, check_outcome, outcomes_of, train_all, train_reference
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -48,15 +49,15 @@ OF_MANY_SIZES = ["mlp", "gpt_dropout", "cnn_batchnorm"]  # "uneven" too, on thre
 BOUNDS = {"lstm": 1e-5, "hf_llama": 1e-5}
 
 
-def train_small() -> dict[str, Outcome | str]:
+def train_small(names: list[str]) -> dict[str, Outcome | str]:
     """On a rank."""
-    of_many = train_all(OF_MANY_SIZES, SCHEDULE, "sgd", EAGER)
-    return {**of_many, **train_all(OF_ONE_SIZE, ONE_SIZE, "sgd", EAGER)}
+    of_many = train_all([name for name in OF_MANY_SIZES if name in names], SCHEDULE, "sgd", EAGER)
+    return {**of_many, **train_all([name for name in OF_ONE_SIZE if name in names], ONE_SIZE, "sgd", EAGER)}
 
 
 @pytest.fixture(scope="module")
 def small_outcomes() -> Outcomes:
-    return run_ranks(train_small, 2)
+    return run_ranks(train_small, 2, selected([*OF_MANY_SIZES, *OF_ONE_SIZE], __name__, "name"))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,10 @@ def check_case(outcomes: Outcomes, name: str, bound: float = 0.0) -> None:
         check_outcome(actual, wanted, bound)
 
 
-@pytest.mark.parametrize("name", [*OF_MANY_SIZES, *OF_ONE_SIZE])
+SHORT = ["gpt_dropout", "cnn_batchnorm", "gpt_tied", "frozen", "lstm"]
+
+
+@pytest.mark.parametrize("name", mostly_long([*OF_MANY_SIZES, *OF_ONE_SIZE], SHORT))
 def test_a_model_trains_sharded_as_it_does_alone(small_outcomes: Outcomes, name: str) -> None:
     check_case(small_outcomes, name, BOUNDS.get(name, 0.0))
 
@@ -81,12 +85,17 @@ def test_a_hugging_face_model_trains_sharded_as_it_does_alone(hugging_face_outco
     check_case(hugging_face_outcomes, name, BOUNDS.get(name, 0.0))
 
 
-def test_dropout_and_batchnorm_are_each_ranks_own(small_outcomes: Outcomes) -> None:
+@pytest.mark.parametrize("name", ["gpt_dropout"])
+def test_each_rank_draws_its_own_masks(small_outcomes: Outcomes, name: str) -> None:
     """The comparison above would be empty if ranks drew equal masks, or the models none."""
-    first, second = outcomes_of(small_outcomes, "gpt_dropout")
+    first, second = outcomes_of(small_outcomes, name)
     plain, _ = train_reference("gpt", SCHEDULE, world_size=2)
     assert len({outcome.losses[0].item() for outcome in (first, second, plain)}) == 3
-    first, second = outcomes_of(small_outcomes, "cnn_batchnorm")
+
+
+@pytest.mark.parametrize("name", ["cnn_batchnorm"])
+def test_each_rank_has_its_own_statistics(small_outcomes: Outcomes, name: str) -> None:
+    first, second = outcomes_of(small_outcomes, name)
     mean = "blocks.0.1.running_mean"
     assert not torch.equal(first.buffers[mean], second.buffers[mean])
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import MLP
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch
@@ -46,6 +47,12 @@ OPTIONS = {
 }
 
 
+IGNORED = {"a parameter": lambda model: [model.head.weight], "a module": lambda model: {model.head}}
+ON_TWO = [key for key in OPTIONS if key != "default"]
+SHORT = [
+    *("ZeRO-3 for every unit", "ZeRO-2", "units by size", "one unit", "a bucket per parameter", "automatic buckets"),
+    *("BACKWARD_POST", "no backward prefetch, forward prefetch", "two ahead within a budget", "kept within a budget"),
+]
 # Where sums of more than two numbers, and other rows of shards, could make a difference.
 ON_FOUR = ["ZeRO-3 for every unit", "three ahead", "one unit", "a bucket per parameter", "messages of their own"]
 
@@ -61,17 +68,16 @@ def parameters_after_three_steps(names: list[str]) -> dict[str, dict[str, Tensor
     return results
 
 
-def parameters_of_all() -> dict[str, dict[str, Tensor]]:
+def parameters_of(names: list[str]) -> dict[str, dict[str, Tensor]]:
     """On a rank: option → parameters, with those that are ignored."""
-    results = parameters_after_three_steps([key for key in OPTIONS if key != "default"])
-    torch.manual_seed(0)
-    model = MLP(depth=3)
-    graph_fsdp.compile(model, backend="eager", ignored_params=[model.head.weight])
-    results["ignored"] = _train(model)
-    torch.manual_seed(0)
-    model = MLP(depth=3)
-    graph_fsdp.compile(model, backend="eager", ignored_params={model.head})
-    results["ignored module"] = _train(model)
+    results = parameters_after_three_steps([name for name in names if name in OPTIONS])
+    for name in names:
+        if name in IGNORED:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = MLP(depth=3)
+            graph_fsdp.compile(model, backend="eager", ignored_params=IGNORED[name](model))
+            results[name] = _train(model)
     return results
 
 
@@ -88,7 +94,7 @@ def _train(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, dict[str, Tensor]]]:
-    return run_ranks(parameters_of_all, 2)
+    return run_ranks(parameters_of, 2, selected([*ON_TWO, *IGNORED], __name__, "option"))
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +106,14 @@ def four_ranks() -> list[dict[str, dict[str, Tensor]]]:
 OTHER_BUCKETS = {"one unit", "a bucket per parameter"}
 
 
-@pytest.mark.parametrize("option", [key for key in OPTIONS if key != "default"])
+@pytest.mark.parametrize("option", mostly_long(ON_TWO, SHORT))
 def test_the_schedule_does_not_change_the_numbers(ranks: list[dict[str, dict[str, Tensor]]], option: str) -> None:
     for results in ranks:
         for name, expected in results["default"].items():
             assert torch.equal(results[option][name], expected), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ON_FOUR)
 def test_nor_does_it_on_four_ranks(four_ranks: list[dict[str, dict[str, Tensor]]], option: str) -> None:
     for results in four_ranks:
@@ -117,10 +124,11 @@ def test_nor_does_it_on_four_ranks(four_ranks: list[dict[str, dict[str, Tensor]]
                 assert torch.equal(results[option][name], expected), name
 
 
-def test_ignored_parameters_follow_their_own_rank(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
-    first, second = (results["ignored"] for results in ranks)
+DIFFERENT = {"a parameter": ["head.weight"], "a module": ["head.weight", "head.bias"]}
+
+
+@pytest.mark.parametrize("option", IGNORED)
+def test_ignored_parameters_follow_their_own_rank(ranks: list[dict[str, dict[str, Tensor]]], option: str) -> None:
+    first, second = (results[option] for results in ranks)
     different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert different == ["head.weight"], "each rank has its own gradient of what is ignored"
-    first, second = (results["ignored module"] for results in ranks)
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert different == ["head.weight", "head.bias"]
+    assert different == DIFFERENT[option], "each rank has its own gradient of what is ignored"

@@ -293,7 +293,7 @@ def steps_equal_fsdp2_bit_for_bit() -> None:
         assert names == ({("dp", "tp")} if plan == "sequences" else {("dp",), ("dp", "tp")})
 
 
-@FACTS
+@FACTS.long
 def the_full_state_dict_is_that_of_one_process() -> None:
     mesh = two_by_two()
     model = ours(with_matrices(Transformer(), mesh["tp"]), mesh["dp"])
@@ -304,7 +304,7 @@ def the_full_state_dict_is_that_of_one_process() -> None:
         assert all(torch.equal(full[name], value) for name, value in expected.items())
 
 
-@FACTS
+@FACTS.long
 def the_whole_mesh_says_by_its_names_what_is_for_what() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = ours(with_sequences(Transformer(), mesh["tp"]), mesh)
@@ -326,7 +326,7 @@ def values_of_the_first_rank_of_each_slice_arrive() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in parameters_of(model).items())
 
 
-@FACTS
+@FACTS.long
 def evaluation_and_frozen_parameters() -> None:
     mesh = two_by_two()
     plain, model = Transformer(), with_sequences(Transformer(), mesh["tp"])

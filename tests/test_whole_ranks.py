@@ -12,6 +12,7 @@ import pytest
 import torch
 from functional import FunctionalBackend, register
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import MLP
 from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from test_option_numbers import CHEAP_MESSAGES
@@ -52,6 +53,7 @@ ON_FOUR_TOO: dict[str, Setting] = {
     "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
     "resharded to two, bfloat16": ("uneven", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
 }
+SHORT = ["gpt_tied", "uneven", "gathered again", "messages of their own, kept", "reduced in float16", "symbolic sizes"]
 
 Outcomes = dict[str, list[Outcome]]
 
@@ -86,12 +88,14 @@ UNCOMPILED = ({"backend": "eager"}, {"backend": "functional", "regions": "whole"
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Outcomes]:
-    return run_ranks(train_both, 2, ON_TWO, *UNCOMPILED)
+    settings = {key: ON_TWO[key] for key in selected(ON_TWO, __name__, "setting")}
+    return run_ranks(train_both, 2, settings, *UNCOMPILED)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[Outcomes]:
-    return run_ranks(train_both, 4, ON_FOUR, *UNCOMPILED)
+    settings = {key: ON_FOUR[key] for key in selected(ON_FOUR, __name__, "setting")}
+    return run_ranks(train_both, 4, settings, *UNCOMPILED)
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +110,12 @@ def check_equal(ranks: list[Outcomes], setting: str) -> None:
         assert any(gradient is not None and gradient.any() for gradient in whole.gradients.values())
 
 
-@pytest.mark.parametrize("setting", ON_TWO)
+@pytest.mark.parametrize("setting", mostly_long(ON_TWO, SHORT))
 def test_what_is_lowered_gives_the_same_bits(two_ranks: list[Outcomes], setting: str) -> None:
     check_equal(two_ranks, setting)
 
 
-@pytest.mark.parametrize("setting", ON_FOUR)
+@pytest.mark.parametrize("setting", mostly_long(ON_FOUR, ["hybrid"]))
 def test_what_is_lowered_gives_the_same_bits_on_four_ranks(four_ranks: list[Outcomes], setting: str) -> None:
     check_equal(four_ranks, setting)
 
