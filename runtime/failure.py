@@ -137,7 +137,9 @@ class Failures:
         """So that other ranks of this host can see whether it exists."""
         me = dist.get_rank()
         _answered(
-            lambda: self.store.set(_process_key(me), json.dumps([*_kernel(), os.getpid(), _started(os.getpid())]))
+            lambda: self.store.set(
+                _process_key(me), json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
+            )
         )
 
     def announce(self, failure: Failure) -> None:
@@ -247,9 +249,9 @@ def state_of(store: dist.Store, rank: int) -> str:
     if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not store.check([_process_key(rank)]):
         return ""
     *kernel, pid, started = json.loads(store.get(_process_key(rank)))
-    if kernel != _kernel() or not started:
+    if kernel != kernel_of_host() or not started:
         return ""
-    letter = _stat(pid)[0] if _started(pid) == started else "X"
+    letter = _stat(pid)[0] if started_at(pid) == started else "X"
     if letter in "XxZ":
         return f"its process {pid} has ended"
     return f"its process {pid} {'is stopped' if letter in 'Tt' else 'runs'}"
@@ -267,7 +269,7 @@ def _process_key(rank: int) -> str:
     return f"graph_fsdp/process/{rank}"
 
 
-def _kernel() -> list[str]:
+def kernel_of_host() -> list[str]:
     """Processes whose ranks have the same know each other by their numbers. Only on Linux."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -283,7 +285,7 @@ def _stat(pid: int) -> list[str]:
         return ["X"]
 
 
-def _started(pid: int) -> str:
+def started_at(pid: int) -> str:
     """When a process started, in the kernel's ticks: numbers of processes are used again. "" where that is unknown."""
     fields = _stat(pid)
     return fields[19] if len(fields) > 19 else ""

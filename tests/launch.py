@@ -48,7 +48,7 @@ _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
 GC_THRESHOLD = 10_000  # allocations: a compilation makes millions, and a sixth of its time went into collections
 # In the process of the tests, where they say nothing about ranks: scikit-learn's, and Inductor's.
-_SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
+SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 _Rank: TypeAlias = "subprocess.Popen[bytes] | Fork"
 
@@ -106,7 +106,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
     tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
     path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES},
+        **{name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile workers per rank
         "MASTER_ADDR": "127.0.0.1",
@@ -122,7 +122,7 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
 
 
 @functools.cache
-def _preloaded(which: int) -> Preloaded:
+def preloaded_of(which: int) -> Preloaded:
     """One of the two (see [Note: two seeds] there), with the environment of this process."""
     return Preloaded(_environment(Path(__file__).parent, 0, 0, {}))
 
@@ -131,8 +131,8 @@ def _start(directory: Path, rank: int, environment: dict[str, str]) -> _Rank:
     environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     arguments = [str(directory), str(rank)]
     with open(directory / f"log{rank}", "wb") as log:
-        if sys.platform == "linux" and _preloaded(rank % 2).fits(environment):
-            return _preloaded(rank % 2).start(arguments, environment, log.fileno())
+        if sys.platform == "linux" and preloaded_of(rank % 2).fits(environment):
+            return preloaded_of(rank % 2).start(arguments, environment, log.fileno())
         return subprocess.Popen(
             [sys.executable, __file__, *arguments],
             env=environment,

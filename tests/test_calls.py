@@ -125,7 +125,7 @@ def outputs_of_every_kind() -> None:
                 assert one == other, name
 
 
-@FACTS
+@FACTS.long
 def all_outputs_may_be_differentiated() -> None:
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         output = model(x)
@@ -225,7 +225,7 @@ def python_between_pieces_that_reads_a_parameter_has_its_unit_gathered() -> None
 # Several models
 
 
-@FACTS
+@FACTS.long
 def models_with_other_meshes_and_options_take_turns() -> None:
     """A student over both ranks, a teacher that each rank has for itself, and a replicated critic in bfloat16."""
     me = dist.get_rank()

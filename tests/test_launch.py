@@ -24,6 +24,7 @@ from launch import run_ranks
 from torch._dynamo.utils import compilation_time_metrics, counters
 
 import graph_fsdp
+from graph_fsdp.report import engine_of
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def knowledge() -> dict[str, object]:
         "compiled": [name for name, times in compilation_time_metrics.items() if times],
         "counted": [name for name, counts in counters.items() if counts],
         "group": dist.is_initialized(),
-        "models": graph_fsdp.compile(torch.nn.Linear(2, 2), backend="eager")._graph_fsdp.number,
+        "models": engine_of(graph_fsdp.compile(torch.nn.Linear(2, 2), backend="eager")).number,
     }
 
 
@@ -294,8 +295,8 @@ def test_a_rank_knows_no_more_than_a_fresh_process() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
 def test_ranks_are_forks_though_libraries_set_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ.keys() - launch._preloaded(0).environment.keys():
+    for name in os.environ.keys() - launch.preloaded_of(0).environment.keys():
         monkeypatch.delenv(name)
-    for name in launch._SET_BY_LIBRARIES:
+    for name in launch.SET_BY_LIBRARIES:
         monkeypatch.setenv(name, "1")
     assert all("preloaded.py" in line for line in run_ranks(command, 2))

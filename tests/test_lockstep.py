@@ -113,7 +113,7 @@ def patterns_are_predicted_once_they_were_seen() -> None:
     assert counts[-1] == counts[-2] == counts[-3]
 
 
-@FACTS
+@FACTS.long
 def units_that_are_unsharded_in_every_step_are_predicted_too() -> None:
     model, _ = branching()
     counts = []
@@ -141,7 +141,7 @@ def branches_that_all_ranks_take_train_as_in_one_process() -> None:
         torch.testing.assert_close(shard.full_tensor(), parameter, rtol=1e-5, atol=1e-6)
 
 
-@FACTS
+@FACTS.long
 def the_store_is_left_as_it_was() -> None:
     model, _ = branching()
     step(model, "a")

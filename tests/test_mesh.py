@@ -32,12 +32,16 @@ def report_of(mesh: DeviceMesh, model: nn.Module | None = None, **options: Any) 
     if model is not None:
         return _step(model, mesh, **options)
     names = mesh.mesh_dim_names
-    return _mlp_report(tuple(mesh.shape), None if names is None else tuple(names), tuple(sorted(options.items())))
+    return _mlp_report(
+        tuple(mesh.shape),
+        None if names is None else tuple(names),
+        tuple((name, repr(value), value) for name, value in sorted(options.items())),
+    )
 
 
 @functools.cache
-def _mlp_report(shape: tuple[int, ...], names: tuple[str, ...] | None, options: tuple[tuple[str, Any], ...]) -> Any:
-    return _step(MLP(), mesh_of(*shape, names=names), **dict(options))
+def _mlp_report(shape: tuple[int, ...], names: Any, options: tuple[tuple[str, str, Any], ...]) -> GraphReport:
+    return _step(MLP(), mesh_of(*shape, names=names), **{name: value for name, _, value in options})
 
 
 def _step(model: nn.Module, mesh: DeviceMesh, **options: Any) -> GraphReport:

@@ -95,7 +95,7 @@ def every_step_is_that_of_pieces_that_gather_for_themselves() -> None:
     assert train(models(reshard_after_forward=False), range(3), (EXACT, CLOSE)) == [4, 3, 3]
 
 
-@FACTS
+@FACTS.long
 def in_bfloat16_too() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert train(models(mp_policy=policy)[:2], range(3), (EXACT,)) == [6, 5, 5]
@@ -130,7 +130,7 @@ def ranks_whose_batches_differ_share_alike() -> None:
     assert gathers == [6, 5, 5, 5, 5, 5]
 
 
-@FACTS
+@FACTS.long
 def with_inductor_to_its_tolerance() -> None:
     ours, _, theirs = models(backend="inductor")
     assert train([ours, theirs], range(3), (CLOSE,)) == [6, 5, 5]

@@ -68,7 +68,7 @@ def of_each_region_the_slowest_rank_is_named_and_the_mean_is_taken() -> None:
         assert ran.collectives == {"gather": [4.0, 1.0]}
 
 
-@FACTS
+@FACTS.long
 def all_ranks_of_a_mesh_of_two_dimensions_hold_the_same_profile() -> None:
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape)
@@ -117,7 +117,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@FACTS
+@FACTS.long
 def a_model_scheduled_with_a_profile_trains_to_the_same_values() -> None:
     found = graph_fsdp.profile(graph_fsdp.compile(model_of_seed(), backend="eager"), torch.ones(4, 16), steps=2)
     results = []

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
 from graph_fsdp.errors import CheckpointError
+from graph_fsdp.report import engine_of
 
 WORLD_SIZE = 2
 FACTS = Facts(__name__)
@@ -94,7 +95,7 @@ def a_file_holds_the_shard_and_no_more() -> None:
 @FACTS
 def a_bucket_is_still_one_slice() -> None:
     trained = model()
-    storage = trained._graph_fsdp.storage
+    storage = engine_of(trained).storage
     (buffer,) = storage.buffers.values()
     for p in storage.parameters.values():
         local = p.shard.to_local()

@@ -146,7 +146,7 @@ SETTINGS: dict[str, tuple[Any, int]] = {
 }
 
 
-@FACTS
+@FACTS.long
 def settings_change_gathers_and_not_numbers() -> None:
     """Bit for bit FSDP2's."""
     expected = fsdp2_trained()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
+from graph_fsdp.passes import compat
 from graph_fsdp.runtime import GatheredBytes, agreement
 
 # What will happen, once, where the key says: in "forward" or "backward", between the first and the second block, or in
@@ -121,7 +122,7 @@ def start_group(timeout: float) -> None:
 def rounds(*functions: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Each function with a process group of its own: a fault leaves the ranks out of step."""
     agreement.PATIENCE_SECONDS = 0.3
-    store = dist.distributed_c10d._get_default_store()
+    store = compat.default_store()
     me, size = rank(), dist.get_world_size()
     for function in functions:
         torch._dynamo.reset()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement, RankFailure
+from graph_fsdp.passes import compat
 from graph_fsdp.report import engine_of
 from graph_fsdp.runtime import failure
 
@@ -302,11 +303,11 @@ def one_rank_raises_before_its_program_and_does_not_come_back() -> None:
             FAULTS["between"] = fail
             assert type(caught(lambda: step(model))) is Broken
             key = "raised on rank 0"
-            dist.distributed_c10d._get_default_store().wait([key])  # it does something else
+            compat.default_store().wait([key])  # it does something else
         else:
             error = caught(lambda: step(model))
             assert isinstance(error, RankFailure) and "rank 1 raised Broken: no such sample in forward" in str(error)
-            dist.distributed_c10d._get_default_store().set("raised on rank 0", "")
+            compat.default_store().set("raised on rank 0", "")
     finally:
         failure.RETRY_SECONDS = 60.0
     assert_whole(model, shards)

@@ -42,7 +42,7 @@ def other(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Ite
     store = dist.HashStore()
     ranks = lockstep.Lockstep([0, 1], store)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        text = json.dumps([*failure._kernel(), process.pid, failure._started(process.pid)])
+        text = json.dumps([*failure.kernel_of_host(), process.pid, failure.started_at(process.pid)])
         store.set("graph_fsdp/process/1", text)
         monkeypatch.setattr(lockstep, "_current", ranks)
         monkeypatch.setattr(ranks, "look_for_others", lambda: None)

@@ -70,7 +70,7 @@ def lose_a_rank_of_another_host(group_timeout: float) -> str:
     torch.set_num_threads(1)
     agreement.PATIENCE_SECONDS = 0.3
     failure.ROLL_CALL_SECONDS = 1.0
-    failure._kernel = lambda: [f"host {os.environ['RANK']}", ""]
+    failure.kernel_of_host = lambda: [f"host {os.environ['RANK']}", ""]
     start_group(group_timeout)
     model = warm(compiled())
     if rank() == 1:

@@ -8,7 +8,7 @@ import torch
 from case_strategies import cases
 from checked import alone, kinds_of, may_refuse, seeds
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from lasting_ranks import MESHES, Raised, Runner, make_mesh
+from lasting_ranks import MESHES, Raised, Ranks, Runner, make_mesh
 from launch import run_ranks
 from random_cases import Case, LayerCase, MeshCase, ModelCase, OptionsCase
 from random_training import Outcome
@@ -53,9 +53,9 @@ def check(case: Case, outcomes: list[Outcome | Raised]) -> None:
 
 
 def test_training_in_one_process_is_that_of_plain_pytorch() -> None:
-    runner = Runner()
-    for case in drawn(0):
-        check(case, [runner.run(case, None, 0)])
+    with Ranks(0) as ranks:
+        for case in drawn(0):
+            check(case, ranks.run(case))
 
 
 def run_all(chosen: list[Case]) -> list[Outcome | Raised]:
