@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import mostly_long
 from models import CASES, Case, loss_of, vectors
 from test_option_numbers import CHEAP_MESSAGES
 from test_whole import compiled
@@ -102,7 +103,7 @@ ORDERS: dict[str, tuple[Case, tuple[int, ...] | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("name", mostly_long(ORDERS, ["messages of their own"]))
 def test_inductor_keeps_the_verified_order(name: str) -> None:
     case, shape, options = ORDERS[name]
     mesh = init_device_mesh("cpu", shape) if shape else None
