@@ -77,10 +77,11 @@ def main(arguments: Sequence[str]) -> int:
         start = os.times().elapsed
         finished = subprocess.run(command, env={**os.environ, **environment})
         wall = os.times().elapsed - start
+        found = machine("cpu", 1)
         result = {
             "benchmark": "suite_time",
             "command": command_of(__file__, arguments),
-            "machine": machine("cpu", 1),
+            "about": f"{found['cores']} CPU cores ({found['cpu']}), torch {found['torch']}, Python {found['python']}",
             "wall": round(wall, 1),
             "exit_code": finished.returncode,
             "files": read(Path(folder)),
