@@ -77,7 +77,8 @@ def on_an_xpu(library: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def xpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     library = fake_xpu.build(tmp_path_factory.mktemp("xpu"))
-    [found] = run_ranks(on_an_xpu, 1, str(library), backend=None)
+    fresh = {"GRAPH_FSDP_FRESH": "1"}  # no fork: what forks ranks has looked for devices and found none
+    [found] = run_ranks(on_an_xpu, 1, str(library), backend=None, env=fresh)
     return found
 
 
