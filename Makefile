@@ -4,6 +4,7 @@
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
+# make replay     what of all graphs, programs and reports of a corpus has changed since AGAINST (default: HEAD)
 # make docs           the site of the documentation, into build/site
 # make lint, make types, make clean
 #
@@ -30,7 +31,7 @@ PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar 
 # pip makes bytecode on one core, this on all of them. Files that are no Python of this release have none: no error.
 BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: train test test-long test-all test-xla test-package test-matrix docs lint types clean
+.PHONY: train test test-long test-all test-xla test-package test-matrix replay docs lint types clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -58,6 +59,9 @@ test-package: $(VENV)/.installed
 	cd build/package/elsewhere && OMP_NUM_THREADS=1 ../environment/bin/python program.py $(CURDIR)/graph_fsdp
 	cd build/package/elsewhere && OMP_NUM_THREADS=1 ../environment/bin/torchrun --standalone --nproc-per-node 2 program.py
 	rm -rf build/package
+
+replay: $(VENV)/.installed
+	$(BIN)/python tests/replay.py --jobs $(JOBS) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
 
 # PAIRS="2.11.0:3.12 newest:3.13"   those only
 test-matrix: $(VENV)/.installed
