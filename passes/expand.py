@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.fake_values import FakeValues, evaluate, iterate_tensors
+from graph_fsdp.passes.fake_values import VALUES, evaluate, iterate_tensors
 from graph_fsdp.passes.segments import Segment
 from graph_fsdp.passes.trace import NotRepeatable, Trace, repeat, repeat_backward
 
@@ -29,8 +29,8 @@ class _Copies:
 
     call: int | None = None
 
-    def __init__(self, graph: fx.Graph, values: FakeValues) -> None:
-        self.graph, self.values = graph, values
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.of: dict[fx.Node, fx.Node] = {}
 
     def add(self, node: fx.Node) -> None:
@@ -56,7 +56,7 @@ class _Copies:
         for source in node.all_input_nodes:
             old, new = source.meta.get("val"), self.of[source].meta.get("val")
             if old is not new and not memory.isdisjoint(map(compat.storage_id, iterate_tensors(old))):
-                copy.meta["val"] = self.values.of(copy)
+                copy.meta["val"] = VALUES.of(copy)
                 self.check(node, copy)
                 return
 
@@ -71,14 +71,13 @@ class _Layer(_Copies):
     def __init__(
         self,
         graph: fx.Graph,
-        values: FakeValues,
         into: fx.GraphModule,
         call: int,
         made: Trace,
         traced: Segment,
         segment: Segment,
     ) -> None:
-        super().__init__(graph, values)
+        super().__init__(graph)
         self.trace, self.call, self._into = made, call, into
         self._parameters = dict(zip(traced.parameters, segment.parameters, strict=True))
         self._origins = _origins(traced, segment)
@@ -116,7 +115,7 @@ class _Layer(_Copies):
 
     def _value(self, copy: fx.Node) -> Any:
         if copy.all_input_nodes:
-            return self.values.of(copy)
+            return VALUES.of(copy)
         with compat.current_fake_mode():
             return evaluate(copy)
 
@@ -129,9 +128,9 @@ class Expansion:
         self, module: fx.GraphModule, calls: Sequence[tuple[Trace, Segment, Segment]], gathered: Sequence[str]
     ) -> None:
         self.module, self.gathered = module, gathered
-        self.graph, values = fx.Graph(), FakeValues()
-        self.around = _Copies(self.graph, values)
-        self.layers = [_Layer(self.graph, values, module, index, *call) for index, call in enumerate(calls)]
+        self.graph = fx.Graph()
+        self.around = _Copies(self.graph)
+        self.layers = [_Layer(self.graph, module, index, *call) for index, call in enumerate(calls)]
         # A gradient's reduction → where it comes from; what reads it.
         self._reductions: dict[str, tuple[_Copies, fx.Node]] = {}
         self._reduced: list[tuple[fx.Node, _Layer, fx.Node]] = []

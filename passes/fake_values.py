@@ -2,8 +2,8 @@
 
 A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
 operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on,
-and each distinct one is run once per graph: once by the passes, which make values (``FakeValues``), and once by the
-verifier, which does not trust them (``Kinds``).
+and each distinct one is run once per process: once by the passes, which make values (``VALUES``), and once by the
+verifier, which does not trust them (``KINDS``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -67,6 +67,20 @@ def kind(value: Any) -> Any:
     return type(value).__name__
 
 
+_T = TypeVar("_T")
+
+
+class Memory(dict[Hashable, _T]):
+    """What is known of calls, in a bounded number: a process may compile any number of models."""
+
+    LIMIT = 20_000
+
+    def __setitem__(self, key: Hashable, value: _T) -> None:
+        if len(self) >= self.LIMIT:
+            self.clear()
+        super().__setitem__(key, value)
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """How to make the value of a call again. ``view``: in the memory of the first argument; else in its own."""
@@ -84,7 +98,7 @@ class FakeValues:
     the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
 
     def __init__(self) -> None:
-        self._recipes: dict[Hashable, _Recipe | None] = {}
+        self._recipes: Memory[_Recipe | None] = Memory()
 
     def of(self, node: fx.Node) -> Any:
         """The value of a call on the fake values of its inputs. Raises what the operator raises."""
@@ -146,7 +160,7 @@ class Kinds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._known: Memory[Any] = Memory()
 
     def computed(self, node: fx.Node) -> Any:
         """The kind of what ``node`` computes from the fake values of its inputs. Raises what the operator raises."""
@@ -156,8 +170,14 @@ class Kinds:
                 return self._known[key]
         except (NotDescribed, TypeError):  # not described, or not hashable
             return kind(evaluate(node))
-        self._known[key] = found = kind(evaluate(node))
+        value = evaluate(node)
+        found = kind(value)
+        if _is_static(value):  # a size that depends on data is another one each time
+            self._known[key] = found
         return found
+
+
+VALUES, KINDS = FakeValues(), Kinds()
 
 
 def _describe_call(node: fx.Node) -> Hashable:
@@ -171,7 +191,11 @@ def _describe_call(node: fx.Node) -> Hashable:
     args = node.args
     if target is dialect.gather_param or target is dialect.reduce_grad:
         args = (*args[:4], *args[5:])  # the parameter's name, which no value depends on
-    return (target, _describe(args), keywords, torch.is_grad_enabled())
+    return (target, _describe(args), keywords, torch.is_grad_enabled(), torch.get_default_dtype())
+
+
+def _is_static(value: Any) -> bool:
+    return all(type(size) is int for tensor in iterate_tensors(value) for size in tensor.shape)
 
 
 def _describe(argument: Any) -> Hashable:
@@ -204,5 +228,4 @@ def _describe_value(value: Any) -> Hashable:
         value.requires_grad,
         value.is_conj(),
         value.is_neg(),
-        value.fake_mode,
     )

@@ -14,7 +14,7 @@ from torch import fx
 
 from graph_fsdp.passes import compat, dialect
 from graph_fsdp.passes.dialect import Role
-from graph_fsdp.passes.fake_values import FakeValues, iterate_tensors
+from graph_fsdp.passes.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.fake_values import evaluate as evaluate  # this module's users find it here
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ class Graph:
         self.module = module
         self.phase: Phase = phase
         self.cost: CostModel | None = None
-        self._fake_values = FakeValues()
 
     @property
     def fx_graph(self) -> fx.Graph:
@@ -264,7 +263,7 @@ class Graph:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
                 if key in like.meta:
                     node.meta[key] = like.meta[key]
-        node.meta["val"] = self._fake_values.of(node)
+        node.meta["val"] = VALUES.of(node)
         return node
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from graph_fsdp.passes import accumulate, dialect
 from graph_fsdp.passes.dialect import Role, has_role, record
-from graph_fsdp.passes.fake_values import Kinds, kind
+from graph_fsdp.passes.fake_values import KINDS, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.slots import first_overlap, lifetimes
@@ -24,7 +24,7 @@ class Verifier:
     """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
-        self.graph, self.context, self.kinds = graph, context, Kinds()
+        self.graph, self.context = graph, context
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
         self.gradients = {
@@ -91,7 +91,7 @@ class Verifier:
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
         try:
-            computed = self.kinds.computed(node)
+            computed = KINDS.computed(node)
         except Exception as error:
             raise VerificationError(
                 self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"

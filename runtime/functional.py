@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of, kind
+from graph_fsdp.passes.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
 from graph_fsdp.runtime import collectives
@@ -90,7 +90,6 @@ class _Lowering:
         self.fx_graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
         self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
-        self._fake_values = FakeValues()
 
     def run(self) -> FunctionalGraph:
         inputs = self._inputs()
@@ -119,7 +118,7 @@ class _Lowering:
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = self._fake_values.of(node)
+        node.meta["val"] = VALUES.of(node)
         return node
 
     def _first(self, node: fx.Node) -> Any:

@@ -137,6 +137,28 @@ def test_reshape_gives_a_view_or_a_copy_whichever_strides_allow(calls: Calls) ->
         assert shares == [make is FLOATS] * 2
 
 
+def test_sizes_that_depend_on_data_are_computed_each_time(calls: Calls) -> None:
+    assert calls.mode.shape_env is not None
+    x = calls.input(lambda: torch.empty(4, 8))
+    for _ in range(2):
+        calls.computed(aten.sum.default, x)
+        calls.computed(aten.nonzero.default, x)
+    assert calls.run == 3
+
+
+def test_what_is_known_serves_other_graphs_and_is_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        calls.mode, calls.graph = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
+        value = calls.value(aten.neg.default, calls.input(FLOATS))
+        assert value.fake_mode is calls.mode and calls.run == 1
+    monkeypatch.setattr(fake_values.Memory, "LIMIT", 2)
+    x = calls.input(FLOATS)
+    for size in (1, 2, 3):
+        calls.value(aten.slice.Tensor, x, 0, 0, size)
+    calls.value(aten.slice.Tensor, x, 0, 0, 3)
+    assert calls.run == 4, "the third of them emptied the memory and was kept"
+
+
 def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
     shard = calls.input(lambda: torch.empty(2, 4))
     rest = ([4, 4], torch.float32, torch.float32)

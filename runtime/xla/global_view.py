@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from graph_fsdp.passes import dialect
 from graph_fsdp.passes.constrain import constrain
 from graph_fsdp.passes.dialect import Role, has_role, set_record
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.fake_values import VALUES, fake_mode_of
 from graph_fsdp.passes.graph import Graph
 from graph_fsdp.passes.operands import operands
 from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
@@ -80,7 +80,6 @@ class _Lowering:
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
         self.parameters: dict[str, fx.Node] = {}  # gathered, or received from forward
         self.gradients: dict[str, fx.Node] = {}  # sharded
-        self._fake_values = FakeValues()
 
     def run(self) -> fx.GraphModule:
         for node in self.graph.fx_graph.nodes:
@@ -141,7 +140,7 @@ class _Lowering:
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = self._fake_values.of(node)
+        node.meta["val"] = VALUES.of(node)
         return node
 
     # Collectives

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes import dialect
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.fake_values import VALUES, fake_mode_of
 from graph_fsdp.passes.graph import Graph, is_random
 from graph_fsdp.passes.kernels import is_view
 from graph_fsdp.runtime import functional
@@ -103,7 +103,6 @@ class Translation:
         self.activations: set[fx.Node] = set()  # what is not computed from parameters alone; of the graph translated
         self.newest: fx.Node | None = None  # the activation that was computed last
         self.channels = 0
-        self._fake_values = FakeValues()
 
     def run(self, entries: Sequence[Entry | None], exits: Sequence[Exit | None]) -> Lowered:
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
@@ -135,7 +134,7 @@ class Translation:
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = self._fake_values.of(node)
+        node.meta["val"] = VALUES.of(node)
         return node
 
     def value(self, node: fx.Node) -> fx.Node:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes.compat import CheckpointPolicy
-from graph_fsdp.passes.fake_values import FakeValues, fake_mode_of
+from graph_fsdp.passes.fake_values import VALUES, fake_mode_of
 from graph_fsdp.passes.graph import is_random
 
 aten = torch.ops.aten
@@ -100,7 +100,6 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
     drawing = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node)]
     if not drawing:
         return module
-    values = FakeValues()
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     device = next(node.meta["val"].device for node in drawing)
     with module.graph.inserting_before(first):
@@ -121,7 +120,7 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
         new = before.next
         while new is not node:
             new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-            new.meta["val"] = values.of(new)
+            new.meta["val"] = VALUES.of(new)
             new = new.next
         node.replace_all_uses_with(made)
         module.graph.erase_node(node)
