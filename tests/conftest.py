@@ -4,7 +4,6 @@ files in pytest's own folder, and leaves no process behind."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
 import random
 import sys
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guard import Guard
-from launch import GC_THRESHOLD
+from tracing import trace_cheaply
 
 from graph_fsdp.passes import compat
 from graph_fsdp.runtime.backends import BACKENDS
@@ -58,7 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionstart() -> None:
-    gc.set_threshold(GC_THRESHOLD)
+    trace_cheaply()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

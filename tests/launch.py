@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import inspect
 import io
 import os
@@ -37,6 +36,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from preloaded import Fork, Preloaded, exit_code
+from tracing import trace_cheaply
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,6 @@ _DUMP_SECONDS = 30.0  # at most, for the ranks to print their stacks after a tim
 _QUIET_SECONDS = 1.0  # they are printed when nothing more has come for so long
 _LOG_CHARACTERS = 4000
 _FINISH = b"finish"
-GC_THRESHOLD = 10_000  # allocations: a compilation makes millions, and a sixth of its time went into collections
 # In the process of the tests, where they say nothing about ranks: scikit-learn's, and Inductor's.
 SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
@@ -248,7 +247,7 @@ def _last_output(directory: Path, rank: int) -> str:
 def main(folder: str, number: str) -> None:
     """A rank's life. ``folder``: of the call. ``number``: its rank."""
     directory, rank = Path(folder), int(number)
-    gc.set_threshold(GC_THRESHOLD)
+    trace_cheaply()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     finish = threading.Event()

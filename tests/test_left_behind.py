@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
 from facts import Facts, Failures, check
 from models import MLP
+from tracing import forgetting
 
 import graph_fsdp
 from graph_fsdp.capture import Engine
 
 CAPTURED = 2  # graphs: of one size, of any size
 FACTS = Facts(__name__)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_users_process() -> Iterator[None]:
+    with forgetting():
+        yield
 
 
 def train_and_drop() -> weakref.ref[Engine]:
@@ -54,8 +62,9 @@ def test_symbols_go_with_their_model() -> None:
 
 @FACTS
 def no_graph_stays_where_process_groups_remember_the_code_that_ran() -> None:
-    engine = train_and_drop()
-    gc.collect()
+    with forgetting():
+        engine = train_and_drop()
+        gc.collect()
     assert engine() is None
     assert not alive("Node") and not alive("GraphModule")
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from random_cases import Case, MeshCase
 from random_training import Outcome, train_sharded
 from torch.distributed.device_mesh import DeviceMesh
+from tracing import trace_cheaply
 
 COLLECT_EVERY = 8
 START_SECONDS = 300.0  # to import torch and to find each other
@@ -117,6 +118,7 @@ def serve(rank: int, number: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":  # or gloo looks up the host's name, which may not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    trace_cheaply()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=CASE_SECONDS))
     meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= number}

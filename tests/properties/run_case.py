@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:2]]
 
 import random_cases
 from equality import differences
