@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
 from launch import run_ranks
+from marks import mostly_long
 from models import GPT, MLP, VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -278,19 +279,19 @@ def ranks_take_turns_to_recompile() -> None:
     train(lengths, dynamic=False, reshard_after_forward=True)
 
 
-def train_with_other_lengths_on_every_rank() -> None:
+def train_with_other_lengths_on_every_rank(steps: int) -> None:
     """Every step other lengths on every rank; rank 1 alone compiles again for each, and its own shapes decide where
     its gathers start."""
     torch.manual_seed(0)
     world = dist.get_world_size()
-    lengths = [tuple(1 + (3 * step + 5 * index) % 8 for index in range(world)) for step in range(20)]
+    lengths = [tuple(1 + (3 * step + 5 * index) % 8 for index in range(world)) for step in range(steps)]
     passes = default_pipeline(bucket=4096, budget=60_000)
     train(lengths, dynamic=None if rank() != 1 else False, passes=passes, reshard_after_forward="auto")
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int) -> None:
-    run_ranks(train_with_other_lengths_on_every_rank, world_size)
+@pytest.mark.parametrize(("world_size", "steps"), mostly_long([(2, 5), (4, 20)], [(2, 5)]))
+def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int, steps: int) -> None:
+    run_ranks(train_with_other_lengths_on_every_rank, world_size, steps)
 
 
 def change_settings_on_rank_1() -> None:

@@ -77,7 +77,7 @@ class Returning(MLP):
     """An MLP that packs what it returns as it is told."""
 
     def __init__(self, pack: Callable[[Tensor, list[Tensor]], Any]) -> None:
-        super().__init__()
+        super().__init__(depth=1)
         self.pack = pack
 
     def forward(self, x: Tensor) -> Any:
@@ -148,16 +148,16 @@ class Keywords(MLP):
 @FACTS
 def inputs_by_keyword_and_nested() -> None:
     scale = torch.tensor(0.5)
-    train(lambda: Keywords(), lambda m, x: m(x, scale=scale).square().mean())
+    train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale).square().mean())
     extra = {"bias": [torch.ones(5)], "times": 2}
-    train(lambda: Keywords(), lambda m, x: m(x, scale=scale, extra=extra).square().mean())
+    train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale, extra=extra).square().mean())
 
 
 @FACTS
 def the_loss_inside_the_model_or_outside() -> None:
     scale, target = torch.tensor(0.5), torch.ones(4, 5)
-    train(lambda: Keywords(), lambda m, x: m(x, scale=scale, target=target))
-    train(lambda: Keywords(), lambda m, x: F.mse_loss(m(x, scale=scale), target))
+    train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale, target=target))
+    train(lambda: Keywords(depth=1), lambda m, x: F.mse_loss(m(x, scale=scale), target))
 
 
 @FACTS

@@ -73,7 +73,7 @@ def freezing_between_steps_equals_fsdp2_bit_for_bit() -> None:
 
 @FACTS
 def a_graph_of_each_kind_is_captured_once() -> None:
-    model = ours(MLP())
+    model = ours(MLP(depth=1))
     for _ in range(3):
         for frozen in (False, True):
             model.blocks[0].requires_grad_(not frozen)
@@ -91,7 +91,7 @@ def lora() -> nn.Module:
     config = LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["lm_head"]
     )
-    model = get_peft_model(llama(), config)
+    model = get_peft_model(llama(depth=1), config)
     for name, p in model.named_parameters():
         if "lora_B" in name:  # zeros, behind which nothing reaches lora_A
             nn.init.normal_(p, std=0.02)

@@ -92,6 +92,10 @@ def train(models: list[nn.Module], steps: range, tolerances: tuple[dict[str, flo
 @FACTS
 def every_step_is_that_of_pieces_that_gather_for_themselves() -> None:
     assert train(models(reshard_after_forward=True), range(3), (EXACT, CLOSE)) == [8, 7, 7]
+
+
+@FACTS.long
+def so_is_one_where_units_are_kept() -> None:
     assert train(models(reshard_after_forward=False), range(3), (EXACT, CLOSE)) == [4, 3, 3]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from facts import Facts, Failures, check, check_all
+from facts import Facts, Failures, check
 from launch import run_ranks
 from printed import stage_text
 from reference import check_close, gradients_of, parameters_of
@@ -265,16 +265,28 @@ def check_training(shard: Callable[..., nn.Module], plan: str, optimizer: str, b
 
 @FACTS
 def steps_equal_one_process() -> None:
-    check_training(ours, "matrices", "adamw", bound=1e-4)
     check_training(ours, "sequences", "sgd", bound=1e-5)
+
+
+@FACTS.long
+def steps_of_blocks_matrices_equal_one_process() -> None:
+    check_training(ours, "matrices", "adamw", bound=1e-4)
 
 
 @FACTS
 def steps_equal_fsdp2_bit_for_bit() -> None:
-    mesh = two_by_two()
     columns = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
     bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "reshard_after_forward": True}
-    settings: list[tuple[str, dict[str, Any]]] = [("matrices", columns), ("sequences", {}), ("sequences", bf16)]
+    check_against_fsdp2(("matrices", columns), ("sequences", bf16))
+
+
+@FACTS.long
+def steps_in_float32_do_so_too() -> None:
+    check_against_fsdp2(("sequences", {}))
+
+
+def check_against_fsdp2(*settings: tuple[str, dict[str, Any]]) -> None:
+    mesh = two_by_two()
     for plan, options in settings:
         torch._dynamo.reset()
         models, found = [], []
@@ -341,8 +353,17 @@ def evaluation_and_frozen_parameters() -> None:
 
 @FACTS
 def batches_of_another_size() -> None:
+    check_sizes("matrices")
+
+
+@FACTS.long
+def batches_of_another_size_where_sequences_are_sharded() -> None:
+    check_sizes("sequences")
+
+
+def check_sizes(plan: str) -> None:
     mesh = two_by_two()
-    plain, model = Transformer(), ours(with_sequences(Transformer(), mesh["tp"]), mesh["dp"])
+    plain, model = Transformer(), ours(PLANS[plan](Transformer(), mesh["tp"]), mesh["dp"])
     for rows in (4, 1):
         x = batch(0, 0)[:rows, :-1]
         with torch.no_grad():
@@ -358,7 +379,7 @@ def steps_with_inductor_equal_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Failures:
-    return run_ranks(check_all, 4, __name__)
+    return FACTS.check_on(4)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from marks import mostly_long, selected
 from models import CASES, loss_of
 from reference import (
     OPTIMIZERS,
@@ -52,10 +53,10 @@ TRAINED = ["mlp", "gpt_tied", "uneven"]
 
 @pytest.fixture(scope="module")
 def eager_outcomes() -> Outcomes:
-    return run_ranks(train_all, 2, TRAINED, STEPS, "adamw", {"backend": "eager"})
+    return run_ranks(train_all, 2, selected(TRAINED, __name__, "name"), STEPS, "adamw", {"backend": "eager"})
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", mostly_long(TRAINED, ["mlp", "uneven"]))
 def test_twenty_steps_on_two_ranks_equal_one_process(eager_outcomes: Outcomes, name: str) -> None:
     check_training(eager_outcomes, name, "adamw", bound=1e-5)
 
@@ -134,10 +135,17 @@ SETTINGS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(compare_with_fsdp2, 2, SETTINGS)
+    return run_ranks(compare_with_fsdp2, 2, {key: SETTINGS[key] for key in selected(SETTINGS, __name__, "setting")})
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+# Of what is long, attention is in those with tied weights, and the rest in test_models.py and test_option_numbers.py.
+SHORT = [
+    *("mlp, SGD", "mlp, accumulated gradients", "mlp, bfloat16", "tied weights", "checkpointing and dropout"),
+    "frozen parameters",
+]
+
+
+@pytest.mark.parametrize("setting", mostly_long(SETTINGS, SHORT))
 def test_a_step_equals_fsdp2_bit_for_bit(both: list[dict[str, list[dict[str, Any]]]], setting: str) -> None:
     for rank, results in enumerate(both):
         theirs, own = results[setting]

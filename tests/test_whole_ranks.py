@@ -53,7 +53,7 @@ ON_FOUR_TOO: dict[str, Setting] = {
     "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
     "resharded to two, bfloat16": ("uneven", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
 }
-SHORT = ["gpt_tied", "uneven", "gathered again", "messages of their own, kept", "reduced in float16", "symbolic sizes"]
+SHORT = ["uneven", "messages of their own, kept", "reduced in float16", "symbolic sizes"]
 
 Outcomes = dict[str, list[Outcome]]
 
