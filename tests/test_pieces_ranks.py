@@ -140,6 +140,30 @@ def with_inductor_to_its_tolerance() -> None:
     assert train([ours, theirs], range(3), (CLOSE,)) == [6, 5, 5]
 
 
+class Looked(MLP):
+    """Code outside of graphs reads a weight, on the ranks that look."""
+
+    looks = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        self.look()
+        return self.head(x)
+
+    @torch.compiler.disable
+    def look(self) -> None:
+        if self.looks:
+            self.blocks[1].up.weight.sum()
+
+
+@FACTS
+def a_parameter_that_one_rank_alone_reads_is_an_error_on_both() -> None:
+    model = graph_fsdp.compile(Looked(), backend="eager", fullgraph=False)
+    model.looks = dist.get_rank() == 0
+    with pytest.raises(graph_fsdp.RankDisagreement, match="are about to run another program"):
+        model(batch(0))
+
+
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
