@@ -290,9 +290,13 @@ def _scores(output: Any) -> Tensor:
 
 SMALL_CASES = {
     "mlp": Case(MLP, vectors),
-    "mlp_of_one_block": Case(lambda: MLP(depth=1), vectors),  # two units
+    "mlp_of_one_block": Case(lambda: MLP(depth=1), vectors),
     "one_block": Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)), vectors),
     "gpt": Case(GPT, tokens),
+    "gpt_of_one_block": Case(lambda: GPT(depth=1), tokens),
+    "mlp_dropout": Case(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)), vectors
+    ),
     "gpt_dropout": Case(lambda: GPT(dropout=0.2), tokens),
     "gpt_tied": Case(lambda: GPT(tied=True), tokens),
     "gpt_checkpoint": Case(lambda: GPT(checkpointed=True), tokens),

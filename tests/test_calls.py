@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
-from models import MLP, WIDTH
+from models import MLP, WIDTH, MLPBlock
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +109,11 @@ PACKED: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
 def outputs_of_every_kind() -> None:
     for name, pack in PACKED.items():
         torch._dynamo.reset()
-        model = train(lambda pack=pack: Returning(pack), lambda m, x: logits_of(m(x)).square().mean())
+        model = train(
+            lambda pack=pack: Returning(pack),
+            lambda m, x: logits_of(m(x)).square().mean(),
+            auto_wrap_policy={MLPBlock},
+        )
         plain = Returning(pack)
         plain.load_state_dict({key: value for key, value in parameters_of(model).items()})
         output, expected = model(batch(0)), plain(batch(0))

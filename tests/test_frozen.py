@@ -29,8 +29,8 @@ def ranks() -> Failures:
     return FACTS.check_on(2)
 
 
-def ours(model: nn.Module) -> nn.Module:
-    return graph_fsdp.compile(model, backend="eager")
+def ours(model: nn.Module, **options: Any) -> nn.Module:
+    return graph_fsdp.compile(model, backend="eager", **options)
 
 
 def fsdp2(model: nn.Module) -> nn.Module:
@@ -73,7 +73,7 @@ def freezing_between_steps_equals_fsdp2_bit_for_bit() -> None:
 
 @FACTS
 def a_graph_of_each_kind_is_captured_once() -> None:
-    model = ours(MLP(depth=1))
+    model = ours(MLP())
     for _ in range(3):
         for frozen in (False, True):
             model.blocks[0].requires_grad_(not frozen)
@@ -103,8 +103,9 @@ def lora_adapters_of_a_hugging_face_model_train_as_in_one_process() -> None:
     if not HAS_PEFT:
         return
     from peft import get_peft_model_state_dict
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    model, reference = ours(lora()), lora()
+    model, reference = ours(lora(), auto_wrap_policy={LlamaDecoderLayer}), lora()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     optimizers = [
         torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)

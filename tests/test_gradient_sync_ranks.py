@@ -75,28 +75,28 @@ def halve(reduced: Tensor) -> None:
 
 
 SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
-    "mlp, one reduction": ("mlp_of_one_block", (2,), {}, sync_last),
+    "mlp, one reduction": ("mlp", (2,), {}, sync_last),
     "gpt, one reduction": ("gpt", (2,), {}, sync_last),
-    "mlp, bfloat16": ("mlp_of_one_block", (2,), {"mp_policy": BF16}, sync_last),
-    "mlp, kept for backward": ("mlp_of_one_block", (2,), {"reshard_after_forward": False}, sync_last),
-    "mlp, reduced in float16": ("mlp_of_one_block", (2,), {"mp_policy": FP16}, sync_last),
+    "mlp, bfloat16": ("mlp", (2,), {"mp_policy": BF16}, sync_last),
+    "mlp, kept for backward": ("mlp", (2,), {"reshard_after_forward": False}, sync_last),
+    "mlp, reduced in float16": ("mlp", (2,), {"mp_policy": FP16}, sync_last),
     "tied weights": ("gpt_tied", (2,), {}, sync_last),
     "frozen parameters": ("frozen", (2,), {}, sync_last),
     "some units": ("mlp", (2,), {}, some_units),
-    "sums": ("mlp_of_one_block", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
-    "a factor and one reduction": ("mlp_of_one_block", (2,), {}, factor_and_sync),
-    "a hook": ("mlp_of_one_block", (2,), {}, every_unit("set_all_reduce_hook", halve)),
+    "sums": ("mlp", (2,), {}, every_unit("set_force_sum_reduction_for_comms", True)),
+    "a factor and one reduction": ("mlp", (2,), {}, factor_and_sync),
+    "a hook": ("mlp", (2,), {}, every_unit("set_all_reduce_hook", halve)),
     "three reductions under way": ("mlp", (2,), {}, three_under_way),
-    "a group of reductions": ("mlp_of_one_block", (2,), {}, own_group_at_times),
+    "a group of reductions": ("mlp", (2,), {}, own_group_at_times),
 }
 SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
-    "one reduction": ("mlp_of_one_block", (2, 2), {}, sync_last),
-    "one all-reduce": ("mlp_of_one_block", (2, 2), {}, replicate_last),
-    "one all-reduce, bfloat16": ("mlp_of_one_block", (2, 2), {"mp_policy": BF16}, replicate_last),
-    "whole, then shards": ("mlp_of_one_block", (2, 2), {}, sync_then_replicate),
-    "sums": ("mlp_of_one_block", (2, 2), {}, every_unit("set_force_sum_reduction_for_comms", True)),
-    "a hook": ("mlp_of_one_block", (2, 2), {}, every_unit("set_all_reduce_hook", halve)),
-    "a group of reductions": ("mlp_of_one_block", (2, 2), {}, own_group_at_times),
+    "one reduction": ("mlp", (2, 2), {}, sync_last),
+    "one all-reduce": ("mlp", (2, 2), {}, replicate_last),
+    "one all-reduce, bfloat16": ("mlp", (2, 2), {"mp_policy": BF16}, replicate_last),
+    "whole, then shards": ("mlp", (2, 2), {}, sync_then_replicate),
+    "sums": ("mlp", (2, 2), {}, every_unit("set_force_sum_reduction_for_comms", True)),
+    "a hook": ("mlp", (2, 2), {}, every_unit("set_all_reduce_hook", halve)),
+    "a group of reductions": ("mlp", (2, 2), {}, own_group_at_times),
 }
 
 

@@ -40,10 +40,10 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "tied weights on 2 x 2": ("gpt_tied", (2, 2), {}),
     "frozen parameters on 2 x 2": ("frozen", (2, 2), {}),
     "mlp on 4, resharded to 2": ("mlp", (4,), {"reshard_after_forward": 2}),
-    "mlp on 4, resharded to 2, bfloat16": ("mlp_of_one_block", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
+    "mlp on 4, resharded to 2, bfloat16": ("mlp", (4,), {"reshard_after_forward": 2, "mp_policy": BF16}),
     "mlp on 1 x 4, resharded to 2": ("mlp", (1, 4), {"reshard_after_forward": 2}),
-    "mlp on 1 x 4": ("mlp_of_one_block", (1, 4), {}),
-    "mlp on 4 x 1": ("mlp_of_one_block", (4, 1), {}),
+    "mlp on 1 x 4": ("mlp", (1, 4), {}),
+    "mlp on 4 x 1": ("mlp", (4, 1), {}),
 }
 
 

@@ -335,10 +335,10 @@ def numbers_do_not_depend_on_slots() -> None:
     compare_with_no_slots("uneven", None)
 
 
-def compare_all_with_no_slots() -> None:
-    for case in ("mlp", "gpt", "uneven"):
-        for reshard in (None, True, False):
-            compare_with_no_slots(case, reshard)
+def compare_others_with_no_slots() -> None:
+    others = [("mlp", None), ("mlp", False), ("gpt", True), ("uneven", True), ("uneven", False)]
+    for case, reshard in others:
+        compare_with_no_slots(case, reshard)
 
 
 @pytest.fixture(scope="module")
@@ -352,5 +352,5 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
 
 
 @pytest.mark.long
-def test_numbers_of_all_cases_do_not_depend_on_slots() -> None:
-    run_ranks(compare_all_with_no_slots, 2, timeout=600)
+def test_numbers_of_other_cases_do_not_depend_on_slots() -> None:
+    run_ranks(compare_others_with_no_slots, 2, timeout=600)

@@ -275,14 +275,13 @@ def steps_of_blocks_matrices_equal_one_process() -> None:
 
 @FACTS
 def steps_equal_fsdp2_bit_for_bit() -> None:
-    columns = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}
-    bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "reshard_after_forward": True}
-    check_against_fsdp2(("matrices", columns), ("sequences", bf16))
+    check_against_fsdp2(("matrices", {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}))
 
 
 @FACTS.long
-def steps_in_float32_do_so_too() -> None:
-    check_against_fsdp2(("sequences", {}))
+def steps_where_sequences_are_sharded_do_so_too() -> None:
+    bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "reshard_after_forward": True}
+    check_against_fsdp2(("sequences", {}), ("sequences", bf16))
 
 
 def check_against_fsdp2(*settings: tuple[str, dict[str, Any]]) -> None:

@@ -25,12 +25,14 @@ def gathers_of(model: nn.Module) -> int:
 
 def generate(model: Any, prompt: Tensor) -> Tensor:
     model.eval()
-    return model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
+    return model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0)
 
 
 @FACTS
 def hugging_face_generation_with_a_cache() -> None:
-    model, plain = pair(llama(depth=1))
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model, plain = pair(llama(depth=1), auto_wrap_policy={LlamaDecoderLayer})
     prompt = torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
     expected = generate(plain, prompt)
     assert torch.equal(generate(model, prompt), expected)

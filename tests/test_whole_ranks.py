@@ -13,9 +13,10 @@ import torch
 from functional import FunctionalBackend, register
 from launch import run_ranks
 from marks import mostly_long, selected
-from models import MLP
+from models import MLP, GPTBlock, MLPBlock
 from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from test_option_numbers import CHEAP_MESSAGES
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -139,8 +140,8 @@ def test_a_graph_that_inductor_compiles_whole_trains_as_one_process() -> None:
 @pytest.mark.long
 def test_graphs_that_inductor_compiles_whole_train_as_those_that_are_cut() -> None:
     settings: dict[str, Setting] = {
-        "gpt": ("gpt", (2,), {}),
-        "dropout": ("gpt_dropout", (2,), {}),
+        "gpt": ("gpt_of_one_block", (2,), {"auto_wrap_policy": {GPTBlock}}),
+        "dropout": ("mlp_dropout", (2,), {"auto_wrap_policy": {nn.Linear}}),
         "BatchNorm": ("cnn_batchnorm", (2,), {}),
     }
     ranks = run_ranks(train_both, 2, settings, {"backend": "inductor"}, WHOLE)
@@ -149,18 +150,18 @@ def test_graphs_that_inductor_compiles_whole_train_as_those_that_are_cut() -> No
             cut, whole = outcomes[setting]
             # Inductor fuses other kernels and so reorders float32 sums, which Adam's division amplifies: hence 1e-4.
             check_outcome(whole, cut, bound=1e-4)
-            if name != "gpt_dropout":  # whose random numbers are Inductor's own
+            if name != "mlp_dropout":  # whose random numbers are Inductor's own
                 check_outcome(whole, train_reference(name, steps_of(name), "adamw", world_size=2)[rank], bound=1e-4)
 
 
 @pytest.mark.long
 def test_on_four_ranks_too() -> None:
     settings: dict[str, Setting] = {
-        "hybrid": ("mlp", (2, 2), {"reshard_after_forward": True}),
-        "kept": ("mlp", (2, 2), {"reshard_after_forward": False}),
-        "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
+        "hybrid": ("mlp_of_one_block", (2, 2), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": True}),
+        "kept": ("mlp_of_one_block", (2, 2), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": False}),
+        "resharded to two": ("mlp_of_one_block", (4,), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": 2}),
     }
-    (expected,) = train_reference("mlp", STEPS, "adamw", world_size=4, global_batch=True)
+    (expected,) = train_reference("mlp_of_one_block", STEPS, "adamw", world_size=4, global_batch=True)
     for outcomes in run_ranks(train_both, 4, settings, WHOLE):
         for setting in settings:
             check_close(outcomes[setting][0].parameters, expected.parameters, 1e-4, setting)
