@@ -290,7 +290,6 @@ def _scores(output: Any) -> Tensor:
 
 SMALL_CASES = {
     "mlp": Case(MLP, vectors),
-    "mlp_of_one_block": Case(lambda: MLP(depth=1), vectors),
     "one_block": Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)), vectors),
     "gpt": Case(GPT, tokens),
     "gpt_of_one_block": Case(lambda: GPT(depth=1), tokens),

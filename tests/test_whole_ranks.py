@@ -13,7 +13,7 @@ import torch
 from functional import FunctionalBackend, register
 from launch import run_ranks
 from marks import mostly_long, selected
-from models import MLP, GPTBlock, MLPBlock
+from models import MLP, GPTBlock
 from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from test_option_numbers import CHEAP_MESSAGES
 from torch import nn
@@ -157,11 +157,11 @@ def test_graphs_that_inductor_compiles_whole_train_as_those_that_are_cut() -> No
 @pytest.mark.long
 def test_on_four_ranks_too() -> None:
     settings: dict[str, Setting] = {
-        "hybrid": ("mlp_of_one_block", (2, 2), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": True}),
-        "kept": ("mlp_of_one_block", (2, 2), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": False}),
-        "resharded to two": ("mlp_of_one_block", (4,), {"auto_wrap_policy": {MLPBlock}, "reshard_after_forward": 2}),
+        "hybrid": ("mlp", (2, 2), {"reshard_after_forward": True}),
+        "kept": ("mlp", (2, 2), {"reshard_after_forward": False}),
+        "resharded to two": ("mlp", (4,), {"reshard_after_forward": 2}),
     }
-    (expected,) = train_reference("mlp_of_one_block", STEPS, "adamw", world_size=4, global_batch=True)
+    (expected,) = train_reference("mlp", STEPS, "adamw", world_size=4, global_batch=True)
     for outcomes in run_ranks(train_both, 4, settings, WHOLE):
         for setting in settings:
             check_close(outcomes[setting][0].parameters, expected.parameters, 1e-4, setting)
