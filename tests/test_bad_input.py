@@ -134,7 +134,8 @@ def test_a_mesh_whose_process_group_was_destroyed() -> None:
 
 
 def test_a_model_without_parameters(fake_group: None) -> None:
-    refuse(nn.Sequential(nn.ReLU()), ValueError, "model: Sequential has no parameters", "nothing to shard")
+    for holder in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict(), nn.ParameterList([torch.ones(1)])):
+        refuse(holder, ValueError, f"model: {type(holder).__name__} only holds others", "pass the module whose forward")
 
 
 def test_something_that_is_no_module(fake_group: None) -> None:
