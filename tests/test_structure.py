@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import fake_process_group
 from facts import Facts, Failures, check
+from marks import mostly_long
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -97,19 +98,16 @@ def test_a_model_goes_on_where_the_change_was_taken_back() -> None:
     model.blocks[0][0].weight.data = torch.zeros(4, 4)
     with pytest.raises(ParameterChangedError):
         model(torch.ones(2, 4))
-    model(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(model.blocks[0][0].weight.to_local(), before) and model.blocks[0][0].weight.grad is not None
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert torch.equal(model.blocks[0][0].weight.to_local(), before)
 
 
 def test_what_is_not_trained_may_come_go_and_move() -> None:
-    model, reference = compiled(), None
-    x = torch.randn(2, 4)
-    model(x).sum().backward()
+    model, x = compiled(), torch.randn(2, 4)
     changes: list[Change] = [
-        lambda m: m.blocks.insert(1, frozen(nn.Linear(4, 4))),  # a frozen module
-        lambda m: setattr(m, "scale", torch.tensor(3.0)),  # a buffer
-        lambda m: setattr(m, "blocks", nn.ModuleList(reversed(m.blocks))),  # the same modules elsewhere
-        lambda m: setattr(m, "head", nn.Identity()),  # one that is gone
+        lambda m: (m.blocks.insert(1, frozen(nn.Linear(4, 4))), setattr(m, "scale", torch.tensor(3.0))),
+        lambda m: (setattr(m, "blocks", nn.ModuleList(reversed(m.blocks))), setattr(m, "head", nn.Identity())),
         lambda m: m.eval().blocks.requires_grad_(False),
     ]
     reference = Model()
@@ -120,7 +118,6 @@ def test_what_is_not_trained_may_come_go_and_move() -> None:
             change(each)
             each.zero_grad()
             each(x).sum().backward()
-        assert torch.equal(model(x), reference(x))
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), name
             assert p.grad is None or torch.equal(p.grad, q.grad), name
@@ -140,7 +137,7 @@ def adds(module: nn.Module, args: Any) -> tuple[Tensor]:
     return (args[0] + 1,)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", mostly_long([True, False], [True]))
 def test_hooks_fire_that_were_added_after_the_first_call_until_they_are_removed(fullgraph: bool) -> None:
     model, x = compiled(fullgraph=fullgraph), torch.randn(2, 4)
     reference = Model()
@@ -180,22 +177,17 @@ def test_a_full_backward_hook_fires_outside_of_graphs_and_is_an_error_in_one() -
     assert len(seen) == 2 and torch.equal(*seen)
 
 
-def test_a_hook_that_is_traced_anew_in_each_call_is_named() -> None:
+def test_a_hook_that_cannot_be_traced_or_is_traced_anew_in_each_call_is_named() -> None:
     model, kept = compiled(), []
-    model.head.register_forward_hook(lambda module, args, output: kept.append(output.shape))
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for _ in range(2):
-            model(torch.ones(2, 4))
-        with pytest.raises(GraphBreakError, match=r"a forward hook of module 'head': .*a key of a dict"):
-            model(torch.ones(2, 4))
-
-
-def test_a_hook_that_breaks_the_graph_is_named() -> None:
-    model = compiled()
-    model(torch.ones(2, 4))
-    model.head.register_forward_hook(lambda module, args, output: print(output.sum().tolist()))
+    handle = model.head.register_forward_hook(lambda module, args, output: print(output.sum().tolist()))
     with pytest.raises(GraphBreakError, match="Traced with the model: a forward hook of module 'head'"):
         model(torch.ones(2, 4))
+    handle.remove()
+    model.head.register_forward_hook(lambda module, args, output: kept.append(output.shape))
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+        model(torch.ones(2, 4))
+        with pytest.raises(GraphBreakError, match=r"a forward hook of module 'head': .*a key of a dict"):
+            model(torch.ones(2, 4))
 
 
 # --- models that have nothing to shard
@@ -251,17 +243,9 @@ def hooks_and_modules_that_go_are_taken_up_as_by_fsdp2() -> None:
     for m, handle in zip((model, fsdp2), handles, strict=True):
         handle.remove()
         m.blocks[1][0] = nn.Identity()
-    _equal_steps(model, fsdp2)
-
-
-@FACTS
-def a_hook_on_one_rank_alone_changes_no_collective() -> None:
-    model, fsdp2 = _pair()
-    _equal_steps(model, fsdp2)
     seen: dict[str, Tensor] = {}
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # a hook of one rank changes no collective
         model.blocks[0].register_forward_hook(lambda module, args, output: seen.update(out=output.detach()))
-    _equal_steps(model, fsdp2)
     _equal_steps(model, fsdp2)
     assert len(seen) == (1 if dist.get_rank() == 0 else 0)
 
