@@ -185,18 +185,18 @@ class Engine:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
         key = (self.settings, entry, hooks)
         if key not in self._compiled:
-            backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry, hooks)
+            backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
 
     def _compile_graph(
-        self, settings: Settings, entry: Entry, hooks: bool, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, settings: Settings, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
         ``_function_compiled``."""
-        key = CaptureKey(settings, entry.unit, entry.name, self._layout, hooks)
+        key = CaptureKey(settings, entry.unit, entry.name, self._layout, self.structure.has_hooks)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))

@@ -76,14 +76,14 @@ class XlaEngine(Engine):
         return XlaTensors(self.storage)
 
     def _compile_graph(
-        self, settings: Any, entry: Function, hooks: bool, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, settings: Any, entry: Function, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         self._captures.append(self._describe_inputs(module))
         _clone_outputs(module)
         if self._call is not None and self._views is not None:  # what the user has called it with, for the report
             given, named = self._views.back((self._call.args, self._call.kwargs))
             self._call = replace(self._call, args=given, kwargs=named)
-        call = Engine._compile_graph(self, settings, entry, hooks, module, example_inputs)
+        call = Engine._compile_graph(self, settings, entry, module, example_inputs)
 
         def on_all_devices(*args: Any) -> Any:
             return call(*map(self._real, args))
