@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect as python_inspect
 import itertools
 import logging
 import time
@@ -22,15 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp.cuda_graphs import program_graphs
-from graph_fsdp.dynamo import forget_programs, graph_break, own_code
+from graph_fsdp.dynamo import forget_programs, graph_break, own_code, traced_too_often
 from graph_fsdp.entry import Entry, differentiable_once, entered
-from graph_fsdp.errors import (
-    PassError,
-    RankDisagreement,
-    RankFailure,
-    UnsupportedError,
-    VerificationError,
-)
+from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
 from graph_fsdp.gradients import check_unchanged
@@ -58,6 +51,7 @@ from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
 from graph_fsdp.sharding import ShardedParameter, Storage
+from graph_fsdp.structure import Structure
 from graph_fsdp.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.unshard import UnshardedUnits
 
@@ -74,6 +68,8 @@ _engines = itertools.count()
 
 class Engine:
     """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
+
+    structure: Structure  # of the model, once its class is the compiled one
 
     def __init__(
         self,
@@ -113,7 +109,7 @@ class Engine:
         self.unsharded = UnshardedUnits(
             storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
         )
-        self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
         self.python_reads = PythonReads(_weak(self), fullgraph)
@@ -121,8 +117,8 @@ class Engine:
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
-        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
-        # sizes, guards and sources: a program that makes model after model would grow.
+        # What torch remembers of fake tensors, for good, keeps symbols of graphs, and so sizes, guards and sources: a
+        # program that makes model after model would grow.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
 
@@ -140,15 +136,17 @@ class Engine:
             raise
 
     def _run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.structure.check()
         if self.wait_before_forward is not None:
             self.wait_before_forward.wait()
             self.wait_before_forward = None
         self.unsharded.before_forward()
         inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
-        is_first = (self.settings, entry) not in self._compiled
+        hooks = self.structure.has_hooks
+        is_first = (self.settings, entry, hooks) not in self._compiled
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options(self._fullgraph))
+            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
             stack.enter_context(entered(self.number))
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
@@ -157,7 +155,7 @@ class Engine:
                 stack.enter_context(collector_paused())
             self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
-                outputs = self._function_compiled(entry)(module, *args, **kwargs)
+                outputs = self._function_compiled(entry, hooks)(module, *args, **kwargs)
                 outputs = self.storage.without_placeholders(outputs)
                 return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
@@ -168,20 +166,24 @@ class Engine:
                     raise cause from cause.__cause__
                 raise
             except compat.Unsupported as error:
-                python_inspect.signature(entry.function).bind(module, *args, **kwargs)  # a wrong call: its TypeError
-                raise graph_break(error, entry) from error
+                raise graph_break(error, entry, self._call, self.structure) from error
+            except compat.FailOnRecompileLimitHit as error:
+                if hooks:
+                    raise traced_too_often(self.structure) from error
+                raise
             finally:
                 self._inputs, self._call = {}, None
 
-    def _function_compiled(self, entry: Entry) -> Callable[..., Any]:
-        """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings.
+    def _function_compiled(self, entry: Entry, hooks: bool) -> Callable[..., Any]:
+        """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings, and of
+        hooks only where there are some (``structure.py``).
 
         What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
         collector does not see it. So it must not keep the engine, which has that code object.
         """
         if self.settings.unsharded != self.unsharded.units:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-        key = (self.settings, entry)
+        key = (self.settings, entry, hooks)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
@@ -194,7 +196,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
         ``_function_compiled``."""
-        key = CaptureKey(settings, entry.unit, entry.name, self._layout)
+        key = CaptureKey(settings, entry.unit, entry.name, self._layout, self.structure.has_hooks)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from torch import nn
 from graph_fsdp.entry import Entry
 from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError
 from graph_fsdp.passes import compat
+from graph_fsdp.recompilation import Call
+from graph_fsdp.structure import OF_BACKWARD, Structure
 
 _FORWARD = "graph_fsdp_forward"
 _forwards = itertools.count()
@@ -50,14 +53,38 @@ def forget_programs(function: types.FunctionType) -> None:
         scope[name] = None
 
 
-def graph_break(error: compat.Unsupported, entry: Entry) -> GraphBreakError:
+def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
+    """What to raise for ``error``.
+
+    Raises:
+        TypeError: arguments were wrong, and the error is none of the model's.
+    """
+    inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
+    if stack and stack[-1].filename == nn.modules.module.__file__ and (hooks := structure.hooks(*OF_BACKWARD)):
+        return GraphBreakError(
+            f"{', '.join(hooks)}: the one graph of a model has no place for it; put it on the model itself or on a "
+            "tensor (Tensor.register_hook, and register_post_accumulate_grad_hook of a parameter), or pass "
+            "fullgraph=False, which leaves that module's call to Python"
+        )
     where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
     reason = str(error).split("\n\n")[0].strip().splitlines()
     if reason and reason[0].startswith("Observed exception"):
         reason = ["this line raises an exception for these inputs"]
+    hooks = structure.hooks()
     return GraphBreakError(
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
         "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
+        + (f"\n  Traced with the model: {', '.join(hooks)}." if hooks else "")
         + entry.hint
+    )
+
+
+def traced_too_often(structure: Structure) -> GraphBreakError:
+    """Of a model with hooks, which Dynamo has traced again and again."""
+    return GraphBreakError(
+        f"{', '.join(structure.hooks())}: torch.compile has traced the model as often as it does "
+        "(torch._dynamo.config.recompile_limit) and gives up. What a hook reads and writes in Python is traced too: "
+        "a list that grows in each call is another one each time. Put the hook on the model itself, where it runs "
+        "outside of the graph, have it write to a key of a dict, or pass fullgraph=False"
     )

@@ -24,6 +24,7 @@ from graph_fsdp.optimizer_steps import watch_steps
 from graph_fsdp.passes import compat
 from graph_fsdp.refusals import Refusals, Registry, saving_whole
 from graph_fsdp.sharding import own_rows
+from graph_fsdp.structure import Structure
 from graph_fsdp.units import Unit
 
 
@@ -145,13 +146,15 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
         cls, forward = type(module), original_forward(module)
         module.__dict__.pop("forward", None)
         if (cls, forward) not in classes:
-            run = _entering("forward", forward, engine.number, convert)
-            namespace = {"forward": run, "__module__": cls.__module__, "__doc__": cls.__doc__}
+            namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            if forward is not nn.Module.forward:  # one of a model that has none says so
+                namespace["forward"] = _entering("forward", forward, engine.number, convert)
             if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
                 namespace["save_pretrained"] = saving_whole(save_pretrained)
             classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__class__ = classes[cls, forward]
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=name, _graph_fsdp_casts=convert)
+    engine.structure = Structure(model, engine.storage)
 
 
 def _entering(name: str, function: Callable[..., Any], number: int, convert: InputOutputCasts) -> Callable[..., Any]:

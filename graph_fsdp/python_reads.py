@@ -278,7 +278,7 @@ def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphMod
     graph = fx.Graph()
     nodes = []
     for p in members:
-        node = graph.placeholder(p.spec.name.replace(".", "_"))
+        node = graph.placeholder(f"p_{p.spec.name}".replace(".", "_"))
         with mode:
             node.meta["example_value"] = torch.empty(
                 p.spec.shape,

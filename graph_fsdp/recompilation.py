@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graph_fsdp.passes import compat_recompiles
 from graph_fsdp.passes.settings import Settings
 
-CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python"]
+CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
 
 _INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
 _MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
@@ -37,12 +37,13 @@ class GuardFailure:
 @dataclass(frozen=True)
 class CaptureKey:
     """What graphs are kept apart by before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded
-    over devices, where it makes graphs of local views."""
+    over devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
 
     settings: Settings = field(default_factory=Settings)
     unit: str = ""
     method: str = "forward"
     layout: Any = None
+    hooks: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Cause:
     ``set_requires_gradient_sync`` has changed what graphs are made for), "inputs" (inputs are sharded otherwise),
     "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives
     what other pieces gather), "parameters" (code that was compiled runs with other parameters), "python" (code outside
-    of graphs reads a parameter). ``compilation``: its name in torch's logs and in tlparse, "0/1".
+    of graphs reads a parameter), "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in
+    torch's logs and in tlparse, "0/1".
     """
 
     kind: CauseKind
@@ -127,6 +129,8 @@ def _unguarded(earlier: Sequence[_Captured], key: CaptureKey, breaks: bool) -> t
     ]
     if changed:
         return "settings", f"settings changed: {', '.join(changed)}"
+    if last.hooks != key.hooks:
+        return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
     return "inputs", "inputs are sharded over the devices in another way"
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graph_fsdp.changed_parameters import AssignedData, check_tied, checked_replacement
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import compat
@@ -99,6 +100,8 @@ class Storage:
                 p, owners, original, self._make_shard(p, original, local), p.as_stored(padded), rows, local
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
+        self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
+        self._assigned = AssignedData(self.parameters.values())
         self.active = False
         self.refusal: Callable[[Sequence[str]], str] = _refused  # of memory to placeholders (python_reads.py)
         self.unguarded_in_forward = False
@@ -215,22 +218,36 @@ class Storage:
 
     def refresh(self) -> None:
         """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
-        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …``)."""
-        for p in self.parameters.values():
-            module, leaf = p.owners[0]
-            registered = module._parameters.get(leaf)
-            if p.whole is not None:
-                p.whole = registered
-                if registered is not None and registered.requires_grad != p.shard.requires_grad:
-                    p.shard.requires_grad_(registered.requires_grad)
-            elif registered is not p.shard:
-                p.shard = _checked_replacement(p, registered)
-            memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
-            if memory.data_ptr() != p.rows.data_ptr() and memory.numel():
-                self._adopt(p, memory)
-            with compat.without_torch_function():
-                if p.placeholder.requires_grad != p.shard.requires_grad:
-                    p.placeholder.requires_grad_(p.shard.requires_grad)
+        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process).
+
+        Raises:
+            ParameterChangedError: it cannot be taken over.
+        """
+        self._assigned.check()
+        for p in self._tied:
+            check_tied(p)
+        taken = [self._take_over(p) for p in self.parameters.values()]
+        if any(taken):
+            self._assigned.look()
+
+    def _take_over(self, p: ShardedParameter) -> bool:
+        """Whether there was something to take over."""
+        module, leaf = p.owners[0]
+        registered, found = module._parameters.get(leaf), False
+        if p.whole is not None:
+            p.whole = registered
+            if registered is not None and registered.requires_grad != p.shard.requires_grad:
+                p.shard.requires_grad_(registered.requires_grad)
+        elif registered is not p.shard:
+            p.shard, found = checked_replacement(p, registered), True
+        memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
+        if memory.data_ptr() != p.rows.data_ptr() and memory.numel():
+            self._adopt(p, memory)
+            found = True
+        with compat.without_torch_function():
+            if p.placeholder.requires_grad != p.shard.requires_grad:
+                p.placeholder.requires_grad_(p.shard.requires_grad)
+        return found
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
         if memory.data_ptr() == p.local.data_ptr():  # its storage was moved, to be shared with other processes
@@ -356,17 +373,6 @@ def _register(p: ShardedParameter, value: nn.Parameter) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
     return model.get_submodule(path), leaf
-
-
-def _checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
-    same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
-    if not same_kind or found.shape != p.shard.shape:
-        raise ParameterChangedError(
-            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
-            f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
-        )
-    replacement: nn.Parameter = found
-    return replacement
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def find_units(
         selected = _repeated_blocks(model)
     else:
         selected = [module for module in _select(model, auto_wrap_policy, ignored) if _has_parameters(module)]
-        if not selected:
+        if not selected and _has_parameters(model):
             raise ValueError(_nothing_selected(model, auto_wrap_policy))
 
     unit_modules = {model, *selected}

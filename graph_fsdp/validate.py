@@ -22,6 +22,8 @@ from graph_fsdp.passes.activation_checkpointing import with_activation_checkpoin
 from graph_fsdp.passes.spec import Offload
 from graph_fsdp.runtime.backends import BACKENDS
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS))
 _TORCHRUN = "torchrun --nproc-per-node N script.py"
 
 
@@ -46,8 +48,11 @@ def model(model: Any) -> None:
             raise AlreadyShardedError(f"{where} is wrapped in DistributedDataParallel; pass {where}.module instead")
         if isinstance(module, (torch.jit.ScriptModule, compat.OptimizedModule)):
             raise UnsupportedError(f"{where} is a {type(module).__name__}; pass the module that it was made of")
-    if next(model.parameters(), None) is None:
-        raise ValueError(f"model: {type(model).__name__} has no parameters, so there is nothing to shard")
+    if isinstance(model, _CONTAINERS) and type(model).forward in _NO_FORWARD:
+        raise ValueError(
+            f"model: {type(model).__name__} only holds others and has no forward, so there is nothing to compile; "
+            "pass the module whose forward uses it, or each of its modules that is called by itself"
+        )
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
@@ -94,15 +99,16 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
         if p not in parameters:
             raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
         found.add(p)
-    if found == parameters:
+    if found and found == parameters:
         raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard")
     return found
 
 
 def device(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
-    """Of the parameters that have values; None if none has any."""
+    """Of the parameters that have values, or of buffers where there are no parameters; None if none has any."""
     devices: dict[torch.device, str] = {}
-    for name, p in model.named_parameters():
+    has_parameters = next(model.parameters(), None) is not None
+    for name, p in model.named_parameters() if has_parameters else model.named_buffers():
         if p not in ignored and not p.is_meta:
             devices.setdefault(p.device, name)
     if len(devices) > 1:

@@ -133,8 +133,10 @@ def test_a_mesh_whose_process_group_was_destroyed() -> None:
 # The model
 
 
-def test_a_model_without_parameters(fake_group: None) -> None:
-    refuse(nn.Sequential(nn.ReLU()), ValueError, "model: Sequential has no parameters", "nothing to shard")
+def test_a_container_that_runs_nothing(fake_group: None) -> None:
+    for holder in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict(), nn.ParameterList([torch.ones(1)])):
+        words = f"model: {type(holder).__name__} only holds others", "pass the module whose forward uses it"
+        refuse(holder, ValueError, *words, runs=False)
 
 
 def test_something_that_is_no_module(fake_group: None) -> None:

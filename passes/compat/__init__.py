@@ -28,6 +28,7 @@ whole test-suite was run.
 | ``ShapeEnv.tracked_fakes``, ``cache_clear`` of its methods | likewise | 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
+| ``_dynamo.config.skip_nnmodule_hook_guards`` | graphs of models with hooks are guarded by them | 2.13 |
 | ``_dynamo.utils._get_dynamo_config_for_logging`` | that torch logs its settings with it; fails in 2.11 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |

@@ -101,7 +101,7 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
 
 
 @contextlib.contextmanager
-def tracing_options(fullgraph: bool = False) -> Iterator[None]:
+def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
     """How Dynamo traces our models.
 
     Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
@@ -109,7 +109,8 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
     With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
     each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
-    compilation, which would walk all that was allocated for it.
+    compilation, which would walk all that was allocated for it. With ``hooks``, graphs are guarded by the hooks that
+    they were traced with, whereas Dynamo's default is not to notice others.
     """
     ignored = {
         getattr(logging.Logger, name)
@@ -121,7 +122,11 @@ def tracing_options(fullgraph: bool = False) -> Iterator[None]:
         if method is not None:
             ignored.add(method)
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
-    options = {name: set(getattr(dynamo_config, name)) | ignored, "allow_rnn": True}
+    options = {
+        name: set(getattr(dynamo_config, name)) | ignored,
+        "allow_rnn": True,
+        "skip_nnmodule_hook_guards": not hooks,
+    }
     if hasattr(dynamo_config, "run_gc_after_compile"):
         options["run_gc_after_compile"] = False
     if fullgraph:

@@ -1,0 +1,126 @@
+"""What a compiled model consists of: modules, parameters and hooks, and that they change.
+
+Parameters are sharded once, by ``graph_fsdp.compile``. One that comes later would be trained without being sharded and
+without its gradients being reduced, on each rank by itself. So each call looks whether modules were exchanged or
+parameters added, and refuses those that would train. Dynamo's guards do not see all of it: code outside of graphs has
+none.
+
+Hooks are the other way round: Dynamo could guard on those of each module, which would take longer than all of this.
+Graphs of a model without hooks are traced without such guards, and used as long as it has none.
+
+A look at a thousand modules is to take a tenth of a millisecond, so it is done with as little Python as can be.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+from torch import nn
+
+from graph_fsdp.errors import ParameterChangedError
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "full backward pre-hook",
+    "_backward_hooks": "full backward hook",
+}
+OF_BACKWARD = ("full backward pre-hook", "full backward hook")
+_MAX_NAMES = 4  # in a message
+
+
+class Structure:
+    """Of one model, whose parameters are shards already. ``storage``: what has them."""
+
+    def __init__(self, model: nn.Module, storage: Any) -> None:
+        self._model, self._storage = model, storage
+        self._known = {(module, leaf) for _, module, leaf, _ in _parameters(model)}
+        self._frozen: list[tuple[str, nn.Parameter]] = []  # that came later
+        self._look()
+
+    def check(self) -> None:
+        """To be called before each call of the model or of one of its units.
+
+        Raises:
+            ParameterChangedError: the model has a parameter that would be trained and that ``compile`` has not seen,
+                or one that it has under a new name.
+        """
+        changed = self._children() != self._children_seen or self._count() != self._count_seen
+        if changed or any(p.requires_grad for _, p in self._frozen):
+            self._check_new()
+            self._look()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether there are hooks on modules of the model. Those on the model itself run outside of its graphs."""
+        return any(self._hooks)
+
+    def hooks(self, *kinds: str) -> list[str]:
+        """Those on modules of the model, in words; of all ``kinds`` (``"full backward hook"``) if none is given."""
+        return [
+            f"a {kind} of module {name!r}"
+            for name, module in self._model.named_modules()
+            for attribute, kind in _HOOKS.items()
+            if module is not self._model and getattr(module, attribute) and kind in (kinds or _HOOKS.values())
+        ]
+
+    # --- what is looked at
+
+    def _look(self) -> None:
+        modules = list(self._model.modules())
+        self._module_dicts = [module._modules for module in modules]
+        self._parameter_dicts = [module._parameters for module in modules]
+        self._hooks = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
+        self._children_seen, self._count_seen = self._children(), self._count()
+
+    def _children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._module_dicts)))
+
+    def _count(self) -> int:
+        """Of parameters under all their names. Whether they are other ones, ``Storage.refresh`` sees."""
+        registered = chain.from_iterable(map(dict.values, self._parameter_dicts))
+        return sum(map(operator.is_not, registered, repeat(None)))
+
+    # --- what was added
+
+    def _check_new(self) -> None:
+        sharded = {id(p.registered) for p in self._storage.parameters.values()}
+        known = {id(module._parameters.get(leaf)) for module, leaf in self._known}
+        new = [(name, p) for name, module, leaf, p in _parameters(self._model) if (module, leaf) not in self._known]
+        tied = [name for name, p in new if id(p) in sharded]
+        if tied:
+            raise ParameterChangedError(
+                f"{self._named(tied)} put into the model after graph_fsdp.compile, which has sharded the same "
+                "parameter under other names: tie parameters before compile"
+            )
+        frozen = [(name, p) for name, p in new if id(p) not in known]
+        trained = [name for name, p in frozen if p.requires_grad]
+        if trained:
+            raise ParameterChangedError(
+                f"{self._named(trained)} put into the model after graph_fsdp.compile, which has not sharded "
+                "what was not there: each rank would train values of its own. Exchange modules and add layers or "
+                "adapters before compile, and make the optimizer after it; what is not to be trained may come later, "
+                "with requires_grad_(False)"
+            )
+        self._frozen = frozen
+
+    def _named(self, names: list[str]) -> str:
+        owner = names[0].rpartition(".")[0]
+        kind = type(self._model.get_submodule(owner)).__name__
+        where = f" of module {owner!r} ({kind})" if owner else " of the model itself"
+        listed = ", ".join(map(repr, names[:_MAX_NAMES]))
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        if len(names) == 1:
+            return f"parameter {listed}{where} was"
+        return f"parameters {listed}{more} (the first{where}) were"
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Full name, module, name in the module and parameter, once for each module that has it."""
+    for path, module in model.named_modules():
+        for leaf, p in module._parameters.items():
+            if p is not None:
+                yield f"{path}.{leaf}" if path else leaf, module, leaf, p
