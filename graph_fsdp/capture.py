@@ -149,6 +149,7 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph))
+            stack.enter_context(compat.dynamo_ignores_modes())
             stack.enter_context(entered(self.number))
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
@@ -233,8 +234,8 @@ class Engine:
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
-        self.pipeline.run([Graph(module, "capture")], context)
-        with collector_paused():
+        with collector_paused(), compat.without_dispatch_modes():
+            self.pipeline.run([Graph(module, "capture")], context)
             return self._through_aot_autograd(module, inputs, context, captured, entry)
 
     def _substitute_shards(
@@ -321,7 +322,7 @@ class Engine:
             return engine._piece(engine._program(graph, context, captured), graph, context, *piece.pop())
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            with collector_paused():
+            with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
                 program = engine._program(Graph(backward, "backward"), context, captured)
             alive.clear()
             return program

@@ -200,7 +200,8 @@ class Program:
     def __call__(self, args: list[Any]) -> Any:
         if self.check is not None:
             self.check()
-        if self.graphs is not None and self._run is self.ordinary:
+        # A graph that is replayed shows a dispatch mode nothing.
+        if self.graphs is not None and self._run is self.ordinary and not compat.dispatch_modes():
             return self.graphs.run(self, args)
         return self.execute(self._run, self.slots, args)
 
