@@ -34,6 +34,7 @@ from graph_fsdp.errors import (
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
 from graph_fsdp.gradients import check_unchanged
+from graph_fsdp.kept_buckets import KeptBuckets
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
@@ -113,6 +114,7 @@ class Engine:
         self.unsharded = UnshardedUnits(
             storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
         )
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
@@ -121,8 +123,7 @@ class Engine:
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
-        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any, and so its
-        # sizes, guards and sources: a program that makes model after model would grow.
+        # What torch remembers of fake tensors, for good, keeps the symbols of every graph that had any.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
 
@@ -373,7 +374,8 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        return self.kept_buckets.around(in_step, graph, self.spec)
 
     def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
         """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""

@@ -40,11 +40,15 @@ class UnitMethods:
         return None
 
     def reshard(self) -> None:
-        """The parameters of this unit are shards again."""
+        """The parameters of this unit are shards again. What was kept of it for a backward (``reshard_after_forward=
+        False``) is given back, and gathered again before that backward begins. All ranks call it."""
         engine, unit = place(self)
         if unit in engine.unsharded.held:
             raise RuntimeError("reshard() was called in a block of graph_fsdp.unsharded, which reshards at its end")
+        if engine.storage.active:
+            raise RuntimeError("reshard() was called while the model's forward runs; call it before or after")
         engine.unsharded.reshard(unit)
+        engine.kept_buckets.free(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their

@@ -111,6 +111,12 @@ class Schedules:
             what = f"of unit {unit or 'root'!r}"
             self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
 
+    def begin_reshard(self, gathers: list[str]) -> None:
+        """Likewise, of what ``reshard()`` has freed between a forward and its backward."""
+        if self.lockstep is not None:
+            what = "of what reshard() has freed, before backward,"
+            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "gather", tuple(gathers), what)))
+
     def begin_group(self, method: str) -> None:
         """Called by ``method`` before it makes a process group, which every rank has to come to."""
         if self.lockstep is not None:

@@ -126,7 +126,7 @@ class UnshardedUnits:
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for pending, bucket, members in gathering.buckets:
-                self._wait(pending)
+                self.wait(pending)
                 for p in members:
                     whole[p.spec.name] = _cut_out(pending.buffer, p.spec, bucket.offsets[p.spec.name])
             for p in self.members[unit]:
@@ -141,7 +141,7 @@ class UnshardedUnits:
                 self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
-    def _wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending) -> None:
         try:
             pending.finish()
         except BaseException as error:

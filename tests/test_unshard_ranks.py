@@ -23,6 +23,11 @@ def gathers_of(model: nn.Module) -> int:
     return graph_fsdp.inspect(model).collectives.get("all_gather", 0)
 
 
+def held_by(model: Any) -> int:
+    """Bytes of gathered parameters, now."""
+    return int(model._graph_fsdp.counter.current)
+
+
 def generate(model: Any, prompt: Tensor) -> Tensor:
     model.eval()
     return model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True, pad_token_id=0)
@@ -224,6 +229,51 @@ def resharding_between_forward_and_backward_changes_nothing() -> None:
     for loss in losses:
         loss.backward()
     check_gradients(model, plain)
+
+
+@FACTS
+def resharding_gives_back_what_is_kept_for_backward() -> None:
+    """As FSDP2 does; two forwards, whose backwards come in any order, and one that never comes."""
+    torch.manual_seed(0)
+    model, plain = pair(MLP(), reshard_after_forward=False)
+    for unit in (*plain.blocks, plain):
+        fully_shard(unit, reshard_after_forward=False)
+    x = rows(4, 16)
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    held, kept = held_by(model), gathers_of(model)
+    for seed in (1, 2):
+        losses = [[m(rows(4, 16, seed=seed + i)).square().mean() for i in range(2)] for m in (model, plain)]
+        dropped = model(x)
+        gathered, whole_bytes = gathers_of(model), held_by(model)
+        assert whole_bytes > held
+        model.blocks[0].reshard()
+        assert held < held_by(model) < whole_bytes, "only what the unit has"
+        for m in (model, plain):
+            for unit in units_of(m):
+                unit.reshard()
+        assert held_by(model) == held
+        del dropped
+        for first, second in losses:
+            second.backward()
+            first.backward()
+        assert gathers_of(model) == gathered + 2 * kept, "again, and once for each forward"
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(expected.grad)), name
+        del losses, first, second
+        assert held_by(model) == held, "nothing is counted twice"
+
+
+@FACTS
+def ranks_that_do_not_all_reshard_are_found() -> None:
+    model, _ = pair(MLP(), reshard_after_forward=False)
+    for _ in range(4):
+        model(rows(4, 16)).sum().backward()
+    loss = model(rows(4, 16)).sum()
+    if dist.get_rank() == 0:
+        model.reshard()
+    with pytest.raises(graph_fsdp.RankDisagreement, match=r"reshard\(\)"):
+        loss.backward()
 
 
 @pytest.fixture(scope="module")
