@@ -114,7 +114,7 @@ class Engine:
         self.unsharded = UnshardedUnits(
             storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
         )
-        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait)
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
         self._compiled: dict[tuple[Settings, Entry], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))

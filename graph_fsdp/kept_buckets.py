@@ -52,10 +52,14 @@ class _Kept:
 
 
 class KeptBuckets:
-    """Of one model. ``begin``: called with the gathers that are about to start; ``wait``: with one that has."""
+    """Of one model. ``begin``: called with the gathers that are about to start; ``wait``: with one that has. ``whole``:
+    graphs are compiled whole, and their bytes not counted."""
 
-    def __init__(self, counter: GatheredBytes, begin: Callable[[list[str]], None], wait: Callable[[Any], None]) -> None:
+    def __init__(
+        self, counter: GatheredBytes, begin: Callable[[list[str]], None], wait: Callable[[Any], None], whole: bool
+    ) -> None:
         self._counter, self._begin, self._wait = counter, begin, wait
+        self._add: Callable[[int], None] = counter.add if not whole else lambda _: None
         self._kept: list[_Kept] = []
         self._freed: dict[int, _Kept] = {}  # by the number of the storage
 
@@ -110,9 +114,9 @@ class KeptBuckets:
             kept.given_up.add(unit)
             if kept.given_up == kept.gather.units:
                 storage.resize_(0)
-                self._counter.add(-kept.nbytes)
+                self._add(-kept.nbytes)
                 # What counts a buffer that is dropped does so for this one, too.
-                kept.undo = weakref.finalize(storage, self._counter.add, kept.nbytes)
+                kept.undo = weakref.finalize(storage, self._add, kept.nbytes)
                 kept.undo.atexit = False
                 self._freed[storage._cdata] = kept
 
@@ -133,7 +137,7 @@ class KeptBuckets:
         storage.resize_(kept.nbytes)
         kept.undo.detach()
         kept.given_up.clear()
-        self._counter.add(kept.nbytes)
+        self._add(kept.nbytes)
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
         whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),))

@@ -14,7 +14,8 @@ from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.failure import RankFailure
-from graph_fsdp.runtime.lockstep import InStep, lockstep_of
+from graph_fsdp.runtime.in_step import InStep
+from graph_fsdp.runtime.lockstep import lockstep_of
 from graph_fsdp.runtime.runnable_program import Runnable, RunnableProgram
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.

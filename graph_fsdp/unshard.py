@@ -221,7 +221,7 @@ class UnshardedUnits:
         values = _WhenBackwardEnds.apply(self.after_backward, *(inputs[name] for name in names))
         return {**inputs, **dict(zip(names, values, strict=True))}
 
-    def feeding(self, program: Callable[[list[Any]], Any], names: list[str]) -> Callable[[list[Any]], Any]:
+    def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
         """``program`` with the whole parameters of these names behind its other inputs."""
         parameters = [self.storage.parameters[name] for name in names]
 
@@ -230,6 +230,7 @@ class UnshardedUnits:
             return program(args)
 
         vars(run)["_boxed_call"] = True  # see Program
+        vars(run).update({name: getattr(program, name) for name in ("source", "graph") if hasattr(program, name)})
         return run
 
     def _value(self, p: ShardedParameter) -> Tensor:
