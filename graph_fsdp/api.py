@@ -223,7 +223,7 @@ def compile(
     dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,
-        {unit.module for unit in units},
+        {module for unit in units if unit.parameters for module in unit.modules.values()},
         parallel,
         device,
         sync_module_states=sync_module_states,
@@ -271,7 +271,7 @@ def compile(
     )
     engine.extensions = extensions
     storage.install(fullgraph)
-    policies.install(unit.name for unit in units)
+    policies.install(name for unit in units for name in unit.modules)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
     become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
@@ -296,6 +296,16 @@ def _device_of_type(device_type: str, device: torch.device | None = None) -> tor
     if device is not None and device.type == device_type:
         return device
     return torch.empty(0, device=device_type).device  # with its index
+
+
+def _together(specs: list[ParameterSpec], units: list[Unit]) -> list[ParameterSpec]:
+    """What lies in several modules of one unit is gathered as one: where its first parameter is."""
+    several = {unit.name for unit in units if unit.others}
+    first = {}
+    for index, spec in enumerate(specs):
+        first.setdefault(spec.unit, index)
+    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
+    return [spec for _, spec in sorted(zip(places, specs, strict=True), key=lambda pair: pair[0])]
 
 
 def _model_spec(
@@ -327,6 +337,7 @@ def _model_spec(
                     is_extended(p),
                 )
             )
+    specs = _together(specs, units)
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)
     if parallel is None:
         return spec

@@ -63,4 +63,4 @@ class LongWaits:
 def interrupted(error: BaseException, what: str) -> None:
     """Say where this rank was when the user, or a launcher, ended it: nobody may see a traceback of this rank."""
     if isinstance(error, KeyboardInterrupt):
-        log.warning("rank %d was interrupted in %s", dist.get_rank(), what)
+        log.warning("%s", f"rank {dist.get_rank()} was interrupted in {what}")
