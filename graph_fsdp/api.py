@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import tensor_parallel, validate, xla_validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.composable_checkpoint import trace_composable_checkpoints
 from graph_fsdp.cuda_graphs import check_cuda_graphs, model_graphs
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
@@ -195,6 +196,7 @@ def compile(
             sharding=sharding,
             shard_output=shard_output,
         )
+    trace_composable_checkpoints(model)
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
     sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}

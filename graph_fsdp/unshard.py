@@ -269,6 +269,16 @@ class Handle(UnshardHandle):
         self._units.finish(self._unit)
 
 
+class InGraph(UnshardHandle):
+    """What it returns within the model's forward, where the graph gathers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
     """For the time of a block, the parameters of a compiled model are whole, plain tensors in the type of the shards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -262,6 +263,38 @@ def resharding_gives_back_what_is_kept_for_backward() -> None:
             assert torch.equal(whole(p.grad), whole(expected.grad)), name
         del losses, first, second
         assert held_by(model) == held, "nothing is counted twice"
+
+
+class Ahead(MLP):
+    """Gathers the next block while one runs, as FSDP2's users may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: Any = list(self.blocks)
+        handle = blocks[0].unshard(async_op=True)
+        for index, block in enumerate(blocks):
+            handle.wait()
+            if index + 1 < len(blocks):
+                handle = blocks[index + 1].unshard(async_op=True)
+            x = block(x)
+            block.reshard()
+        return self.head(x)
+
+
+@FACTS
+def handles_in_a_forward_are_waited_for() -> None:
+    """Bit for bit FSDP2's."""
+    torch.manual_seed(0)
+    plain: Any = Ahead()
+    models = [(False, copy.deepcopy(plain)), (True, copy.deepcopy(plain))]
+    for unit in (*plain.blocks, plain):
+        fully_shard(unit, reshard_after_forward=True)
+    plain(rows(4, 16)).square().mean().backward()
+    for fullgraph, same in models:
+        model = graph_fsdp.compile(same, backend="eager", fullgraph=fullgraph)
+        model(rows(4, 16)).square().mean().backward()
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(expected.grad)), name
+        assert len(graph_fsdp.inspect(model).captures) == 1
 
 
 @FACTS

@@ -79,6 +79,7 @@ whole test-suite was run.
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``_composable.checkpoint_activation``, its hooks | composable ``checkpoint`` is traced as the ordinary one | 2.13 |
 | ``_composable.contract.REGISTRY_KEY`` | what ``fully_shard`` asks a module before it touches it | 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
@@ -132,6 +133,7 @@ from graph_fsdp.passes.compat.distributed import (
     reduce_scatter_single,
     registered_forward_method,
     resolve_group,
+    take_composable_checkpoint,
 )
 from graph_fsdp.passes.compat.dynamo import (
     activation_memory_budget,
@@ -270,6 +272,7 @@ __all__ = [
     "storage_at",
     "storage_id",
     "swap",
+    "take_composable_checkpoint",
     "take_over",
     "trace_artifact",
     "traced_by_aot_autograd",
