@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import tensor_parallel, validate, xla_validate
 from graph_fsdp.capture import Engine
+from graph_fsdp.composable_checkpoint import trace_composable_checkpoints
 from graph_fsdp.cuda_graphs import check_cuda_graphs, model_graphs
 from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
@@ -195,6 +196,7 @@ def compile(
             sharding=sharding,
             shard_output=shard_output,
         )
+    trace_composable_checkpoints(model)
     source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
     ignored = validate.ignored_parameters(model, ignored_params)
     sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}
@@ -223,7 +225,7 @@ def compile(
     dims = shard_dims(shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,
-        {unit.module for unit in units},
+        {module for unit in units if unit.parameters for module in unit.modules.values()},
         parallel,
         device,
         sync_module_states=sync_module_states,
@@ -271,7 +273,7 @@ def compile(
     )
     engine.extensions = extensions
     storage.install(fullgraph)
-    policies.install(unit.name for unit in units)
+    policies.install(name for unit in units for name in unit.modules)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
     become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
     return model
@@ -296,6 +298,16 @@ def _device_of_type(device_type: str, device: torch.device | None = None) -> tor
     if device is not None and device.type == device_type:
         return device
     return torch.empty(0, device=device_type).device  # with its index
+
+
+def _together(specs: list[ParameterSpec], units: list[Unit]) -> list[ParameterSpec]:
+    """What lies in several modules of one unit is gathered as one: where its first parameter is."""
+    several = {unit.name for unit in units if unit.others}
+    first = {}
+    for index, spec in enumerate(specs):
+        first.setdefault(spec.unit, index)
+    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
+    return [spec for _, spec in sorted(zip(places, specs, strict=True), key=lambda pair: pair[0])]
 
 
 def _model_spec(
@@ -327,6 +339,7 @@ def _model_spec(
                     is_extended(p),
                 )
             )
+    specs = _together(specs, units)
     spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)
     if parallel is None:
         return spec

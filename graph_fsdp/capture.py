@@ -27,6 +27,7 @@ from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, Unsuppor
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
 from graph_fsdp.gradients import check_unchanged
+from graph_fsdp.kept_buckets import KeptBuckets
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, compat, memory_profile
 from graph_fsdp.passes.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
@@ -109,6 +110,7 @@ class Engine:
         self.unsharded = UnshardedUnits(
             storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
         )
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
         self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
@@ -147,6 +149,7 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
+            stack.enter_context(compat.dynamo_ignores_modes())
             stack.enter_context(entered(self.number))
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
@@ -235,8 +238,8 @@ class Engine:
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
-        self.pipeline.run([Graph(module, "capture")], context)
-        with collector_paused():
+        with collector_paused(), compat.without_dispatch_modes():
+            self.pipeline.run([Graph(module, "capture")], context)
             return self._through_aot_autograd(module, inputs, context, captured, entry)
 
     def _substitute_shards(
@@ -323,7 +326,7 @@ class Engine:
             return engine._piece(engine._program(graph, context, captured), graph, context, *piece.pop())
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            with collector_paused():
+            with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
                 program = engine._program(Graph(backward, "backward"), context, captured)
             alive.clear()
             return program
@@ -374,7 +377,8 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        return self.kept_buckets.around(in_step, graph, self.spec)
 
     def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
         """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""

@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from graph_fsdp.entry import Entered
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.unshard import Handle
+from graph_fsdp.unshard import Handle, InGraph
 
 if TYPE_CHECKING:
     from graph_fsdp.capture import Engine
@@ -24,14 +26,19 @@ if TYPE_CHECKING:
 class UnitMethods:
     """Mixed into the classes of models and units (``module.py``)."""
 
-    def unshard(self, async_op: bool = False) -> Handle | None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit, in ``param_dtype``: plain tensors from then on, which the forward and its
         backward take as they are. Until ``reshard()``, or the end of the next backward, which reshards as in FSDP2.
 
         All ranks call it, in the same order. ``async_op``: return at once, with a handle; the parameters are whole
         after its ``wait()``, which the next forward calls if nobody has. Writes to whole parameters are lost at
         ``reshard()``: :func:`graph_fsdp.unsharded` keeps them.
+
+        Within the model's forward it does nothing, and neither does the handle: the graph gathers each unit before its
+        first use, as early as its schedule says (``set_modules_to_forward_prefetch``).
         """
+        if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
+            return InGraph() if async_op else None
         engine, unit = place(self)
         engine.unsharded.start(unit)
         if async_op:
@@ -40,11 +47,16 @@ class UnitMethods:
         return None
 
     def reshard(self) -> None:
-        """The parameters of this unit are shards again."""
+        """The parameters of this unit are shards again. What was kept of it for a backward (``reshard_after_forward=
+        False``) is given back, and gathered again before that backward begins. All ranks call it. Within the model's
+        forward it does nothing: the graph frees each unit after its last use."""
+        if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
+            return
         engine, unit = place(self)
         if unit in engine.unsharded.held:
             raise RuntimeError("reshard() was called in a block of graph_fsdp.unsharded, which reshards at its end")
         engine.unsharded.reshard(unit)
+        engine.kept_buckets.free(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their

@@ -44,7 +44,8 @@ class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
     """
 
     _graph_fsdp: Engine
-    _graph_fsdp_unit: str  # "" for the model
+    _graph_fsdp_unit: str  # "" for the model's
+    _graph_fsdp_name: str  # of the module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a compiled model's class makes the model's own (indexing into a container does that)."""
@@ -138,7 +139,12 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
     watch_steps()
-    names = {unit.module: unit.name for unit in units} | {model: ""}
+    names = {module: name for unit in units for name, module in unit.modules.items()} | {model: ""}
+    unit_of = {
+        module: unit.name if unit.gathered_by is None else unit.gathered_by
+        for unit in units
+        for module in unit.modules.values()
+    }
     for module in model.modules():
         vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
     classes: dict[tuple[type, Callable[..., Any]], type] = {}
@@ -153,7 +159,8 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
                 namespace["save_pretrained"] = saving_whole(save_pretrained)
             classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__class__ = classes[cls, forward]
-        vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=name, _graph_fsdp_casts=convert)
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_casts=convert)
+        vars(module).update(_graph_fsdp_unit=unit_of.get(module, ""), _graph_fsdp_name=name)
     engine.structure = Structure(model, engine.storage)
 
 
@@ -167,7 +174,7 @@ def _entering(name: str, function: Callable[..., Any], number: int, convert: Inp
         args, kwargs = convert.inputs(args, kwargs)
         own = vars(self)
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
-        entry = Entry(own["_graph_fsdp_unit"], name, function)
+        entry = Entry(own["_graph_fsdp_name"], name, function)
         return convert.outputs(engine.run(entry, self, *args, **kwargs))
 
     return run

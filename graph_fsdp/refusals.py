@@ -66,6 +66,11 @@ class Registry(dict[str, Any]):
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
             raise AlreadyShardedError(_already("fully_shard or replicate"))
+        if name == "checkpoint":
+            raise UnsupportedError(
+                "composable checkpoint() was called on a module of a model that graph_fsdp has compiled, which would "
+                "not trace its hooks; call it before graph_fsdp.compile, or pass activation_checkpointing=…"
+            )
         return super().__contains__(name)
 
 

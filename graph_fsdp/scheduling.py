@@ -14,7 +14,8 @@ from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.passes.settings import Settings
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.failure import RankFailure
-from graph_fsdp.runtime.lockstep import InStep, lockstep_of
+from graph_fsdp.runtime.in_step import InStep
+from graph_fsdp.runtime.lockstep import lockstep_of
 from graph_fsdp.runtime.runnable_program import Runnable, RunnableProgram
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
@@ -110,6 +111,12 @@ class Schedules:
         if self.lockstep is not None and gathers:
             what = f"of unit {unit or 'root'!r}"
             self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
+
+    def begin_reshard(self, gathers: list[str]) -> None:
+        """Likewise, of what ``reshard()`` has freed between a forward and its backward."""
+        if self.lockstep is not None:
+            what = "of what reshard() has freed, before backward,"
+            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "gather", tuple(gathers), what)))
 
     def begin_group(self, method: str) -> None:
         """Called by ``method`` before it makes a process group, which every rank has to come to."""

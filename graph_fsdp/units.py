@@ -23,15 +23,16 @@ from torch import nn
 from graph_fsdp.passes.compat import _Policy
 
 # torch's wrap policies: policy objects (ModuleWrapPolicy, CustomPolicy), functions of
-# (module, recurse, nonwrapped_numel), or, our shorthand, the classes themselves.
+# (module, recurse, nonwrapped_numel), or, our shorthand, the classes or modules themselves; a tuple or list of
+# modules is one unit, as in ``fully_shard([a, b])``.
 AutoWrapPolicy: TypeAlias = Callable[..., bool] | Iterable[type[nn.Module]] | Any
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _MAX_CLASSES_IN_MESSAGE = 12
 _ACCEPTED = (
-    "pass None (repeated blocks become units), a set of module classes, torch's ModuleWrapPolicy or "
-    "CustomPolicy, or a function of (module, recurse, nonwrapped_numel) such as "
-    "functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})"
+    "pass None (repeated blocks become units), a set of module classes, a list of modules (a tuple in it is one unit "
+    "of several), torch's ModuleWrapPolicy or CustomPolicy, or a function of (module, recurse, nonwrapped_numel) such "
+    "as functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})"
 )
 
 
@@ -39,13 +40,22 @@ _ACCEPTED = (
 class Unit:
     """A group of parameters that is gathered, freed and reduced as one.
 
-    ``name`` is the module's fully qualified name (its first, if it is registered twice), ``""`` for the root.
-    ``parameters`` holds canonical parameter names in registration order (see :func:`parameter_names`).
+    ``name`` is the fully qualified name of its first module (the first name, if it is registered twice), ``""`` for
+    the root. ``parameters`` holds canonical parameter names in registration order (see :func:`parameter_names`).
+    ``others``: further modules of it, by name. ``gathered_by``: where all of the module's parameters are tied to some
+    of other units, the name of one that has them; ``parameters`` is then empty.
     """
 
     name: str
     module: nn.Module
     parameters: tuple[str, ...]
+    others: tuple[tuple[str, nn.Module], ...] = ()
+    gathered_by: str | None = None
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """By name."""
+        return {self.name: self.module, **dict(self.others)}
 
 
 def find_units(
@@ -62,30 +72,52 @@ def find_units(
 
     Returns:
         The root unit first, then in the order of ``model.named_modules()``. Each parameter that is not
-        ignored is in exactly one unit; units left without parameters are dropped, the root's too.
+        ignored is in exactly one unit; units left without parameters are dropped, the root's too. A chosen module
+        whose parameters are tied to others outside of it stays, without parameters: it can be called by itself.
 
     Raises:
         TypeError: ``auto_wrap_policy`` is nothing that can select modules.
-        ValueError: ``auto_wrap_policy`` selects no module that holds parameters.
+        ValueError: ``auto_wrap_policy`` selects no module that holds parameters, modules that are not the model's, or
+            one in two units.
     """
     ignored = set(ignored_params)
     if auto_wrap_policy is None:
-        selected = _repeated_blocks(model)
+        groups = [(block,) for block in _repeated_blocks(model)]
     else:
-        selected = [module for module in _select(model, auto_wrap_policy, ignored) if _has_parameters(module)]
-        if not selected and _has_parameters(model):
+        chosen = _select(model, auto_wrap_policy, ignored)
+        groups = [group for modules in chosen if (group := tuple(filter(_has_parameters, modules)))]
+        if not groups and _has_parameters(model):
             raise ValueError(_nothing_selected(model, auto_wrap_policy))
 
-    unit_modules = {model, *selected}
-    parameters: dict[nn.Module, list[str]] = {module: [] for module in unit_modules}
-    for parameter, names in parameter_names(model).items():
+    names = {module: name for name, module in model.named_modules()}
+    groups = [tuple(sorted(group, key=list(names).index)) if len(group) > 1 else group for group in groups]
+    first_of = {module: group[0] for group in groups for module in group} | {model: model}
+    parameters: dict[nn.Module, list[str]] = {module: [] for module in first_of.values()}
+    owner: dict[str, nn.Module] = {}
+    for parameter, parameters_names in parameter_names(model).items():
         if parameter not in ignored:
-            parameters[_owning_unit(model, names, unit_modules)].append(names[0])
-    return [
-        Unit(name, module, tuple(parameters[module]))
-        for name, module in model.named_modules()
-        if parameters.get(module)
+            unit = _owning_unit(model, parameters_names, first_of)
+            parameters[unit].append(parameters_names[0])
+            owner.update(dict.fromkeys(parameters_names, unit))
+    others = {group[0]: tuple((names[module], module) for module in group[1:]) for group in groups}
+    units = []
+    for module, name in names.items():
+        if parameters.get(module):
+            units.append(Unit(name, module, tuple(parameters[module]), others.get(module, ())))
+        elif module in parameters and (tied := _tied_elsewhere(module, name, owner, names)) is not None:
+            units.append(Unit(name, module, (), others.get(module, ()), tied))
+    return units
+
+
+def _tied_elsewhere(
+    module: nn.Module, name: str, owner: dict[str, nn.Module], names: dict[nn.Module, str]
+) -> str | None:
+    """The unit that has a parameter of ``module``, where it has none of its own; None where units below have them."""
+    below = set(module.modules())
+    found = [
+        owner.get(".".join(filter(None, (name, own)))) for own, _ in module.named_parameters(remove_duplicate=False)
     ]
+    return next((names[unit] for unit in found if unit is not None and unit not in below), None)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -111,10 +143,10 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if block not in inside]
 
 
-def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The modules that the policy chooses; the root is among them if the policy says so."""
+def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, ...]]:
+    """The modules that the policy chooses, by unit; the root is among them if the policy says so."""
     if isinstance(policy, _Policy):
-        return list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+        return [(module,) for module in policy._run_policy(model, ignored_modules=set(), root_kwargs={})]
     if isinstance(policy, type):
         hint = f" did you mean {{{policy.__name__}}}?" if issubclass(policy, nn.Module) else ""
         raise TypeError(f"auto_wrap_policy is the class {policy.__name__};{hint} {_ACCEPTED}.")
@@ -122,14 +154,52 @@ def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]
         _check_signature(policy)
         selected: list[nn.Module] = []
         _select_by_function(model, policy, ignored, selected)
-        return selected
+        return [(module,) for module in selected]
     if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes):
-        classes = tuple(policy)
-        for cls in classes:
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-                raise TypeError(f"auto_wrap_policy holds {cls!r}, which is not a module class; {_ACCEPTED}.")
-        return [module for module in model.modules() if isinstance(module, classes)]
+        return _select_listed(model, tuple(policy))
     raise TypeError(f"auto_wrap_policy is {_describe(policy)} of type {type(policy).__name__}; {_ACCEPTED}.")
+
+
+def _select_listed(model: nn.Module, listed: tuple[Any, ...]) -> list[tuple[nn.Module, ...]]:
+    """Classes, modules, and tuples or lists of modules. A module that was listed goes before its class."""
+    classes: list[type[nn.Module]] = []
+    groups: list[tuple[nn.Module, ...]] = []
+    for value in listed:
+        if isinstance(value, type) and issubclass(value, nn.Module):
+            classes.append(value)
+            continue
+        group = (value,) if isinstance(value, nn.Module) else value
+        if not isinstance(group, (tuple, list)) or not all(isinstance(module, nn.Module) for module in group):
+            raise TypeError(
+                f"auto_wrap_policy holds {value!r}, which is not a module class, a module or modules; {_ACCEPTED}."
+            )
+        groups.append(tuple(dict.fromkeys(group)))
+    _check_groups(model, groups)
+    grouped = {module for group in groups for module in group}
+    found = [module for module in model.modules() if isinstance(module, tuple(classes)) and module not in grouped]
+    return [*groups, *((module,) for module in found)]
+
+
+def _check_groups(model: nn.Module, groups: list[tuple[nn.Module, ...]]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    of: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    for group in groups:
+        for module in group:
+            if module not in names:
+                raise ValueError(
+                    f"auto_wrap_policy lists a {type(module).__name__} that is no module of the model; list modules "
+                    "of the model that is compiled"
+                )
+            if module in of:
+                raise ValueError(f"auto_wrap_policy lists module {names[module]!r} twice; a module is in one unit")
+            of[module] = group
+            inner = next((other for other in group if other is not module and other in set(module.modules())), None)
+            if inner is not None or (module is model and len(group) > 1):
+                what = names[inner] if inner is not None else "others"
+                raise ValueError(
+                    f"auto_wrap_policy makes one unit of {names[module] or 'the model'!r} and of {what!r} inside it; "
+                    "a unit has all that is inside its modules: list the outer one alone, or both by themselves"
+                )
 
 
 def _select_by_function(
@@ -164,18 +234,19 @@ def _check_signature(policy: Callable[..., bool]) -> None:
         raise TypeError(message) from None
 
 
-def _owning_unit(model: nn.Module, names: list[str], unit_modules: set[nn.Module]) -> nn.Module:
-    """The innermost unit on the path to every one of a parameter's names (see [Note: tied parameters])."""
-    paths = [_units_on_path(model, name, unit_modules) for name in names]
+def _owning_unit(model: nn.Module, names: list[str], first_of: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The innermost unit on the path to every one of a parameter's names (see [Note: tied parameters]), as its first
+    module."""
+    paths = [_units_on_path(model, name, first_of) for name in names]
     return next(unit for unit in reversed(paths[0]) if all(unit in path for path in paths))
 
 
-def _units_on_path(model: nn.Module, parameter_name: str, unit_modules: set[nn.Module]) -> list[nn.Module]:
+def _units_on_path(model: nn.Module, parameter_name: str, first_of: dict[nn.Module, nn.Module]) -> list[nn.Module]:
     module, units = model, [model]
     for part in parameter_name.split(".")[:-1]:
         module = module.get_submodule(part)
-        if module in unit_modules:
-            units.append(module)
+        if module in first_of:
+            units.append(first_of[module])
     return units
 
 
@@ -191,6 +262,8 @@ def _describe(policy: object) -> str:
         return f"functools.partial({', '.join(arguments)})"
     if isinstance(policy, set | frozenset | list | tuple):
         return "{" + ", ".join(_describe(element) for element in policy) + "}"
+    if isinstance(policy, nn.Module):
+        return type(policy).__name__
     return getattr(policy, "__qualname__", None) or repr(policy)
 
 

@@ -126,7 +126,7 @@ class UnshardedUnits:
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for pending, bucket, members in gathering.buckets:
-                self._wait(pending)
+                self.wait(pending)
                 for p in members:
                     whole[p.spec.name] = _cut_out(pending.buffer, p.spec, bucket.offsets[p.spec.name])
             for p in self.members[unit]:
@@ -141,7 +141,7 @@ class UnshardedUnits:
                 self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
-    def _wait(self, pending: Pending) -> None:
+    def wait(self, pending: Pending) -> None:
         try:
             pending.finish()
         except BaseException as error:
@@ -221,7 +221,7 @@ class UnshardedUnits:
         values = _WhenBackwardEnds.apply(self.after_backward, *(inputs[name] for name in names))
         return {**inputs, **dict(zip(names, values, strict=True))}
 
-    def feeding(self, program: Callable[[list[Any]], Any], names: list[str]) -> Callable[[list[Any]], Any]:
+    def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
         """``program`` with the whole parameters of these names behind its other inputs."""
         parameters = [self.storage.parameters[name] for name in names]
 
@@ -230,6 +230,7 @@ class UnshardedUnits:
             return program(args)
 
         vars(run)["_boxed_call"] = True  # see Program
+        vars(run).update({name: getattr(program, name) for name in ("source", "graph") if hasattr(program, name)})
         return run
 
     def _value(self, p: ShardedParameter) -> Tensor:
@@ -266,6 +267,16 @@ class Handle(UnshardHandle):
 
     def wait(self) -> None:
         self._units.finish(self._unit)
+
+
+class InGraph(UnshardHandle):
+    """What it returns within the model's forward, where the graph gathers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def compile_on_xla(
     units = find_units(model, auto_wrap_policy, ignored)
     put_values = initial_values(
         model,
-        {unit.module for unit in units},
+        {module for unit in units if unit.parameters for module in unit.modules.values()},
         AmongReplicas(parallel) if isinstance(parallel, ReplicaMesh) and sync_module_states else None,  # type: ignore[arg-type]  # it broadcasts
         torch.device("cpu"),
         sync_module_states=sync_module_states,
@@ -131,7 +131,7 @@ def compile_on_xla(
         dynamic=False,
     )
     storage.install(model)
-    policies.install(unit.name for unit in units)
+    policies.install(name for unit in units for name in unit.modules)
     input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
     if auto:
         trace_marks(model, shard_output, mesh)

@@ -78,7 +78,12 @@ def start_all_gather(
     if source.dtype is not dtype:
         targets = _cast_in_place(targets, group)
     gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
-    works = gather([(_sendable(target), _sendable(part)) for target, part in targets], group)
+    pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
+    works = compat.seen_as(
+        "_allgather_base_",
+        lambda: compat.all_gather_single(result, source, group=group, async_op=True),
+        lambda: gather(pairs, group),
+    )
 
     def finish(keep_alive: Any = (source, targets)) -> None:
         for work in works:
@@ -222,10 +227,20 @@ class ReduceScatter:
             sent = self._message(grads[first : first + count], numel)
             pairs.append((out[begin : begin + numel], sent))
             first += count
+        return compat.seen_as(
+            "_reduce_scatter_base_", lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
+        )
+
+    def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
+        sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.group.size() * self.length)
+        return compat.reduce_scatter_single(out, sent, op=self.op, group=self.group, async_op=True)
+
+    def _start(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Pending:
         if self.is_pair:
             divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
             return _exchange_reduce_scatter(out, pairs, self.group, divisor)
-        works = compat.grouped_reduce_scatter(pairs, self.op, self.group)
+        works = compat.grouped_reduce_scatter(list(pairs), self.op, self.group)
         return Pending(out, finish_reduction(works, out, self.after, keep_alive=pairs))
 
     def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:

@@ -152,9 +152,10 @@ class Frame:
 
     def abandon(self, error: BaseException) -> None:
         """End of a run that raised ``error``, which nothing that fails here hides. Collectives in which other ranks do
-        not take part are not waited for: the process group holds their memory until they end."""
+        not take part are not waited for (those of a rank that the user interrupts may be such): the process group holds
+        their memory until they end."""
         try:
-            while self.pending and not isinstance(error, OUT_OF_STEP):
+            while self.pending and isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP):
                 try:
                     self.pending.popitem()[1].finish()
                 except OUT_OF_STEP:
@@ -200,7 +201,8 @@ class Program:
     def __call__(self, args: list[Any]) -> Any:
         if self.check is not None:
             self.check()
-        if self.graphs is not None and self._run is self.ordinary:
+        # A graph that is replayed shows a dispatch mode nothing.
+        if self.graphs is not None and self._run is self.ordinary and not compat.dispatch_modes():
             return self.graphs.run(self, args)
         return self.execute(self._run, self.slots, args)
 

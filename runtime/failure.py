@@ -16,10 +16,12 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -89,13 +91,31 @@ def is_of_process_group(error: BaseException) -> bool:
 
 def place(error: BaseException, program: Any) -> str:
     """Where a program (``executor.Program``) raised: the region or collective; "" where that is not known."""
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _place_in(frames, program)
+
+
+def running_place(program: Any) -> str:
+    """Where a program that called this function is now; "" where that is not known."""
+    frames: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _place_in(frames[::-1], program)
+
+
+def _place_in(frames: Sequence[tuple[str, int]], program: Any) -> str:
+    """``frames``: files and lines, the innermost last."""
     source = getattr(program, "source", "").splitlines()
     file = f"<graph_fsdp {program.graph.phase} program>" if source else ""
-    found, traceback = "", error.__traceback__
-    while traceback is not None and source:
-        if traceback.tb_frame.f_code.co_filename == file and 0 < traceback.tb_lineno <= len(source):
-            found = _described_line(source, source[traceback.tb_lineno - 1], program)
-        traceback = traceback.tb_next
+    found = ""
+    for name, line in frames if source else ():
+        if name == file and 0 < line <= len(source):
+            found = _described_line(source, source[line - 1], program)
     return found
 
 

@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import json
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ from graph_fsdp.runtime.failure import (
     gone,
     is_of_process_group,
     place,
+    running_place,
 )
+from graph_fsdp.runtime.long_waits import LongWaits, interrupted
 from graph_fsdp.runtime.runnable_program import RunnableProgram
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
@@ -78,6 +81,7 @@ class Lockstep:
         self._past: tuple[str, ...] = ()
         self._predictions: dict[tuple[str, ...], str] = {}
         self._running = ""  # key of the program that began last
+        self._program: Callable[[], Any] = lambda: None  # that program
         self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
         self._stopped = ""  # where the program raised that began last
         self._troubled = False  # one of these, or this rank has announced a failure
@@ -85,13 +89,15 @@ class Lockstep:
         self.failures.publish_process()
         self._compared = -1  # position of the last comparison
         self._compiled = 0  # how often this rank has waited for others to compile
+        self._compiling_since = 0.0
+        self._long_waits = LongWaits(ranks, store, self._base)
 
     def know(self, program: RunnableProgram) -> str:
         """The key to ``begin`` it with."""
         self._programs[program.key] = program
         return program.key
 
-    def begin(self, key: str) -> None:
+    def begin(self, key: str, program: Any = None) -> None:
         """To be called before a program starts its first collective.
 
         Raises:
@@ -101,8 +107,7 @@ class Lockstep:
         global _current
         if self._troubled:
             self._recover()
-        past = self._past
-        if self._predictions.get(past) != key:
+        if self._predictions.get(past := self._past) != key:
             try:
                 if self._stopped or self._predicted() != key:
                     self._compare(key)
@@ -114,6 +119,7 @@ class Lockstep:
             self.position += 1
         self._past = (*past[1 - _DEPTH :], key)
         self._running = key
+        self._program = weakref.ref(program) if program is not None else lambda: None
         _current = self
 
     def compiling(self) -> None:
@@ -122,12 +128,15 @@ class Lockstep:
         self._raise_again()
         self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {dist.get_rank()}")
         self._compiled += 1
+        self._compiling_since = time.monotonic()
 
     def check_refused(self) -> None:
         """While this rank waits: raises RankDisagreement if another one runs a program here, RankFailure if it has
         failed."""
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
+        seconds = time.monotonic() - self._compiling_since
+        self._long_waits.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 
     def look_for_others(self) -> None:
         """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
@@ -145,6 +154,10 @@ class Lockstep:
             text = f"rank {dist.get_rank()} runs {self._programs[self._running]}, and {other}; {_ADVICE}"
             self._announce(here, text)
             self._raise_announced(here)
+
+    def waits(self, seconds: float) -> None:
+        """From within a collective, after so many seconds: the user learns of those that take long."""
+        self._long_waits.tell(self.position - 1, seconds, lambda: self._running_program(running_place(self._program())))
 
     def _other_than_here(self, here: int) -> str:
         """What another rank does in place of the program that is predicted here; nothing if none does."""
@@ -173,7 +186,8 @@ class Lockstep:
         where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
-        where = self._running_program(error, program)
+        where = self._running_program(place(error, program))
+        interrupted(error, where)
         of_others = is_of_process_group(error)
         mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
         self._troubled = True
@@ -197,8 +211,7 @@ class Lockstep:
             self._troubled = True
             self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
 
-    def _running_program(self, error: BaseException, program: Any) -> str:
-        where = place(error, program) if program is not None else ""
+    def _running_program(self, where: str) -> str:
         return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
 
     def _recover(self) -> None:
@@ -258,7 +271,7 @@ class Lockstep:
             self._announce(self.position, stopped or difference, all_came=not stopped)
             if self._compared >= 0:  # everyone has read that one
                 self._forget(self._compared, "arrived", "verdict")
-        elif wait(self.store, [verdict], TIMEOUT_SECONDS, functools.partial(self._refuse_compiling, key)):
+        elif self._wait_for(verdict, key):
             self._announce(self.position, self._missing(prefix, key))
         self._compared = self.position
         self._forget(self.position, str(me))
@@ -266,6 +279,19 @@ class Lockstep:
         if self._stopped:
             self.failures.withdraw()
             self._troubled = False
+
+    def _wait_for(self, verdict: str, key: str) -> list[str]:
+        begin, what = time.monotonic(), f"the wait for others to run {self._programs[key]}"
+
+        def refused() -> None:
+            self._refuse_compiling(key)
+            self._long_waits.tell(self.position, time.monotonic() - begin, lambda: what)
+
+        try:
+            return wait(self.store, [verdict], TIMEOUT_SECONDS, refused)
+        except KeyboardInterrupt as error:
+            interrupted(error, what)
+            raise
 
     def _announce(self, position: int, message: str, all_came: bool = False) -> None:
         """A verdict for every rank that is, or comes, here: "" for equal programs. ``all_came``: no rank has started
@@ -306,8 +332,7 @@ class Lockstep:
         different = [rank for rank in self.ranks if keys[rank] != keys[first]]
         if not different:
             return "", ""
-        rank = different[0]
-        return "", f"{self._difference(different, keys[rank], rank, keys[first], first)}; {_ADVICE}"
+        return "", f"{self._difference(different, keys[different[0]], different[0], keys[first], first)}; {_ADVICE}"
 
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
         """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
@@ -352,24 +377,6 @@ def lockstep_of(ranks: Sequence[int]) -> Lockstep:
     return found
 
 
-class InStep:
-    """A program that begins when all ranks are about to run it."""
-
-    def __init__(self, program: Callable[[list[Any]], Any], lockstep: Lockstep, key: str) -> None:
-        self._boxed_call = True  # see Program
-        self.program, self.lockstep, self.key = program, lockstep, key
-
-    def __call__(self, args: list[Any]) -> Any:
-        self.lockstep.begin(self.key)
-        try:
-            return self.program(args)
-        except BaseException as error:
-            cause = self.lockstep.failed(error, self.program)
-            if cause is None:
-                raise
-            raise cause from error
-
-
 def finish(work: Any, device: torch.device) -> None:
     """Wait for a collective; see [Note: predicted programs]."""
     lockstep = _current
@@ -377,7 +384,7 @@ def finish(work: Any, device: torch.device) -> None:
         work.wait()
         return
     patience = datetime.timedelta(seconds=agreement.PATIENCE_SECONDS)
-    rounds_without = 0  # a rank that has ended
+    begin, rounds_without = time.monotonic(), 0  # a rank that has ended
     while True:
         try:
             work.wait(patience)
@@ -386,4 +393,5 @@ def finish(work: Any, device: torch.device) -> None:
             if work.is_completed() or rounds_without > _ROUNDS_WITHOUT_A_RANK:
                 raise CollectiveFailed(str(error)) from error
         lockstep.look_for_others()
+        lockstep.waits(time.monotonic() - begin)
         rounds_without = rounds_without + 1 if ended(lockstep.store, lockstep.ranks) else 0

@@ -20,6 +20,8 @@ from torch.distributed.fsdp.wrap import (
 
 from graph_fsdp.units import find_units
 
+BLOCKS = {**block("blocks.0"), **block("blocks.1")}
+
 # Policies
 
 
@@ -128,7 +130,44 @@ def selected_modules(model: nn.Module, policy: Callable[..., bool]) -> set[nn.Mo
     """All modules that a policy selects below the root, those left without parameters too."""
     from graph_fsdp.units import _select
 
-    return set(_select(model, policy, set())) - {model}
+    return {module for (module,) in _select(model, policy, set())} - {model}
+
+
+def test_modules_that_are_listed_are_units_and_a_tuple_of_them_is_one() -> None:
+    model = Stack()
+    check(
+        model,
+        {"embed": ["embed.weight", "head.weight"], **block("blocks.0"), **block("blocks.1")},
+        [(model.head, model.embed), Block],
+    )
+    (unit, *_) = find_units(model, [[model.head, model.embed], Block])
+    assert unit.modules == {"embed": model.embed, "head": model.head}
+    check(
+        model,
+        {"": ["embed.weight", "head.weight"], "blocks.0": [name for part in BLOCKS.values() for name in part]},
+        [tuple(model.blocks)],
+    )
+
+
+def test_a_tied_parameter_of_two_modules_of_a_unit_is_the_units() -> None:
+    model = Stack(tied=True)
+    check(model, {"embed": ["embed.weight"], **BLOCKS}, [(model.embed, model.head), Block])
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (lambda m: [(m.embed, Block)], TypeError, r"which is not a module class, a module or modules"),
+        (lambda m: [nn.Linear(1, 1)], ValueError, r"lists a Linear that is no module of the model"),
+        (lambda m: [(m.embed, m.head), m.head], ValueError, r"lists module 'head' twice"),
+        (lambda m: [(m.blocks, m.blocks[0])], ValueError, r"one unit of 'blocks' and of 'blocks.0' inside it"),
+        (lambda m: [(m, m.blocks[0])], ValueError, r"one unit of 'the model' and of 'blocks.0' inside it"),
+    ],
+)
+def test_modules_that_cannot_be_a_unit(policy: Callable[[nn.Module], object], error: type, message: str) -> None:
+    model = Stack()
+    with pytest.raises(error, match=message):
+        find_units(model, policy(model))
 
 
 # Errors

@@ -49,6 +49,25 @@ blocks.0 reduce 4 536""",
     )
 
 
+def test_a_unit_of_several_modules_is_gathered_and_reduced_as_one() -> None:
+    model = MLP()
+    assert_expected_inline(
+        bucket_tables(report_of(model, auto_wrap_policy=[(model.blocks[0].up, model.head), model.blocks[1]])),
+        """\
+forward
+blocks.0.up gather 4 3,584
+root gather 2 2,560
+blocks.1 gather 4 5,120 kept
+backward
+blocks.1 kept 4 5,120
+blocks.0.up gather 4 3,584
+root gather 2 2,560
+blocks.1 reduce 4 536
+root reduce 2 264
+blocks.0.up reduce 4 340""",
+    )
+
+
 def test_reshard_after_forward_false_keeps_every_unit() -> None:
     assert_expected_inline(
         bucket_tables(report_of(reshard_after_forward=False)),

@@ -142,6 +142,15 @@ def test_a_parameter_tied_within_the_root_stays_there() -> None:
     check(Stack(tied=True), {**STACK, "": ["embed.weight"]})
 
 
+def test_a_chosen_module_whose_parameters_are_all_tied_elsewhere_stays_a_unit() -> None:
+    model = Stack(depth=1, tied=True)
+    units = {"": ["embed.weight"], "embed": [], "blocks.0.up": ["blocks.0.up.weight"]}
+    check(model, {**units, "blocks.0.down": ["blocks.0.down.weight"], "head": []}, {nn.Embedding, nn.Linear})
+    (*_, head) = find_units(model, {nn.Embedding, nn.Linear})
+    assert head.gathered_by == ""
+    check(model, {"": ["embed.weight"], **block("blocks.0")}, {nn.ModuleList, Block})
+
+
 def test_a_parameter_tied_across_two_blocks_belongs_to_the_root() -> None:
     model = Stack()
     model.blocks[1].up.weight = model.blocks[0].up.weight
@@ -176,7 +185,7 @@ def test_a_unit_shared_by_two_units_keeps_its_own_parameters() -> None:
     model = nn.ModuleList([nn.Sequential(shared), nn.Sequential(nn.Linear(2, 2, bias=False), shared)])
     check(model, {"0.0": ["0.0.weight"], "1.0": ["1.0.weight"]}, {nn.Sequential, nn.Linear})
     # Shared, but no unit itself: both users must find it gathered.
-    check(model, {"": ["0.0.weight"], "1": ["1.0.weight"]}, {nn.Sequential})
+    check(model, {"": ["0.0.weight"], "0": [], "1": ["1.0.weight"]}, {nn.Sequential})
 
 
 def test_ignored_parameters_belong_to_no_unit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -21,6 +22,11 @@ FACTS = Facts(__name__)
 
 def gathers_of(model: nn.Module) -> int:
     return graph_fsdp.inspect(model).collectives.get("all_gather", 0)
+
+
+def held_by(model: Any) -> int:
+    """Bytes of gathered parameters, now."""
+    return int(model._graph_fsdp.counter.current)
 
 
 def generate(model: Any, prompt: Tensor) -> Tensor:
@@ -226,6 +232,83 @@ def resharding_between_forward_and_backward_changes_nothing() -> None:
     for loss in losses:
         loss.backward()
     check_gradients(model, plain)
+
+
+@FACTS
+def resharding_gives_back_what_is_kept_for_backward() -> None:
+    """As FSDP2 does; two forwards, whose backwards come in any order, and one that never comes."""
+    torch.manual_seed(0)
+    model, plain = pair(MLP(), reshard_after_forward=False)
+    for unit in (*plain.blocks, plain):
+        fully_shard(unit, reshard_after_forward=False)
+    x = rows(4, 16)
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    held, kept = held_by(model), gathers_of(model)
+    for seed in (1, 2):
+        losses = [[m(rows(4, 16, seed=seed + i)).square().mean() for i in range(2)] for m in (model, plain)]
+        dropped = model(x)
+        gathered, whole_bytes = gathers_of(model), held_by(model)
+        assert whole_bytes > held
+        model.blocks[0].reshard()
+        assert held < held_by(model) < whole_bytes, "only what the unit has"
+        for m in (model, plain):
+            for unit in units_of(m):
+                unit.reshard()
+        assert held_by(model) == held
+        del dropped
+        for first, second in losses:
+            second.backward()
+            first.backward()
+        assert gathers_of(model) == gathered + 2 * kept, "again, and once for each forward"
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(expected.grad)), name
+        del losses, first, second
+        assert held_by(model) == held, "nothing is counted twice"
+
+
+class Ahead(MLP):
+    """Gathers the next block while one runs, as FSDP2's users may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: Any = list(self.blocks)
+        handle = blocks[0].unshard(async_op=True)
+        for index, block in enumerate(blocks):
+            handle.wait()
+            if index + 1 < len(blocks):
+                handle = blocks[index + 1].unshard(async_op=True)
+            x = block(x)
+            block.reshard()
+        return self.head(x)
+
+
+@FACTS
+def handles_in_a_forward_are_waited_for() -> None:
+    """Bit for bit FSDP2's."""
+    torch.manual_seed(0)
+    plain: Any = Ahead()
+    models = [(False, copy.deepcopy(plain)), (True, copy.deepcopy(plain))]
+    for unit in (*plain.blocks, plain):
+        fully_shard(unit, reshard_after_forward=True)
+    plain(rows(4, 16)).square().mean().backward()
+    for fullgraph, same in models:
+        model = graph_fsdp.compile(same, backend="eager", fullgraph=fullgraph)
+        model(rows(4, 16)).square().mean().backward()
+        for (name, p), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(expected.grad)), name
+        assert len(graph_fsdp.inspect(model).captures) == 1
+
+
+@FACTS
+def ranks_that_do_not_all_reshard_are_found() -> None:
+    model, _ = pair(MLP(), reshard_after_forward=False)
+    for _ in range(4):
+        model(rows(4, 16)).sum().backward()
+    loss = model(rows(4, 16)).sum()
+    if dist.get_rank() == 0:
+        model.reshard()
+    with pytest.raises(graph_fsdp.RankDisagreement, match=r"reshard\(\)"):
+        loss.backward()
 
 
 @pytest.fixture(scope="module")

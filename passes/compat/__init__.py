@@ -70,9 +70,17 @@ whole test-suite was run.
 | ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
+| ``utils._python_dispatch._disable_current_modes`` | capture without the user's dispatch modes | 2.9, 2.13 |
+| ``utils._python_dispatch._is_in_non_infra_torch_dispatch_mode`` | Dynamo traces under modes | 2.9, 2.13 |
+| ``utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals`` | likewise | 2.13 |
+| ``_C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals`` | likewise | 2.13 |
+| ``_C._len_torch_dispatch_stack`` and its like | what modes are active, and one below them | 2.9, 2.13 |
+| ``nn.modules.module._global_forward_hooks`` and its like | modes' own hooks, which Dynamo refuses | 2.9, 2.13 |
+| ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``_composable.checkpoint_activation``, its hooks | composable ``checkpoint`` is traced as the ordinary one | 2.13 |
 | ``_composable.contract.REGISTRY_KEY`` | what ``fully_shard`` asks a module before it touches it | 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
@@ -107,6 +115,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
+from graph_fsdp.passes.compat.dispatch_modes import (
+    dispatch_modes,
+    dynamo_ignores_modes,
+    seen_as,
+    without_dispatch_modes,
+)
 from graph_fsdp.passes.compat.distributed import (
     APPLIED,
     all_gather_single,
@@ -120,6 +134,7 @@ from graph_fsdp.passes.compat.distributed import (
     reduce_scatter_single,
     registered_forward_method,
     resolve_group,
+    take_composable_checkpoint,
 )
 from graph_fsdp.passes.compat.dynamo import (
     activation_memory_budget,
@@ -213,7 +228,9 @@ __all__ = [
     "debug_directory",
     "default_inductor_cache_directory",
     "default_store",
+    "dispatch_modes",
     "dynamo_config",
+    "dynamo_ignores_modes",
     "fake_process_group",
     "fake_tensor",
     "flop_registry",
@@ -248,6 +265,7 @@ __all__ = [
     "resolve_group",
     "same_memory",
     "schema_arguments",
+    "seen_as",
     "set_grad_enabled",
     "set_local_tensor",
     "set_version",
@@ -255,6 +273,7 @@ __all__ = [
     "storage_at",
     "storage_id",
     "swap",
+    "take_composable_checkpoint",
     "take_over",
     "trace_artifact",
     "traced_by_aot_autograd",
@@ -265,6 +284,7 @@ __all__ = [
     "when_backward_ends",
     "with_graph",
     "with_storage_of_its_own",
+    "without_dispatch_modes",
     "without_memory",
     "without_torch_function",
     "wrapper_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +21,30 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
+
+_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+_CHECKPOINT_OPTIONS = {
+    "preserve_rng_state": "preserve_rng_state",
+    "user_context_fns": "context_fn",
+    "determinism_check": "determinism_check",
+}
+
+
+def take_composable_checkpoint(module: nn.Module) -> dict[str, Any] | None:
+    """Take the hooks of torch's composable ``checkpoint`` from a module; the options of ``torch.utils.checkpoint`` that
+    say the same. None where it was not applied."""
+    options: dict[str, Any] | None = None
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == _CHECKPOINT]:
+            given = inspect.getclosurevars(hooks.pop(key)).nonlocals
+            with_kwargs.pop(key, None)
+            found = {name: given[own] for own, name in _CHECKPOINT_OPTIONS.items() if given.get(own) is not None}
+            options = {**(options or {}), **found}
+    return options
+
 
 # torch 2.13 renamed the two and warns on the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

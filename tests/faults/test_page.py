@@ -17,13 +17,19 @@ from pathlib import Path
 import pytest
 
 from graph_fsdp.checkpoint import group
-from graph_fsdp.runtime import agreement, failure, lockstep
+from graph_fsdp.runtime import agreement, failure, lockstep, long_waits
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
-MODULES = ("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults")
-_RUNNERS = {"test_on_two_ranks", "all_ranks_raise", "zz_one_rank_raises", "test_one_rank_raises_elsewhere"}
+MODULES = ("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits")
+_RUNNERS = {
+    "test_on_two_ranks",
+    "all_ranks_raise",
+    "zz_one_rank_raises",
+    "test_one_rank_raises_elsewhere",
+    "long_waits_are_told",
+}
 _ROW = re.compile(r"^\| (?P<fault>[^|]+) \| (?P<what>[^|]+) \| `(?P<file>\w+)\.py`: (?P<names>[^|]+) \|(?P<rest>.*)$")
 
 
@@ -97,9 +103,15 @@ def _two_columns() -> str:
 
 
 def test_seconds_of_the_page_are_those_of_the_code() -> None:
-    modules = {"agreement": agreement, "failure": failure, "lockstep": lockstep, "group": group}
+    modules = {
+        "agreement": agreement,
+        "failure": failure,
+        "lockstep": lockstep,
+        "long_waits": long_waits,
+        "group": group,
+    }
     found = re.findall(r"^\| (\d+) \| [^|]+ \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(found) == 6
+    assert len(found) == 7
     for seconds, module, name in found:
         assert float(seconds) == getattr(modules[module], name), name
 

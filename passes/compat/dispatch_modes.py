@@ -1,0 +1,157 @@
+"""Dispatch modes of the user (``CommDebugMode``, ``FlopCounterMode``) around a compiled model.
+
+torch.compile is off under a ``TorchDispatchMode``: the code runs as it is, so that the mode sees each operator. A
+model of ours has nothing but its programs. They are called operator by operator and region by region, so they run
+under the mode; Dynamo is made to ignore it, and compiles without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as nn_module
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Value = TypeVar("Value")
+
+# Whether Dynamo is off: what torch's modules keep of it, each from the release that has it on.
+_FLAGS = ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals")
+_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+try:
+    from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as _set_in_mode
+except ImportError:  # before 2.10
+
+    def _set_in_mode(value: bool) -> None:
+        pass
+
+
+without_dispatch_modes = python_dispatch._disable_current_modes
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Those of this thread that are not part of a tracer, the outermost first."""
+    if not torch._C._len_torch_dispatch_stack():  # as in nearly every call
+        return []
+    return [mode for mode in _stack() if not mode.is_infra_mode()]
+
+
+def _stack() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+@contextlib.contextmanager
+def dynamo_ignores_modes() -> Iterator[None]:
+    """What is called under the user's dispatch modes is compiled, and runs under them."""
+    modes = [mode for mode in dispatch_modes() if not _is_ignored(mode)]
+    if not modes:
+        yield
+        return
+    flags = {name: getattr(python_dispatch, name) for name in _FLAGS if hasattr(python_dispatch, name)}
+    with contextlib.ExitStack() as stack:
+        for name, value in flags.items():
+            setattr(python_dispatch, name, False)
+            stack.callback(setattr, python_dispatch, name, value)
+        _set_in_mode(False)
+        stack.callback(_set_in_mode, True)
+        for mode in modes:
+            vars(mode)["ignore_compile_internals"] = _yes  # newer releases ask the modes themselves
+            stack.callback(vars(mode).pop, "ignore_compile_internals")
+        stack.enter_context(_without_hooks_of_torch())
+        yield
+
+
+def _is_ignored(mode: TorchDispatchMode) -> bool:
+    return bool(getattr(mode, "ignore_compile_internals", _no)())
+
+
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _without_hooks_of_torch() -> Iterator[None]:
+    """Modes follow modules by hooks on all of them, which Dynamo refuses to trace since they are torch's own. Inside of
+    a compiled model no module is called."""
+    taken = [(hooks, dict(hooks)) for hooks in map(vars(nn_module).__getitem__, _HOOKS)]
+    for hooks, before in taken:
+        for key in [key for key, hook in before.items() if _is_torchs(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in taken:  # in the order in which they were registered
+            since = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update({**before, **since})
+
+
+def _is_torchs(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
+
+
+# --- collectives
+
+
+def seen_as(operator: str, call: Callable[[], Any], run: Callable[[], Value]) -> Value:
+    """``run()``, which starts a collective in however many messages. In the eyes of dispatch modes it is ``call()``,
+    which does nothing but to call ``operator`` of ``torch.ops.c10d`` once. What runs must not depend on a mode: other
+    ranks may have none."""
+    if not dispatch_modes():
+        return run()
+    below = _Below(getattr(torch.ops.c10d, operator).default, run)
+    with _at_the_bottom(below):
+        call()
+    found: Value = below.value[0]
+    return found
+
+
+class _Below(TorchDispatchMode):
+    """Below all other modes: does what ``run`` does in place of ``operator``."""
+
+    def __init__(self, operator: Any, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.operator, self._run = operator, run
+        self.value: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.operator or self.value:
+            return func(*args, **(kwargs or {}))
+        self.value.append(self._run())
+        return args[0], _Started().boxed()
+
+
+class _Started(dist.Work):
+    """For the operator's result, which nobody waits for."""
+
+
+@contextlib.contextmanager
+def _at_the_bottom(mode: TorchDispatchMode) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        modes = [python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        python_dispatch._push_mode(mode)
+        for other in reversed(modes):
+            python_dispatch._push_mode(other)
+        stack.callback(_remove, mode)
+        yield
+
+
+def _remove(mode: TorchDispatchMode) -> None:
+    modes = [python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    for other in reversed(modes):
+        if other is not mode:
+            python_dispatch._push_mode(other)

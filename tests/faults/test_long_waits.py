@@ -1,0 +1,129 @@
+"""A rank that waits for others says so before there is an error, and one that is interrupted where it was."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from facts import Facts, Failures, check
+from struck import batch, caught, compiled, rank, rounds, warm
+from torch import nn
+
+import graph_fsdp
+from graph_fsdp.passes import compat
+from graph_fsdp.runtime import long_waits
+
+FACTS = Facts(__name__)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What this rank says in the log."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("graph_fsdp.runtime")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def after(name: str) -> None:
+    compat.default_store().wait([name])
+
+
+def evaluate(model: nn.Module, batches: int) -> None:
+    with torch.no_grad():
+        for _ in range(batches):
+            model(batch())
+
+
+def a_rank_with_fewer_batches_is_missed(model: nn.Module) -> None:
+    evaluate(model, 6)
+    with told() as lines:
+        if rank() == 0:
+            evaluate(model, 2)
+        else:
+            evaluate(model, 1)
+            after("told")  # as if it went on with something else
+            evaluate(model, 1)
+    if rank() == 0:
+        (line,) = lines
+        assert "in wait for gather of bucket blocks.0 of the inference graph of model" in line
+        assert "where ranks [1] have not come (rank 1: its process" in line
+    evaluate(model, 1)
+
+
+def a_rank_that_does_not_come_to_compile_is_missed(model: nn.Module) -> None:
+    with told() as lines:
+        if rank() == 1:
+            after("told")
+        evaluate(model, 1)
+    if rank() == 0:
+        assert [line for line in lines if "the wait for others to compile" in line and "ranks [1] have not" in line], (
+            lines
+        )
+
+
+def an_interrupted_rank_says_where(model: nn.Module) -> None:
+    """Another collective is under way, in which rank 1 will not take part: it is not waited for."""
+    loss = model(batch()).sum()
+    if rank() == 1:
+        after("interrupted")
+        return
+    source = graph_fsdp.inspect(model).backward.program
+    assert source.index("reduce_start") < source.index("frame.wait"), "a reduction is under way"
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with told() as lines:
+        error = caught(loss.backward)
+    assert type(error) is KeyboardInterrupt
+    compat.default_store().set("interrupted", "")
+    (line,) = [line for line in lines if "interrupted" in line]
+    assert line.startswith(
+        "rank 0 was interrupted in wait for gather of bucket blocks.2 of the backward graph of model"
+    )
+
+
+TOGETHER = (
+    a_rank_with_fewer_batches_is_missed,
+    a_rank_that_does_not_come_to_compile_is_missed,
+    an_interrupted_rank_says_where,
+)
+
+
+@FACTS
+def long_waits_are_told() -> None:
+    for function in rounds(*TOGETHER):  # type: ignore[arg-type]
+        long_waits.TELL_AFTER_SECONDS = 1.0
+        _tell_the_store()
+        function(warm(compiled()))  # type: ignore[call-arg]
+
+
+def _tell_the_store() -> None:
+    """For the rank that is missed."""
+    tell = long_waits.log.warning
+
+    def warning(*args: Any) -> None:
+        tell(*args)
+        compat.default_store().set("told", "")
+
+    long_waits.log.warning = warning  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(2, timeout=120.0)
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_two_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
