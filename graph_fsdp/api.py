@@ -19,7 +19,7 @@ from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
-from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
+from graph_fsdp.module import become_compiled, original_forward
 from graph_fsdp.passes import (
     ActivationCheckpointing,
     CostModel,
@@ -272,8 +272,7 @@ def compile(
     engine.extensions = extensions
     storage.install(fullgraph)
     policies.install(unit.name for unit in units)
-    input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
-    become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
+    become_compiled(model, engine, policies, units)
     return model
 
 
