@@ -24,13 +24,7 @@ from torch import Tensor, fx, nn
 from graph_fsdp.cuda_graphs import program_graphs
 from graph_fsdp.dynamo import forget_programs, graph_break, own_code
 from graph_fsdp.entry import Entry, differentiable_once, entered
-from graph_fsdp.errors import (
-    PassError,
-    RankDisagreement,
-    RankFailure,
-    UnsupportedError,
-    VerificationError,
-)
+from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.extensions import ExtendedGather
 from graph_fsdp.failure import save_failure
 from graph_fsdp.gradients import check_unchanged
@@ -52,6 +46,7 @@ from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
+from graph_fsdp.runtime.absent_gradients import find_absent
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
@@ -294,6 +289,7 @@ class Engine:
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
             engine.pipeline.run([joint_graph], context)
+            context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
             kind = kind_of(joint_graph, engine.spec, context.settings) + entry.suffix
             begin = time.perf_counter()
             with compat.activation_memory_budget(context.activation_memory_budget):
@@ -345,7 +341,8 @@ class Engine:
             keep_inference_input_mutations=engine.backend.keeps_mutations,
         )
         with compat.unlogged_graphs_unprinted():
-            return compiler(module, inputs)
+            run = compiler(module, inputs)
+        return run if context.absent is None else context.absent.watching(run)
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
@@ -372,7 +369,9 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        return self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        if context.absent is not None:
+            runnable = context.absent.around(runnable, graph)
+        return self.schedules.in_step(runnable, graph, self.pipeline, context)
 
     def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
         """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""

@@ -44,6 +44,7 @@ whole test-suite was run.
 | ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
 | ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
 | ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
+| ``_aot_autograd.schemas.OutputType`` | which outputs have a gradient in backward | 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -126,10 +127,12 @@ from graph_fsdp.passes.compat.dynamo import (
     current_fake_mode,
     debug_directory,
     forward_outputs,
+    is_compiled_backward,
     is_of_backward,
     is_tracing,
     leave_to_python,
     profiler_is_active,
+    tangents_of_outputs,
     trace_artifact,
     traced_by_aot_autograd,
     tracing_options,
@@ -228,6 +231,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_compiled_backward",
     "is_of_backward",
     "is_traceable_wrapper_subclass",
     "is_tracing",
@@ -255,6 +259,7 @@ __all__ = [
     "storage_id",
     "swap",
     "take_over",
+    "tangents_of_outputs",
     "trace_artifact",
     "traced_by_aot_autograd",
     "tracing",

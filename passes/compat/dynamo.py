@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import os
@@ -20,6 +21,7 @@ from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -98,6 +100,34 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
     return list(found.mutated_inp_runtime_indices), [
         bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
     ]
+
+
+def tangents_of_outputs(number: int) -> list[int | None] | None:
+    """Of the graph that AOTAutograd has just traced: per output of the node that autograd gets for it, which of the
+    graph's ``number`` tangents is its gradient, None for none. None where this torch counts them otherwise."""
+    context = TracingContext.try_get()
+    found: Any = context.fw_metadata if context is not None else None
+    if found is None:
+        return None
+    written = [found.input_info[index] for index in found.mutated_inp_runtime_indices]
+    returned = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    has_tangent = [info.mutates_data and info.requires_grad for info in written]
+    has_tangent += [
+        info.output_type in returned
+        and issubclass(info.raw_type, torch.Tensor)
+        and getattr(info, "requires_grad_for_backward", info.requires_grad)
+        for info in found.output_info
+    ]
+    has_tangent += [True] * found.num_intermediate_bases
+    if sum(has_tangent) != number:
+        return None
+    numbers = itertools.count()
+    return [next(numbers) if has else None for has in has_tangent]
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether a node of autograd runs the backward of a graph of AOTAutograd's."""
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 @contextlib.contextmanager
