@@ -2,8 +2,9 @@
 
 A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
 operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on,
-and each distinct one is run once per graph: once by the passes, which make values (``FakeValues``), and once by the
-verifier, which does not trust them (``Kinds``).
+and each distinct one is run once: once by the passes, which make values (``FakeValues``), and once by the verifier,
+which does not trust them (``Kinds``). What operators of torch and of the dialect give is remembered for all graphs of
+the process, without any tensor; what others give, which a user may register anew, for one graph.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
@@ -54,6 +55,11 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(item)
 
 
+_V = TypeVar("_V")
+_MOST_REMEMBERED = 20_000
+_NAMESPACES = frozenset({"aten", "prims", "graph_fsdp"})
+
+
 class NotDescribed(Exception):
     """A value or an argument whose description would not say everything that a result depends on."""
 
@@ -83,20 +89,23 @@ class FakeValues:
     """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running
     the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
 
+    of_all_graphs: ClassVar[dict[Hashable, _Recipe | None]] = {}
+
     def __init__(self) -> None:
-        self._recipes: dict[Hashable, _Recipe | None] = {}
+        self._of_this_graph: dict[Hashable, _Recipe | None] = {}
 
     def of(self, node: fx.Node) -> Any:
         """The value of a call on the fake values of its inputs. Raises what the operator raises."""
         try:
             key = _describe_call(node)
-            recipe = self._recipes.get(key)
+            recipes = _remembered(node, self._of_this_graph, self.of_all_graphs)
+            recipe = recipes.get(key)
         except (NotDescribed, TypeError):  # not described, or not hashable
             return evaluate(node)
         if recipe is None:
             value = evaluate(node)
-            if key not in self._recipes:
-                self._recipes[key] = _recipe(node, value)
+            if key not in recipes:
+                recipes[key] = _recipe(node, value)
             return value
         memory = _first_argument(node) if recipe.view else None
         return compat.fake_tensor(
@@ -145,19 +154,32 @@ class Kinds:
     sizes, constants, subgraphs, operators that write to their inputs) is computed each time.
     """
 
+    of_all_graphs: ClassVar[dict[Hashable, Any]] = {}
+
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._of_this_graph: dict[Hashable, Any] = {}
 
     def computed(self, node: fx.Node) -> Any:
         """The kind of what ``node`` computes from the fake values of its inputs. Raises what the operator raises."""
         try:
             key = _describe_call(node)
-            if key in self._known:
-                return self._known[key]
+            known = _remembered(node, self._of_this_graph, self.of_all_graphs)
+            if key in known:
+                return known[key]
         except (NotDescribed, TypeError):  # not described, or not hashable
             return kind(evaluate(node))
-        self._known[key] = found = kind(evaluate(node))
+        known[key] = found = kind(evaluate(node))
         return found
+
+
+def _remembered(node: fx.Node, here: dict[Hashable, _V], everywhere: dict[Hashable, _V]) -> dict[Hashable, _V]:
+    """Where a call is remembered. What autocast makes of it is not part of its description."""
+    own = getattr(node.target, "namespace", "") not in _NAMESPACES
+    if own or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return here
+    if len(everywhere) > _MOST_REMEMBERED:
+        everywhere.clear()
+    return everywhere
 
 
 def _describe_call(node: fx.Node) -> Hashable:
@@ -171,7 +193,10 @@ def _describe_call(node: fx.Node) -> Hashable:
     args = node.args
     if target is dialect.gather_param or target is dialect.reduce_grad:
         args = (*args[:4], *args[5:])  # the parameter's name, which no value depends on
-    return (target, _describe(args), keywords, torch.is_grad_enabled())
+    modes = {tensor.fake_mode for n in node.all_input_nodes for tensor in iterate_tensors(n.meta["val"])}  # type: ignore[attr-defined]
+    if len(modes) != 1:
+        raise NotDescribed
+    return (target, _describe(args), keywords, torch.is_grad_enabled(), torch.get_default_dtype())
 
 
 def _describe(argument: Any) -> Hashable:
@@ -204,5 +229,4 @@ def _describe_value(value: Any) -> Hashable:
         value.requires_grad,
         value.is_conj(),
         value.is_neg(),
-        value.fake_mode,
     )

@@ -46,6 +46,8 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    for remembering in (Kinds, FakeValues):
+        monkeypatch.setattr(remembering, "of_all_graphs", {})
     return Calls(monkeypatch)
 
 
@@ -54,6 +56,26 @@ def test_a_call_on_values_of_the_same_kind_is_run_once(calls: Calls) -> None:
     expected = kind(torch.empty(8, 4))
     assert [calls.computed(aten.view.default, x, [8, 4]) for x in (first, second)] == [expected, expected]
     assert calls.run == 1
+
+
+def test_a_call_is_run_once_for_all_graphs_of_the_process_and_keeps_none_of_their_values(calls: Calls) -> None:
+    first = calls.computed(aten.view.default, calls.input(lambda: torch.empty(4, 8)), [8, 4])
+    calls.value(aten.view.default, calls.input(lambda: torch.empty(4, 8)), [8, 4])
+    calls.kinds, calls.values, calls.mode = Kinds(), FakeValues(), FakeTensorMode()
+    assert calls.computed(aten.view.default, calls.input(lambda: torch.empty(4, 8)), [8, 4]) == first
+    value = calls.value(aten.view.default, calls.input(lambda: torch.empty(4, 8)), [8, 4])
+    assert calls.run == 2, "once by the passes and once by the verifier"
+    assert value.fake_mode is calls.mode
+    kept = [*FakeValues.of_all_graphs.items(), *Kinds.of_all_graphs.items()]
+    assert len(kept) == 2 and "FakeTensor" not in repr(kept)
+
+
+def test_what_a_user_has_registered_is_run_for_each_graph(calls: Calls) -> None:
+    with torch.library._scoped_library("of_a_user", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: torch.cat([x, x]), "Meta")
+        calls.computed(torch.ops.of_a_user.twice.default, calls.input(lambda: torch.empty(4, 8)))
+    assert not Kinds.of_all_graphs
 
 
 FLOATS, INTEGERS = (lambda: torch.empty(4, 8)), (lambda: torch.empty(4, 8, dtype=torch.int64))

@@ -29,6 +29,7 @@ whole test-suite was run.
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.utils._get_dynamo_config_for_logging`` | that torch logs its settings with it; fails in 2.11 | 2.9 to 2.15 |
+| ``_dynamo.guards.profile_guard_manager``, ``guards_log`` | guards that nobody times | 2.13 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
 | ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
