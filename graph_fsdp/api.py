@@ -20,7 +20,7 @@ from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
 from graph_fsdp.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
-from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
+from graph_fsdp.module import become_compiled, original_forward
 from graph_fsdp.passes import (
     ActivationCheckpointing,
     CostModel,
@@ -93,10 +93,10 @@ def compile(
             forward each rank keeps one part in so many of every unit, and backward gathers it over as many
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, as in FSDP2. Shards and optimizer state keep the parameters' dtype, buffers their
-            own: cast those before. A dict from module classes to policies, or a function of a module that returns its
-            policy or None, gives modules policies of their own, as FSDP2 does for modules that are sharded by
-            themselves: see :mod:`graph_fsdp.mixed_precision`.
+            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Shards and optimizer state keep the
+            parameters' dtype, buffers their own: cast those before. A dict from module classes to policies, or a
+            function of a module that returns its policy or None, gives modules policies of their own, as FSDP2 does
+            for modules that are sharded by themselves: see :mod:`graph_fsdp.mixed_precision`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
@@ -274,8 +274,7 @@ def compile(
     engine.extensions = extensions
     storage.install(fullgraph)
     policies.install(name for unit in units for name in unit.modules)
-    input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
-    become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
+    become_compiled(model, engine, policies, units)
     return model
 
 

@@ -46,6 +46,7 @@ from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
+from graph_fsdp.runtime.absent_gradients import find_absent
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.custom_collectives import Comms
@@ -299,6 +300,7 @@ class Engine:
             context.forward_outputs = num_fwd_outputs
             joint_graph = Graph(joint, "joint")
             engine.pipeline.run([joint_graph], context)
+            context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
             kind = kind_of(joint_graph, engine.spec, context.settings) + entry.suffix
             begin = time.perf_counter()
             with compat.activation_memory_budget(context.activation_memory_budget):
@@ -350,7 +352,8 @@ class Engine:
             keep_inference_input_mutations=engine.backend.keeps_mutations,
         )
         with compat.unlogged_graphs_unprinted():
-            return compiler(module, inputs)
+            run = compiler(module, inputs)
+        return run if context.absent is None else context.absent.watching(run)
 
     def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
@@ -377,7 +380,9 @@ class Engine:
         self.programs[captured.index, graph.phase] = program
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
-        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context.settings)
+        if context.absent is not None:
+            runnable = context.absent.around(runnable, graph)
+        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context)
         return self.kept_buckets.around(in_step, graph, self.spec)
 
     def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:

@@ -114,8 +114,8 @@ class GradientMethods:
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here such
-        ranks run different graphs, and get a ``RankDisagreement``; within a graph, parameters of outputs that have no
-        gradient have zeros, and are reduced, on every rank."""
+        ranks run different graphs, and get a ``RankDisagreement``; within a graph, a parameter of an output that
+        some ranks leave out of their loss is reduced on every rank."""
         check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         check_bool("recurse", recurse)
         if reduce_scatter_unused_params:

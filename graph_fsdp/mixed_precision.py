@@ -5,8 +5,8 @@ A module that ``mp_policy`` names is to its policy what a module is that FSDP2 s
 ``fully_shard(module, mp_policy=…)``: the policy holds for all parameters in it, but for those in a module below that
 is named too; floating-point inputs of its forward are cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to
 ``output_dtype``. It need not be a unit, and does not become one. What is not named belongs to the module around it.
-Units are named by the policy that they have anyway, so that their inputs are cast as FSDP2 casts them; outputs are cast
-where a module was named by the user, and at the root.
+One policy for all is that of the root and of every unit. Where modules are named, units cast their inputs to the
+``param_dtype`` that holds for them, and outputs are cast only where a module was named, and at the root.
 
 Casts below the root are forward hooks, which Dynamo traces: they are operators of the captured graph. As FSDP2's, they
 run before a module's own hooks when it begins, and after them when it ends.
@@ -37,12 +37,28 @@ _ACCEPTED = (
 
 
 @dataclass(frozen=True)
+class InputOutputCasts:
+    """``cast_forward_inputs`` and ``output_dtype`` of a module's policy, for floating-point tensors; None: no cast."""
+
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args, kwargs) if self.input_dtype is None else cast((args, kwargs), self.input_dtype)
+
+    def outputs(self, value: Any) -> Any:
+        return value if self.output_dtype is None else cast(value, self.output_dtype)
+
+
+@dataclass(frozen=True)
 class ModulePolicies:
-    """``named``: module → the policy that the user gave it by name. The model itself always has one: ``root``."""
+    """``named``: module → the policy that the user gave it by name. The model itself always has one: ``root``.
+    ``of_all``: it was given for the model and all of its units."""
 
     model: nn.Module
     root: MixedPrecisionPolicy
     named: Mapping[nn.Module, MixedPrecisionPolicy]
+    of_all: bool = False
 
     def of_module(self, name: str) -> MixedPrecisionPolicy:
         """Of the module with this name: its own, or that of the innermost named module around it."""
@@ -68,17 +84,27 @@ class ModulePolicies:
                 )
         return policy
 
+    def casts_of(self, unit_name: str) -> InputOutputCasts:
+        """Where the forward of a unit, or of the model (""), begins and ends."""
+        policy = self.of_module(unit_name)
+        outputs = not unit_name or self.of_all or self.model.get_submodule(unit_name) in self.named
+        return InputOutputCasts(
+            policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
+        )
+
     def install(self, unit_names: Iterable[str]) -> None:
-        """Make named modules and units cast."""
-        policies = {self.model.get_submodule(name): self.of_module(name) for name in unit_names}
-        for module, policy in {**policies, **self.named}.items():
-            if module is self.model:  # its casts are those of the compiled forward
+        """Make named modules and units cast, but for the model, whose casts are those of the compiled forward."""
+        names = {self.model.get_submodule(name): name for name in unit_names}
+        names |= {module: name for name, module in self.model.named_modules() if module in self.named}
+        for module, name in names.items():
+            if module is self.model:
                 continue
-            if policy.param_dtype is not None and policy.cast_forward_inputs:
-                cast = functools.partial(_cast_inputs, policy.param_dtype)
-                module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
-            if policy.output_dtype is not None and module in self.named:
-                module.register_forward_hook(functools.partial(_cast_outputs, policy.output_dtype))
+            casts = self.casts_of(name)
+            if casts.input_dtype is not None:
+                cast_inputs = functools.partial(_cast_inputs, casts.input_dtype)
+                module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+            if casts.output_dtype is not None:
+                module.register_forward_hook(functools.partial(_cast_outputs, casts.output_dtype))
 
 
 def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:
@@ -87,7 +113,7 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
         TypeError, ValueError: ``mp_policy`` is not one of these, or changes nothing.
     """
     if isinstance(mp_policy, MixedPrecisionPolicy):
-        return ModulePolicies(model, mp_policy, {})
+        return ModulePolicies(model, mp_policy, {}, of_all=True)
     modules = [module for _, module in model.named_modules()]
     asked: Callable[[nn.Module], Any]
     if isinstance(mp_policy, Mapping):

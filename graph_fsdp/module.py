@@ -19,7 +19,7 @@ from graph_fsdp.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.gradients import GradientMethods
 from graph_fsdp.methods import UnitMethods
-from graph_fsdp.mixed_precision import cast
+from graph_fsdp.mixed_precision import InputOutputCasts, ModulePolicies
 from graph_fsdp.optimizer_steps import watch_steps
 from graph_fsdp.passes import compat
 from graph_fsdp.refusals import Refusals, Registry, saving_whole
@@ -135,7 +135,7 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts, units: list[Unit]) -> None:
+def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
     watch_steps()
@@ -154,25 +154,26 @@ def become_compiled(model: nn.Module, engine: Engine, convert: InputOutputCasts,
         if (cls, forward) not in classes:
             namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
             if forward is not nn.Module.forward:  # one of a model that has none says so
-                namespace["forward"] = _entering("forward", forward, engine.number, convert)
+                namespace["forward"] = _entering("forward", forward, engine.number)
             if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
                 namespace["save_pretrained"] = saving_whole(save_pretrained)
             classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__class__ = classes[cls, forward]
-        vars(module).update(_graph_fsdp=engine, _graph_fsdp_casts=convert)
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_casts=policies.casts_of(name))
         vars(module).update(_graph_fsdp_unit=unit_of.get(module, ""), _graph_fsdp_name=name)
     engine.structure = Structure(model, engine.storage)
 
 
-def _entering(name: str, function: Callable[..., Any], number: int, convert: InputOutputCasts) -> Callable[..., Any]:
+def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
     """``function`` as a method of the model and of units that runs compiled; ``number``: of the engine."""
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if Entered.engine == number:  # traced with the model: every call less is a frame less
             return function(self, *args, **kwargs)
-        args, kwargs = convert.inputs(args, kwargs)
         own = vars(self)
+        convert: InputOutputCasts = own["_graph_fsdp_casts"]
+        args, kwargs = convert.inputs(args, kwargs)
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         entry = Entry(own["_graph_fsdp_name"], name, function)
         return convert.outputs(engine.run(entry, self, *args, **kwargs))
@@ -191,17 +192,4 @@ def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -
         def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return method(*args, **kwargs)
 
-    return types.MethodType(_entering(name, function, own["_graph_fsdp"].number, own["_graph_fsdp_casts"]), module)
-
-
-class InputOutputCasts:
-    """``cast_forward_inputs`` and ``output_dtype`` of the mixed-precision policy: floating-point tensors only."""
-
-    def __init__(self, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> None:
-        self.input_dtype, self.output_dtype = input_dtype, output_dtype
-
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args, kwargs) if self.input_dtype is None else cast((args, kwargs), self.input_dtype)
-
-    def outputs(self, value: Any) -> Any:
-        return value if self.output_dtype is None else cast(value, self.output_dtype)
+    return types.MethodType(_entering(name, function, own["_graph_fsdp"].number), module)

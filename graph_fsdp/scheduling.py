@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.dialect import STARTING, is_custom, reduce_payloads
-from graph_fsdp.passes.settings import Settings
 from graph_fsdp.runtime.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.failure import RankFailure
 from graph_fsdp.runtime.in_step import InStep
@@ -89,7 +88,7 @@ class Schedules:
             plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
-        fingerprint = tuple(_fingerprint(graphs, pipeline, context.settings))
+        fingerprint = tuple(_fingerprint(graphs, pipeline, context))
         if self.lockstep is not None and fingerprint not in self._agreed:
             if not is_new:
                 self.lockstep.compiling()
@@ -98,9 +97,9 @@ class Schedules:
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
 
-    def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, settings: Settings) -> Runnable:
+    def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, context: PassContext) -> Runnable:
         """``program``, which runs ``graph``, begins when all ranks are about to run it."""
-        collectives = tuple(_fingerprint([graph], pipeline, settings))
+        collectives = tuple(_fingerprint([graph], pipeline, context))
         if self.lockstep is None or not collectives:
             return program
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
@@ -137,7 +136,7 @@ class Schedules:
         return f"model {self.index} ({self.name})"
 
 
-def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, settings: Settings) -> list[str]:
+def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassContext) -> list[str]:
     """Every collective with its size and the pass that put it there, in order; and what the user has set, which says in
     which group they run and what gradients are divided by."""
     lines = []
@@ -153,5 +152,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, settings: Settings
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}{by}{by_user}"
                 )
-    changed = settings.key()
+        if graph.phase == "backward" and context.absent is not None and context.absent.agrees_on:
+            lines.append(f"backward agrees whether there are gradients of {', '.join(context.absent.agrees_on)}")
+    changed = context.settings.key()
     return [*lines, f"settings {changed}"] if lines and changed else lines

@@ -16,7 +16,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.extensions import is_extended
 from graph_fsdp.initial_values import initial_values
 from graph_fsdp.mixed_precision import ModulePolicies
-from graph_fsdp.module import InputOutputCasts, become_compiled, original_forward
+from graph_fsdp.module import become_compiled, original_forward
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, compat_xla, default_pipeline
 from graph_fsdp.passes.activation_checkpointing import with_activation_checkpointing
 from graph_fsdp.passes.spec import ModelSpec
@@ -132,10 +132,9 @@ def compile_on_xla(
     )
     storage.install(model)
     policies.install(name for unit in units for name in unit.modules)
-    input_dtype = policies.root.param_dtype if policies.root.cast_forward_inputs else None
     if auto:
         trace_marks(model, shard_output, mesh)
-    become_compiled(model, engine, InputOutputCasts(input_dtype, policies.root.output_dtype), units)
+    become_compiled(model, engine, policies, units)
     return model
 
 

@@ -3,7 +3,7 @@
 A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
 operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on,
 and each distinct one is run once per process: once by the passes, which make values (``VALUES``), and once by the
-verifier, which does not trust them (``KINDS``).
+verifier, which does not trust them (``KINDS``). Calls of operators that others have registered are run each time.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def kind(value: Any) -> Any:
 
 
 _T = TypeVar("_T")
+_NAMESPACES = frozenset({"aten", "prims", "graph_fsdp"})
 
 
 class Memory(dict[Hashable, _T]):
@@ -183,7 +184,7 @@ VALUES, KINDS = FakeValues(), Kinds()
 def _describe_call(node: fx.Node) -> Hashable:
     target = node.target
     schema = getattr(target, "_schema", None)
-    if schema is None:
+    if schema is None or target.namespace not in _NAMESPACES:  # a user may register another operator by the same name
         raise NotDescribed
     if schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
         raise NotDescribed
@@ -191,7 +192,8 @@ def _describe_call(node: fx.Node) -> Hashable:
     args = node.args
     if target is dialect.gather_param or target is dialect.reduce_grad:
         args = (*args[:4], *args[5:])  # the parameter's name, which no value depends on
-    return (target, _describe(args), keywords, torch.is_grad_enabled(), torch.get_default_dtype())
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
+    return (target, _describe(args), keywords, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
 
 
 def _is_static(value: Any) -> bool:

@@ -73,6 +73,7 @@ class PassContext:
     ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
     ``extensions``: parameter → what makes it of its shard, where that is a tensor extension.
     ``reduced``: parameters whose gradients the joint graph reduces.
+    ``absent``: the runtime's ``AbsentGradients``, where a loss may leave outputs out with parameters of their own.
     ``unsharded``: per phase, the parameters that are inputs of the graph, whole, behind its other inputs.
     ``sharing``: buckets that pieces of one forward call hand to each other; ``taken``, ``given``: those of this graph.
     ``recomputes_activations``: whether backward does, by the user's checkpoints or by an option.
@@ -92,6 +93,7 @@ class PassContext:
     extensions: Mapping[str, nn.Module] = field(default_factory=dict)
     tangents: slice = field(default_factory=lambda: slice(0, 0))
     reduced: frozenset[str] = frozenset()
+    absent: Any = None
     recomputes_activations: bool = False
     offloaded: dict[int, fx.Node] = field(default_factory=dict)
     activation_memory_budget: float = 1.0

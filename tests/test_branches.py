@@ -5,7 +5,7 @@ Both ranks train each model; what they hold afterwards is what one process has t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from facts import Facts, Failures, check
 from models import WIDTH
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import graph_fsdp
@@ -111,11 +113,84 @@ def ranks_may_differentiate_different_outputs() -> None:
         (reference(batch(other, 0))[other].sum() / 2).backward()
     for name, gradient in gradients_of(model).items():
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
-    model.zero_grad()
-    model(batch(me, 0))[0].sum().backward()
-    gradients = list(gradients_of(model).values())
-    assert gradients[0] is not None and gradients[0].any()
-    assert gradients[1] is not None and not gradients[1].any(), "zeros: the graph computes gradients of all outputs"
+
+
+class HeadsOnAStem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = torch.relu(self.stem(x))
+        return [head(x) for head in self.heads]
+
+
+USES = [[0], [0], [1], [0, 1], [1]]  # of outputs by the loss, per step
+
+
+def train_on_some_outputs(shard: Callable[[nn.Module], nn.Module]) -> list[dict[str, Tensor | None]]:
+    """Weight decay moves what has zeros, and leaves alone what has None. The gradients of the last two steps add up."""
+    torch.manual_seed(0)
+    model = shard(HeadsOnAStem())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    found: list[dict[str, Tensor | None]] = []
+    for step, used in enumerate(USES):
+        outputs = model(batch(dist.get_rank(), step))
+        torch.stack([outputs[index].square().mean() for index in used]).sum().backward()
+        found += [gradients_of(model), dict(parameters_of(model))]
+        optimizer.step()
+        if step < len(USES) - 2:
+            optimizer.zero_grad()
+    return found
+
+
+def sharded_by_fsdp2(model: nn.Module) -> nn.Module:
+    for module in (model.stem, *model.heads):
+        fully_shard(module)
+    return fully_shard(model)
+
+
+@FACTS
+def outputs_that_the_loss_leaves_out_give_no_gradients_as_in_fsdp2() -> None:
+    def sharded(model: nn.Module) -> nn.Module:
+        return graph_fsdp.compile(model, backend="eager", auto_wrap_policy={nn.Linear})
+
+    theirs, own = map(train_on_some_outputs, (sharded_by_fsdp2, sharded))
+    assert any(gradient is None for gradient in own[0].values()), "the first step uses one head"
+    for a, b in zip(theirs, own, strict=True):
+        assert list(a) == list(b)
+        for name, value in a.items():
+            assert (value is None) == (b[name] is None), name
+            assert value is None or torch.equal(value, b[name]), name
+
+
+@FACTS
+def a_parameter_has_a_gradient_where_any_rank_used_it() -> None:
+    me = dist.get_rank()
+    line = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, line, hybrid):
+        model = graph_fsdp.compile(HeadsOnAStem(), mesh, backend="eager")
+        for first, second, missing in ((0, 0, ["heads.1"]), (1, 1, ["heads.0"]), (0, 1, []), (0, 0, ["heads.1"])):
+            model.zero_grad()
+            model(batch(me, 0))[(first, second)[me]].sum().backward()
+            absent = {name.rpartition(".")[0] for name, value in gradients_of(model).items() if value is None}
+            assert sorted(absent) == missing
+
+
+@FACTS
+def gradients_that_were_not_reduced_count() -> None:
+    me = dist.get_rank()
+    model = graph_fsdp.compile(HeadsOnAStem(), backend="eager")
+    for first, second, missing in ((0, 1, []), (0, 0, ["heads.1"]), (1, 0, [])):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(batch(me, 0))[first].sum().backward()
+        model.set_requires_gradient_sync(True)
+        model(batch(me, 0))[second].sum().backward()
+        absent = {name.rpartition(".")[0] for name, value in gradients_of(model).items() if value is None}
+        assert sorted(absent) == missing
 
 
 # Mixtures of experts: which rows an expert sees is data, and every expert is used by every rank

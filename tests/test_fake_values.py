@@ -159,6 +159,19 @@ def test_what_is_known_serves_other_graphs_and_is_bounded(calls: Calls, monkeypa
     assert calls.run == 4, "the third of them emptied the memory and was kept"
 
 
+def test_operators_of_others_and_those_under_autocast_are_told_apart(calls: Calls) -> None:
+    with torch.library._scoped_library("of_a_user", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: torch.cat([x, x]), "Meta")
+        for _ in range(2):
+            calls.computed(torch.ops.of_a_user.twice.default, calls.input(FLOATS))
+    x = calls.input(lambda: torch.empty(4, 4))
+    calls.computed(aten.mm.default, x, x)
+    with torch.autocast("cpu"):
+        calls.computed(aten.mm.default, x, x)
+    assert calls.run == 4
+
+
 def test_names_of_parameters_are_no_part_of_a_call(calls: Calls) -> None:
     shard = calls.input(lambda: torch.empty(2, 4))
     rest = ([4, 4], torch.float32, torch.float32)

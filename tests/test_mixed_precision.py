@@ -13,7 +13,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from launch import run_ranks
 from marks import mostly_long
-from models import MLP, WIDTH
+from models import MLP, WIDTH, MLPBlock
 from reference import gradients_of, parameters_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -41,9 +41,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Its blocks are given a tensor of ``weight_dtype``, which the model makes itself."""
+    """Its blocks are given a tensor of ``weight_dtype``, which the model makes itself; what they give it is taken in
+    ``head_dtype``."""
 
     weight_dtype = FP32
+    head_dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class Model(nn.Module):
         weight = torch.full((x.shape[0], 1), 0.3, dtype=self.weight_dtype, device=x.device)
         for block in self.blocks:
             x = block(x, weight)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x if self.head_dtype is None else x.to(self.head_dtype)))
 
 
 def norms_in_float32_and_linears_that_cast(module: nn.Module) -> MixedPrecisionPolicy | None:
@@ -77,7 +79,11 @@ SETTINGS: dict[str, tuple[Any, MixedPrecisionPolicy]] = {
     "float16": (MixedPrecisionPolicy(param_dtype=FP16), MixedPrecisionPolicy(param_dtype=FP16)),
     "float16, reduced in float32": 2 * (MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32),),
     "reduce_dtype alone": 2 * (MixedPrecisionPolicy(reduce_dtype=BF16),),
-    "output_dtype": (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32), POLICY),
+    "output_dtype of every unit": 2 * (MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16),),
+    "output_dtype of the model alone": (
+        {Model: MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)},
+        POLICY,
+    ),
     "inputs are not cast": 2 * (MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False),),
     "norms in float32, by class": (BY_CLASS, POLICY),
     "norms in float32, by function": (norms_in_float32_and_linears_that_cast, POLICY),
@@ -155,6 +161,28 @@ to_3 = l_self_modules_blocks_modules_1_buffers_scale_.to(torch.bfloat16)""",
     assert ".to(torch.bfloat16)" not in capture.replace("scale_.to", "scale"), "but for what the model itself casts"
 
 
+def test_a_unit_casts_what_it_returns() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16)
+    model = nn.Sequential(MLPBlock(), MLPBlock())
+    traced = trace(lambda: model, (torch.ones(4, WIDTH),), world_size=8, backend="eager", mp_policy=policy)
+    capture = traced.report.capture.stages["insert_gathers"].body
+    assert_expected_inline(
+        lines_with(capture, ".to(", "linear("),
+        """\
+linear = torch._C._nn.linear(l_args_0_, gather_param_default, gather_param_default_1)
+linear_1 = torch._C._nn.linear(gelu, gather_param_default_2, gather_param_default_3)
+hook_result = add.to(torch.bfloat16)
+to_1 = hook_result.to(torch.float32)
+linear_2 = torch._C._nn.linear(to_1, gather_param_default_4, gather_param_default_5)
+linear_3 = torch._C._nn.linear(gelu_1, gather_param_default_6, gather_param_default_7)
+hook_result_1 = add_1.to(torch.bfloat16)""",
+    )
+    of_model = graphs({Model: policy}).capture.stages["insert_gathers"].body
+    assert ".to(torch.bfloat16)" not in of_model.replace("scale_.to", "scale"), (
+        "a policy of the model alone is no unit's"
+    )
+
+
 class Scalars(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +241,7 @@ def train(shard: Callable[..., nn.Module], name: str) -> dict[str, Any]:
     model = Model()
     cast = name != "inputs are not cast"
     model.weight_dtype = FP32 if cast else BF16
+    model.head_dtype = FP32 if name == "output_dtype of every unit" else None
     model = shard(model, *SETTINGS[name])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -238,7 +267,7 @@ def train_both(names: list[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 SHORT = (
-    *("reduce_dtype alone", "output_dtype", "inputs are not cast"),
+    *("reduce_dtype alone", "output_dtype of every unit", "inputs are not cast"),
     *("norms in float32, by function", "a reduction by function"),
 )
 

@@ -12,9 +12,11 @@ import torch
 from marks import mostly_long
 from models import MLP
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import graph_fsdp
+from graph_fsdp.passes import fake_values
 from graph_fsdp.recompilation import Cause
 
 
@@ -172,3 +174,29 @@ def test_the_printed_report_has_the_cause(fake_group: None) -> None:
         model(torch.ones(rows, 16)).sum().backward()
     text = str(graph_fsdp.inspect(model))
     assert "graph 1" in text and "expected 4, actual 6" in text
+
+
+def test_further_lengths_cost_as_many_graphs_as_with_torch_compile(fake_group: None) -> None:
+    counter = CompileCounterWithBackend("eager")
+    model, plain = graph_fsdp.compile(MLP(depth=1), backend="eager"), torch.compile(MLP(depth=1), backend=counter)
+    own, theirs = [], []
+    for length in (8, 12, 16, 20):
+        model(torch.ones(length, 16)).sum().backward()
+        plain(torch.ones(length, 16)).sum().backward()
+        own.append(len(causes(model)))
+        theirs.append(counter.frame_count)
+    assert own == theirs == [1, 2, 2, 2]
+
+
+def test_an_equal_model_runs_no_call_of_its_passes_again_and_times_no_guards(
+    fake_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[str] = []
+    evaluate, timed = fake_values.evaluate, "profile_guard_manager"
+    monkeypatch.setattr(fake_values, "evaluate", lambda node: (run.append(str(node.target)), evaluate(node))[1])
+    if hasattr(torch._dynamo.guards, timed):
+        monkeypatch.setattr(torch._dynamo.guards, timed, lambda *_: run.append(timed) or 0.0)
+    for _ in range(2):
+        run.clear()
+        graph_fsdp.compile(MLP(depth=1), backend="eager")(torch.ones(4, 16)).sum().backward()
+    assert [name for name in run if name.startswith(("aten", "prims")) or name == timed] == []

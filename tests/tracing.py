@@ -1,8 +1,7 @@
 """What a process of the tests leaves out of tracing: half of the time that a small model took went into it.
 
 [Note: what is left out]
-The garbage collector runs less often: a compilation makes millions of objects. Dynamo does not measure how long its
-guards take, for a log that nobody reads, for which it empties the processor's caches. And what torch remembers of the
+The garbage collector runs less often: a compilation makes millions of objects. And what torch remembers of the
 operators that it has traced with fake tensors stays for the next model of the process: a model of the library takes
 it along when it goes (``compat.forget_fake_values``), which a process with one model after the other pays for, and
 torch by itself keeps it. ``forgetting`` is for tests of that.
@@ -14,7 +13,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-import torch
 from torch._subclasses import FakeTensorMode
 
 GC_THRESHOLD = 10_000  # allocations
@@ -25,7 +23,6 @@ _forget = FakeTensorMode.cache_clear
 def trace_cheaply() -> None:
     """In this process, from now on."""
     gc.set_threshold(GC_THRESHOLD)
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment,attr-defined]
     FakeTensorMode.cache_clear = staticmethod(lambda: None)  # type: ignore[method-assign,assignment]
 
 

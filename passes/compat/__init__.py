@@ -30,6 +30,7 @@ whole test-suite was run.
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.config.skip_nnmodule_hook_guards`` | graphs of models with hooks are guarded by them | 2.13 |
 | ``_dynamo.utils._get_dynamo_config_for_logging`` | that torch logs its settings with it; fails in 2.11 | 2.9 to 2.15 |
+| ``_dynamo.guards.profile_guard_manager``, ``guards_log`` | guards that nobody times | 2.13 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
 | ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
@@ -45,6 +46,7 @@ whole test-suite was run.
 | ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
 | ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
 | ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
+| ``_aot_autograd.schemas.OutputType`` | which outputs have a gradient in backward | 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
@@ -142,10 +144,12 @@ from graph_fsdp.passes.compat.dynamo import (
     current_fake_mode,
     debug_directory,
     forward_outputs,
+    is_compiled_backward,
     is_of_backward,
     is_tracing,
     leave_to_python,
     profiler_is_active,
+    tangents_of_outputs,
     trace_artifact,
     traced_by_aot_autograd,
     tracing_options,
@@ -246,6 +250,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_compiled_backward",
     "is_of_backward",
     "is_traceable_wrapper_subclass",
     "is_tracing",
@@ -275,6 +280,7 @@ __all__ = [
     "swap",
     "take_composable_checkpoint",
     "take_over",
+    "tangents_of_outputs",
     "trace_artifact",
     "traced_by_aot_autograd",
     "tracing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 import os
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import guards
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
@@ -20,6 +22,7 @@ from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -100,6 +103,34 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
     ]
 
 
+def tangents_of_outputs(number: int) -> list[int | None] | None:
+    """Of the graph that AOTAutograd has just traced: per output of the node that autograd gets for it, which of the
+    graph's ``number`` tangents is its gradient, None for none. None where this torch counts them otherwise."""
+    context = TracingContext.try_get()
+    found: Any = context.fw_metadata if context is not None else None
+    if found is None:
+        return None
+    written = [found.input_info[index] for index in found.mutated_inp_runtime_indices]
+    returned = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+    has_tangent = [info.mutates_data and info.requires_grad for info in written]
+    has_tangent += [
+        info.output_type in returned
+        and issubclass(info.raw_type, torch.Tensor)
+        and getattr(info, "requires_grad_for_backward", info.requires_grad)
+        for info in found.output_info
+    ]
+    has_tangent += [True] * found.num_intermediate_bases
+    if sum(has_tangent) != number:
+        return None
+    numbers = itertools.count()
+    return [next(numbers) if has else None for has in has_tangent]
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether a node of autograd runs the backward of a graph of AOTAutograd's."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
 @contextlib.contextmanager
 def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
     """How Dynamo traces our models.
@@ -141,8 +172,28 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         dynamo_config.patch(options),
         _use_lazy_graph_module(True),
         unittest.mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", without_functions),
+        _guards_untimed(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _guards_untimed() -> Iterator[None]:
+    """Dynamo times the guards of each graph for its logs, and empties the processor's caches before: some 50 ms, a
+    tenth of what a small model takes. For a time it does so only if the log wants it."""
+    timed = getattr(guards, "profile_guard_manager", None)
+    if timed is None or guards.guards_log.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    vars(guards)["profile_guard_manager"] = _untimed
+    try:
+        yield
+    finally:
+        vars(guards)["profile_guard_manager"] = timed
+
+
+def _untimed(*_: Any) -> float:
+    return 0.0
 
 
 def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

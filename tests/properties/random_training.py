@@ -71,7 +71,9 @@ def mp_policy(options: OptionsCase) -> MixedPrecisionPolicy:
 def compile_options(case: Case) -> dict[str, Any]:
     """The keyword arguments of ``graph_fsdp.compile``."""
     given = dict(case.options.compile)
-    options: dict[str, Any] = {"backend": "eager", "mp_policy": mp_policy(case.options)}
+    policy = mp_policy(case.options)
+    by_module = policy if policy.output_dtype is None else {RandomModel: policy}  # units need not take what others give
+    options: dict[str, Any] = {"backend": "eager", "mp_policy": by_module}
     given.pop("mp", None)
     if given.pop("offload", False):
         options["offload_policy"] = CPUOffloadPolicy()

@@ -1,0 +1,165 @@
+"""Gradients that are None because the loss leaves outputs out, as in plain autograd and FSDP2.
+
+[Note: outputs that the loss leaves out]
+AOTAutograd gives backward zeros for the gradients of outputs that have none, so that parameters which only those
+outputs are made of would have zeros, and an optimizer with weight decay would move them. The node of autograd that runs
+a graph's backward is told before: it finds None in their places. What is then computed of zeros alone (``reach.py``) is
+returned as None; autograd leaves ``.grad`` as it was.
+
+Ranks may use different outputs. Whether a parameter has a gradient is a property of the step, not of the rank: it has
+one where any rank has (the others contribute zeros). Its reduction runs in any case, and beside it one all-reduce of a
+byte for each parameter that an output might leave out, started before the first reduction. Models whose parameters all
+take part in every output have no such parameter, and no such all-reduce. Only a rank that lacks a gradient reads the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graph_fsdp.passes import compat
+from graph_fsdp.passes.accumulate import is_unsynced
+from graph_fsdp.passes.graph import Graph
+from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.reach import Reach, find_reach
+from graph_fsdp.runtime import lockstep
+from graph_fsdp.runtime.kept_gradients import KeptGradients
+
+Runnable: TypeAlias = Callable[..., Any]
+
+
+class AbsentGradients:
+    """Of the backward of one graph. ``groups``: the names of the process groups that gradients are reduced in, one
+    after the other. ``unsynced``: parameters whose gradients this graph keeps and does not reduce."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        groups: Sequence[str],
+        kept: KeptGradients,
+        unsynced: frozenset[str],
+        device: torch.device,
+    ) -> None:
+        self.reach, self.kept, self.device = reach, kept, device
+        self._tangents: Sequence[int | None] | None = None  # per output of autograd's node, which one is its gradient
+        self._groups = tuple(groups)
+        self._unsynced = [index for index in reach.uncertain if reach.parameters[index] in unsynced]
+        local = set(self._unsynced)
+        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if groups else []
+        self._own = [i for i in reach.uncertain if i not in local and i not in set(self._agreed)]
+        self._used = self._all = (1 << reach.number_of_tangents) - 1
+
+    @property
+    def agrees_on(self) -> tuple[str, ...]:
+        """Parameters."""
+        return tuple(self.reach.parameters[index] for index in self._agreed)
+
+    def watching(self, run: Runnable) -> Runnable:
+        """``run``, which AOTAutograd has just made: its outputs' node of autograd will run this backward."""
+        self._tangents = compat.tangents_of_outputs(self.reach.number_of_tangents)
+        if self._tangents is None:
+            return run
+        note = self._note
+
+        def call(*args: Any) -> Any:
+            outputs = run(*args)
+            if torch.is_grad_enabled():
+                given = {value.grad_fn for value in args if isinstance(value, Tensor)}
+                node = next((found for o in outputs if (found := _node_of(o, given)) is not None), None)
+                if node is not None:
+                    node.register_prehook(note)
+            return outputs
+
+        return call
+
+    def _note(self, gradients: Sequence[Tensor | None]) -> None:
+        used = 0
+        for gradient, tangent in zip(gradients, self._tangents or (), strict=True):
+            if gradient is not None and tangent is not None:
+                used |= 1 << tangent
+        self._used = used
+
+    def around(self, program: Runnable, graph: Graph) -> Runnable:
+        """``program``, of ``graph``; if that is the backward, without the gradients that no rank has."""
+        return _BackwardWithout(self, program) if graph.phase == "backward" else program
+
+    def run(self, program: Runnable, args: list[Any]) -> Any:
+        used, self._used = self._used, self._all
+        lacking = {i for i in self.reach.uncertain if not self.reach.tangents[i] & used}
+        agreement = _Agreement(self, lacking) if self._agreed else None
+        before = {i for i in lacking.intersection(self._unsynced) if self._is_kept(i)}
+        outputs = list(program(args))
+        for index in lacking.intersection(self._unsynced) - before:
+            self.kept.gradients.pop((self.reach.parameters[index], False), None)
+        absent = lacking.intersection(self._own)
+        if agreement is not None:
+            absent |= agreement.absent()
+        for index in absent:
+            outputs[index] = None
+        return outputs
+
+    def _is_kept(self, index: int) -> bool:
+        name = self.reach.parameters[index]
+        return (name, False) in self.kept.gradients or (name, True) in self.kept.gradients
+
+
+def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> AbsentGradients | None:
+    """To be called where AOTAutograd divides a joint graph. None where every gradient is computed of every tangent."""
+    reach = find_reach(joint, context.tangents, context.forward_outputs)
+    if not reach.uncertain:
+        return None
+    model = context.model
+    unsynced = frozenset(name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context))
+    groups = [group for group in (model.group, model.replicate_group) if group]
+    device = joint.placeholders[context.tangents][0].meta["val"].device
+    return AbsentGradients(reach, groups if model.ranks > 1 else [], kept, unsynced, device)
+
+
+class _Agreement:
+    """One backward's: which gradients any rank has. Made before the program starts its first collective."""
+
+    def __init__(self, of: AbsentGradients, lacking: set[int]) -> None:
+        self._places, self._device = of._agreed, of.device
+        self._lacking = [i for i in of._agreed if i in lacking and not of._is_kept(i)]
+        without = set(self._lacking)
+        has = [i not in without for i in of._agreed]
+        self._has = torch.tensor(has, dtype=torch.uint8, device=of.device)
+        first, *self._others = of._groups
+        self._work = self._start(first)
+
+    def _start(self, group: str) -> Any:
+        return dist.all_reduce(self._has, dist.ReduceOp.MAX, group=compat.resolve_group(group), async_op=True)
+
+    def absent(self) -> set[int]:
+        """The places of gradients that no rank has. Called on all ranks; reads the device on those that lack some."""
+        lockstep.finish(self._work, self._device)
+        for group in self._others:
+            lockstep.finish(self._start(group), self._device)
+        if not self._lacking:
+            return set()
+        return {index for index, has in zip(self._places, self._has.tolist(), strict=True) if not has}
+
+
+class _BackwardWithout:
+    def __init__(self, absent: AbsentGradients, program: Runnable) -> None:
+        self._boxed_call = True  # see Program
+        self.absent, self.program = absent, program
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.absent.run(self.program, args)
+
+
+def _node_of(output: Any, given: set[Any]) -> Any:
+    """The node of autograd that runs the backward of the graph which gave ``output``: its own, or, where that is a view
+    which AOTAutograd has made behind the graph, the one before. ``given``: the nodes that the graph's inputs are of."""
+    node = output.grad_fn if isinstance(output, Tensor) else None
+    while node is not None and node not in given:
+        if compat.is_compiled_backward(node):
+            return node
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return None
