@@ -74,6 +74,7 @@ class KeptBuckets:
         found = _gathers(graph, spec)
         if not found:
             return program
+        weak = weakref.ref(self)  # what Dynamo keeps must not keep the model
         returned_as_well: list[frozenset[int]] = []  # outputs in whose memory others lie too; after the first run
 
         def run(args: list[Any]) -> Any:
@@ -81,11 +82,13 @@ class KeptBuckets:
             outputs = program(args)
             if not returned_as_well:
                 returned_as_well.append(_shared(outputs, [gather.output for gather in found]))
-            self._kept = [kept for kept in self._kept if kept.storage() is not None]
+            buckets = weak()
+            assert buckets is not None, "the model's forward runs"
+            buckets._kept = [kept for kept in buckets._kept if kept.storage() is not None]
             for gather, given in zip(found, shards, strict=True):
                 storage = outputs[gather.output].untyped_storage()
                 if gather.output not in returned_as_well[0] and storage.resizable():
-                    self._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
+                    buckets._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
             return outputs
 
         vars(run)["_boxed_call"] = True  # see Program
@@ -96,10 +99,12 @@ class KeptBuckets:
         places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
         if not places:
             return program
+        weak = weakref.ref(self)
 
         def run(args: list[Any]) -> Any:
-            if self._freed:
-                self._gather([args[i] for i in places])
+            buckets = weak()
+            if buckets is None or buckets._freed:  # a backward may come when the model is gone
+                _fill([args[i] for i in places], buckets)
             return program(args)
 
         vars(run)["_boxed_call"] = True  # see Program
@@ -149,6 +154,17 @@ class KeptBuckets:
         targets = [whole]
         gather = kept.gather
         return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, allocate)
+
+
+def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:
+    """Gather those of ``values`` that were freed again."""
+    if buckets is not None:
+        buckets._gather(values)
+    elif not all(value.untyped_storage().nbytes() for value in values):
+        raise RuntimeError(
+            "a backward came after its model was deleted, and reshard() had freed what it reads; keep the model to the "
+            "end of the backward"
+        )
 
 
 def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
