@@ -242,7 +242,7 @@ def models_with_other_meshes_and_options_take_turns() -> None:
     replicated = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
     student = graph_fsdp.compile(models[0], backend="eager", reshard_after_forward=True)
     teacher = graph_fsdp.compile(models[1].requires_grad_(False), alone, backend="eager", reshard_after_forward=False)
-    policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+    policy = {MLP: MixedPrecisionPolicy(output_dtype=torch.float64)}
     pipeline = default_pipeline(bucket="none", prefetch=2)
     critic = graph_fsdp.compile(models[2], replicated, backend="eager", mp_policy=policy, passes=pipeline)
     stepped = (student, critic)

@@ -158,3 +158,13 @@ def missing_tests(page: str) -> tuple[list[str], int]:
 def test_tests_that_the_page_names_exist() -> None:
     missing, count = missing_tests(PAGE.read_text())
     assert missing == [] and count > 15
+
+
+def test_each_difference_from_fsdp2_names_its_test() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text()
+    table = page.split("## Where numbers or behaviour differ from FSDP2")[1].split("\n## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| ")][2:]
+    assert len(rows) >= 8
+    for row in rows:
+        missing, count = missing_tests(row.split(" | ")[-1])
+        assert missing == [] and count == 1, row
