@@ -13,6 +13,7 @@ FSDP2, which has no graphs, or the reason why it does not train. Rows that are r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -57,6 +58,9 @@ def installed_cases() -> list[Case]:
     from third_party.vision_operators import declare_where_missing
 
     declare_where_missing()
+    for library in ("torchao", "graph_fsdp.api"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
     found: list[Case] = []
     for library in LIBRARIES:
         if importlib.util.find_spec(library) is not None:
@@ -94,7 +98,8 @@ def _result(found: Results, name: str) -> str:
 
 
 def trains(row: dict[str, Any]) -> bool:
-    return all(result in ("fullgraph", "fullgraph=False") for result in (row["results"]["graph_fsdp"], row.get("ranks")) if result)
+    results = [row["results"]["graph_fsdp"], row.get("ranks", "fullgraph")]
+    return all(result in ("fullgraph", "fullgraph=False") for result in results)
 
 
 def table(result: dict[str, Any]) -> Table:

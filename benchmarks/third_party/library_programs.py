@@ -1,0 +1,1 @@
+def run_all(results, only): return 0
