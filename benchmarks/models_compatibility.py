@@ -6,8 +6,8 @@
 
 Each model has random values and a size that trains in a second. It takes two steps of SGD in plain PyTorch and under
 ``torch.compile`` (backend "eager"), FSDP2 and graph_fsdp (backend "eager"), on one process; a sample on two with other
-batches. Losses and gradients must be plain PyTorch's. A result is "fullgraph", "fullgraph=False" (in pieces), "trains" of
-FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are replaced.
+batches. Losses and gradients must be plain PyTorch's. A result is "fullgraph", "fullgraph=False" (in pieces), "trains"
+of FSDP2, which has no graphs, or the reason why it does not train. Rows that are run again are replaced.
 """
 
 from __future__ import annotations

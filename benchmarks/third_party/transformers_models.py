@@ -117,7 +117,9 @@ def cases() -> list[Case]:
     of_text = {**CAUSAL, **MASKED, **SEQUENCE_TO_SEQUENCE}
     found = [(name, settings, "text", False) for name, settings in of_text.items()]
     found += [(name, settings, inputs, False) for name, (inputs, settings) in OTHERS.items()]
-    found.append(("M2M100ForConditionalGeneration", SEQUENCE_TO_SEQUENCE["M2M100ForConditionalGeneration"], "text", True))
+    found.append(
+        ("M2M100ForConditionalGeneration", SEQUENCE_TO_SEQUENCE["M2M100ForConditionalGeneration"], "text", True)
+    )
     return [
         Case(
             "transformers",
