@@ -289,9 +289,9 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
 
 
 def _copy_where_no_view_is_possible(graph: fx.Graph) -> None:
-    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their results
-    out otherwise than torch's own fake ones say (``softplus_backward`` of a transposed gradient, which is of its
-    gradient's layout and traced as of its input's), and what was traced as a view of such a result raises."""
+    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their
+    results out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's
+    layout, and is traced with its input's), and what was traced as a view of such a result would raise."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
 

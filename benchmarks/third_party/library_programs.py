@@ -58,10 +58,9 @@ def losses(name: str, way: str, out: Path) -> dict[str, Any]:
     command = [*launcher, str(PROGRAM), "--library", name, "--way", way, "--out", str(out)]
     path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
+    environment = {**os.environ, **variables}
     try:
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{way}: not done in {SECONDS:.0f} s") from None
     if done.returncode:
