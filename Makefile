@@ -5,6 +5,7 @@
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
 # make replay     what of all graphs, programs and reports of a corpus has changed since AGAINST (default: HEAD)
+# make compatibility  models and trainers of other libraries, in an environment of its own; writes the same page
 # make docs           the site of the documentation, into build/site
 # make lint, make types, make clean
 #
@@ -31,7 +32,9 @@ PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar 
 # pip makes bytecode on one core, this on all of them. Files that are no Python of this release have none: no error.
 BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: train test test-long test-all test-xla test-package test-matrix replay docs lint types clean
+LIBRARIES := timm transformers diffusers accelerate peft trl datasets
+
+.PHONY: train test test-long test-all test-xla test-package test-matrix compatibility replay docs lint types clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -67,6 +70,11 @@ replay: $(VENV)/.installed
 test-matrix: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py $(addprefix --pair ,$(PAIRS))
 	$(BIN)/python benchmarks/update_docs.py
+
+# ARGS="--only Llama"   those only. Some 40 minutes on two cores.
+compatibility: .venv-libraries/.installed
+	.venv-libraries/bin/python benchmarks/models_compatibility.py $(ARGS)
+	.venv-libraries/bin/python benchmarks/update_docs.py
 
 docs: $(VENV)/.docs
 	rm -rf build
@@ -113,6 +121,11 @@ $(VENV)/.docs: Makefile | $(BIN)/python
 .venv-xla/.installed: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla
 	.venv-xla/bin/python -m pip install -c constraints-xla.txt -e ".[test,xla]"
+	touch $@
+
+.venv-libraries/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-libraries
+	.venv-libraries/bin/python -m pip install $(PIN) -e ".[benchmarks]" $(LIBRARIES)
 	touch $@
 
 clean:

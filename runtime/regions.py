@@ -282,9 +282,18 @@ def _text(value: Any) -> str:
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
     """The region as FX runs it, operator by operator, inputs dropped at their last use."""
+    _copy_where_no_view_is_possible(module.graph)
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     return module.forward
+
+
+def _copy_where_no_view_is_possible(graph: fx.Graph) -> None:
+    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their
+    results out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's
+    layout, and is traced with its input's), and what was traced as a view of such a result would raise."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
 
 
 class _BoxedCodeGen(fx.graph.CodeGen):

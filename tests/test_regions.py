@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections import Counter
@@ -332,3 +333,25 @@ def test_without_a_cache_each_rank_compiles_for_itself(tmp_path: Path) -> None:
     for counted, norm in run_ranks(compilations, 2, env=env):
         assert norm > 0 and "hit" not in counted and "miss" not in counted
     assert not (tmp_path / "graph_fsdp").exists()
+
+
+class TransposedSoftplus(nn.Module):
+    """The kernel of softplus's gradient lays it out as no fake kernel says: a view of it is not possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 2), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.softplus(self.up(x)).transpose(1, 2))
+
+
+def test_what_was_traced_as_a_view_is_copied_where_none_is_possible() -> None:
+    torch.manual_seed(0)
+    plain = TransposedSoftplus()
+    model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager")
+    x = torch.randn(2, 3, 4)
+    for made in (model, plain):
+        made(x).square().sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)

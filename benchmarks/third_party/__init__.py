@@ -1,0 +1,1 @@
+"""Models of libraries, as cases of ``benchmarks/models_compatibility.py``: each in a size that trains in a second."""

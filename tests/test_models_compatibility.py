@@ -1,0 +1,57 @@
+"""Other people's models train with ours as they do alone; and the comparison would find one that does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import models_compatibility
+import pytest
+import torch
+from third_party import library_programs
+from third_party.case import Case
+from third_party.comparison import Differs, check, train
+from torch import Tensor, nn
+
+SCRIPT = Path(models_compatibility.__file__)
+
+
+@pytest.mark.long
+def test_a_sample_of_transformers_trains_as_it_does_alone_on_one_process_and_on_two(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--sample", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    rows = json.loads((tmp_path / "models_compatibility.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == set(models_compatibility.SAMPLE)
+    found = {row["name"]: (row["results"]["graph_fsdp"], row["ranks"]) for row in rows}
+    in_pieces = {name for name, results in found.items() if results == ("fullgraph=False",) * 2}
+    assert in_pieces <= {name for name in found if name.startswith(("Switch", "Qwen2VL", "Wav2Vec2"))}
+
+
+def linear_case() -> Case:
+    return Case("", "", lambda: nn.Linear(2, 2), lambda: {"input": torch.randn(3, 2)}, lambda output: output.sum())
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_gradient_that_is_off_and_one_that_is_missing_are_found() -> None:
+    case = linear_case()
+    torch.manual_seed(0)
+    expected, found = (train(case, nn.Linear(2, 2).requires_grad_(True)) for _ in range(2))
+    with pytest.raises(Differs, match="the loss of step 0"):
+        check(found, expected)
+    found.losses[:] = expected.losses
+    found.gradients[0]["weight"] = Tensor(expected.gradients[0]["weight"]) * 1.01
+    with pytest.raises(Differs, match="in step 0, the gradient of 'weight' is off by"):
+        check(found, expected)
+    found.gradients[0]["weight"] = None
+    with pytest.raises(Differs, match="in step 0, 'weight' has no gradient"):
+        check(found, expected)
+
+
+def test_losses_of_libraries_are_compared_one_by_one() -> None:
+    expected = {"trained": {"loss": [4.0, 3.0]}}
+    assert library_programs.difference(expected, {"trained": {"loss": [4.0, 3.00001]}}) == "as DDP"
+    assert library_programs.difference(expected, {"trained": {"loss": [4.0, 3.1]}}) == "trained: loss 1 is 3.1, not 3"
+    assert "1 values of loss, not 2" in library_programs.difference(expected, {"trained": {"loss": [4.0]}})
