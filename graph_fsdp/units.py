@@ -81,6 +81,7 @@ def find_units(
             one in two units.
     """
     ignored = set(ignored_params)
+    groups: list[tuple[nn.Module, ...]]
     if auto_wrap_policy is None:
         groups = [(block,) for block in _repeated_blocks(model)]
     else:

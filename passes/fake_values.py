@@ -183,10 +183,10 @@ VALUES, KINDS = FakeValues(), Kinds()
 
 def _describe_call(node: fx.Node) -> Hashable:
     target = node.target
-    schema = getattr(target, "_schema", None)
-    if schema is None or target.namespace not in _NAMESPACES:  # a user may register another operator by the same name
+    # A user may register another operator by the same name.
+    if not isinstance(target, compat.OpOverload) or target.namespace not in _NAMESPACES:
         raise NotDescribed
-    if schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
+    if target._schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
         raise NotDescribed
     keywords = tuple((name, _describe(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
     args = node.args
