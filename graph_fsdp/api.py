@@ -303,7 +303,7 @@ def _device_of_type(device_type: str, device: torch.device | None = None) -> tor
 def _together(specs: list[ParameterSpec], units: list[Unit]) -> list[ParameterSpec]:
     """What lies in several modules of one unit is gathered as one: where its first parameter is."""
     several = {unit.name for unit in units if unit.others}
-    first = {}
+    first: dict[str, int] = {}
     for index, spec in enumerate(specs):
         first.setdefault(spec.unit, index)
     places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]

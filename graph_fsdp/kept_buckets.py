@@ -145,7 +145,7 @@ class KeptBuckets:
         self._add(kept.nbytes)
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
-        whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),))
+        whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
 
         def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             # The first allocation is the bucket's buffer, the second the landing buffer.
