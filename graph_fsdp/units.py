@@ -83,7 +83,7 @@ def find_units(
     ignored = set(ignored_params)
     groups: list[tuple[nn.Module, ...]]
     if auto_wrap_policy is None:
-        groups = [(block,) for block in _repeated_blocks(model)]
+        groups: list[tuple[nn.Module, ...]] = [(block,) for block in _repeated_blocks(model)]
     else:
         chosen = _select(model, auto_wrap_policy, ignored)
         groups = [group for modules in chosen if (group := tuple(filter(_has_parameters, modules)))]
