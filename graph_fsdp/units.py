@@ -81,7 +81,6 @@ def find_units(
             one in two units.
     """
     ignored = set(ignored_params)
-    groups: list[tuple[nn.Module, ...]]
     if auto_wrap_policy is None:
         groups: list[tuple[nn.Module, ...]] = [(block,) for block in _repeated_blocks(model)]
     else:
