@@ -73,8 +73,8 @@ test-matrix: $(VENV)/.installed
 
 # ARGS="--only Llama"   those only. Some 40 minutes on two cores.
 compatibility: .venv-libraries/.installed
-	.venv-libraries/bin/python benchmarks/models_compatibility.py $(ARGS)
-	.venv-libraries/bin/python benchmarks/update_docs.py
+	.venv-libraries/bin/python benchmarks/models_compatibility.py $(ARGS); found=$$?; \
+		.venv-libraries/bin/python benchmarks/update_docs.py && exit $$found
 
 docs: $(VENV)/.docs
 	rm -rf build
