@@ -67,8 +67,7 @@ class TracedGraph:
 
     def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Storage) -> None:
         """To be called in a Dynamo backend, before ``module`` is changed."""
-        self._mode, self._storage = compat.current_fake_mode(), storage
-        self._parameters = parameters
+        self._storage, self._parameters = storage, parameters
         copies: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         for node in module.graph.nodes:
@@ -76,6 +75,8 @@ class TracedGraph:
             copies[node].meta = {key: value for key, value in node.meta.items() if key not in _OF_DYNAMO}
         self._module = compat.with_graph(module, graph, copies)
         self._values = [node.meta.get("example_value") for node in _inputs(module)]
+        modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
+        self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
         self._programs: dict[tuple[str, ...], Runnable] = {}
 
     def program(self, args: Sequence[Any], compile_graph: Compile) -> tuple[Runnable, dict[int, str]]:
