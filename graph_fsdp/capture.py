@@ -53,7 +53,7 @@ from graph_fsdp.runtime.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.scheduling import Schedules
 from graph_fsdp.sharding import ShardedParameter, Storage
-from graph_fsdp.structure import Structure
+from graph_fsdp.structure import NO_STRUCTURE, Structure
 from graph_fsdp.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.unshard import UnshardedUnits
 
@@ -70,8 +70,6 @@ _engines = itertools.count()
 
 class Engine:
     """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
-
-    structure: Structure  # of the model, once its class is the compiled one
 
     def __init__(
         self,
@@ -113,6 +111,7 @@ class Engine:
         )
         self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
         self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
+        self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(_weak(self))
         self.python_reads = PythonReads(_weak(self), fullgraph)
@@ -124,6 +123,10 @@ class Engine:
         # program that makes model after model would grow.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
+
+    @property
+    def structure(self) -> Structure:
+        return self.structure_of_model() or NO_STRUCTURE
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what

@@ -14,6 +14,7 @@ A look at a thousand modules is to take a tenth of a millisecond, so it is done 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
@@ -33,11 +34,12 @@ _MAX_NAMES = 4  # in a message
 
 
 class Structure:
-    """Of one model, whose parameters are shards already. ``storage``: what has them."""
+    """Of one model, whose parameters are shards already. ``storage``: what has them. The model has it, and it does not
+    keep the model."""
 
     def __init__(self, model: nn.Module, storage: Any) -> None:
-        self._model, self._storage = model, storage
-        self._known = {(module, leaf) for _, module, leaf, _ in _parameters(model)}
+        self._weak, self._storage = weakref.ref(model), storage
+        self._known = {(weakref.ref(module), leaf) for _, module, leaf, _ in _parameters(model)}
         self._frozen: list[tuple[str, nn.Parameter]] = []  # that came later
         self._look()
 
@@ -67,6 +69,12 @@ class Structure:
             if module is not self._model and getattr(module, attribute) and kind in (kinds or _HOOKS.values())
         ]
 
+    @property
+    def _model(self) -> nn.Module:
+        model = self._weak()
+        assert model is not None, "it has this"
+        return model
+
     # --- what is looked at
 
     def _look(self) -> None:
@@ -88,8 +96,13 @@ class Structure:
 
     def _check_new(self) -> None:
         sharded = {id(p.registered) for p in self._storage.parameters.values()}
-        known = {id(module._parameters.get(leaf)) for module, leaf in self._known}
-        new = [(name, p) for name, module, leaf, p in _parameters(self._model) if (module, leaf) not in self._known]
+        modules = ((module(), leaf) for module, leaf in self._known)
+        known = {id(module._parameters.get(leaf)) for module, leaf in modules if module is not None}
+        new = [
+            (name, p)
+            for name, module, leaf, p in _parameters(self._model)
+            if (weakref.ref(module), leaf) not in self._known
+        ]
         tied = [name for name, p in new if id(p) in sharded]
         if tied:
             raise ParameterChangedError(
@@ -124,3 +137,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
         for leaf, p in module._parameters.items():
             if p is not None:
                 yield f"{path}.{leaf}" if path else leaf, module, leaf, p
+
+
+_OF_NONE = nn.Identity()
+NO_STRUCTURE = Structure(_OF_NONE, None)  # of a model that is gone, one of whose units is still called

@@ -192,6 +192,8 @@ def _describe_call(node: fx.Node) -> Hashable:
     args = node.args
     if target is dialect.gather_param or target is dialect.reduce_grad:
         args = (*args[:4], *args[5:])  # the parameter's name, which no value depends on
+    if fake_mode_of(node.all_input_nodes) is None:  # nothing says in which mode the value is made
+        raise NotDescribed
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
     return (target, _describe(args), keywords, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
 
