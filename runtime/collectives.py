@@ -81,6 +81,7 @@ def start_all_gather(
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
     works = compat.seen_as(
         "_allgather_base_",
+        group,
         lambda: compat.all_gather_single(result, source, group=group, async_op=True),
         lambda: gather(pairs, group),
     )
@@ -228,7 +229,7 @@ class ReduceScatter:
             pairs.append((out[begin : begin + numel], sent))
             first += count
         return compat.seen_as(
-            "_reduce_scatter_base_", lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
+            "_reduce_scatter_base_", self.group, lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
         )
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:

@@ -40,10 +40,10 @@ without_dispatch_modes = python_dispatch._disable_current_modes
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Those of this thread that are not part of a tracer, the outermost first."""
+    """The user's in this thread, the outermost first: none that torch itself traces or checks a first run with."""
     if not torch._C._len_torch_dispatch_stack():  # as in nearly every call
         return []
-    return [mode for mode in _stack() if not mode.is_infra_mode()]
+    return [mode for mode in _stack() if not mode.is_infra_mode() and not type(mode).__module__.startswith("torch._")]
 
 
 def _stack() -> list[Any]:
@@ -107,11 +107,11 @@ def _is_torchs(hook: Any) -> bool:
 # --- collectives
 
 
-def seen_as(operator: str, call: Callable[[], Any], run: Callable[[], Value]) -> Value:
+def seen_as(operator: str, group: dist.ProcessGroup, call: Callable[[], Any], run: Callable[[], Value]) -> Value:
     """``run()``, which starts a collective in however many messages. In the eyes of dispatch modes it is ``call()``,
     which does nothing but to call ``operator`` of ``torch.ops.c10d`` once. What runs must not depend on a mode: other
-    ranks may have none."""
-    if not dispatch_modes():
+    ranks may have none. Modes do not see the collectives of a group that is written in Python."""
+    if not dispatch_modes() or type(group) is not dist.ProcessGroup:
         return run()
     below = _Below(getattr(torch.ops.c10d, operator).default, run)
     with _at_the_bottom(below):
