@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -85,7 +86,16 @@ class Preloaded:
         """Whether a fork with this environment is as a process that had it from its start; and there are forks."""
         names = {*self.environment, *environment} - READ_LATER
         alike = all(self.environment.get(name) == environment.get(name) for name in names)
-        return alike and self._process.poll() is None
+        return alike and self._forks and self._process.poll() is None
+
+    @functools.cached_property
+    def _forks(self) -> bool:
+        """Whether it came so far as to fork: it ends where imports have started threads, which a fork would lack."""
+        try:
+            return self._ask(["ready"], []) is not None
+        except (OSError, RuntimeError):
+            self._process.wait()
+            return False
 
     def start(self, arguments: list[str], environment: Mapping[str, str], log: int) -> Fork:
         """Fork a rank, as ``launch.py`` with these arguments is; ``log``: its standard output and error."""
@@ -164,6 +174,8 @@ def _serve(connection: socket.socket) -> list[str] | None:
             for descriptor in descriptors:
                 os.close(descriptor)
             answer = pid
+        elif what == "ready":
+            answer = os.getpid()
         elif what == "exit code":
             answer = exit_code(rest[0])
         else:

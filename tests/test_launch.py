@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -291,6 +292,15 @@ def test_a_rank_knows_no_more_than_a_fresh_process() -> None:
     tests = {"cwd": Path(__file__).parent, "env": {**os.environ, "PYTHONPATH": ""}}
     fresh = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True, **tests))
     assert run_ranks(knowledge, 2, backend=None) == [{**fresh, "threads": fresh["threads"] + 1}] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
+def test_without_forks_ranks_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
+    starts_a_thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    (scratch / "sitecustomize.py").write_text(starts_a_thread)  # as imports of some builds of torch do
+    monkeypatch.setenv("PYTHONPATH", f"{scratch}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(launch, "preloaded_of", functools.cache(launch.preloaded_of.__wrapped__))
+    assert all("launch.py" in line for line in run_ranks(command, 2))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
