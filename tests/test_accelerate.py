@@ -219,8 +219,9 @@ def test_wrap_policies() -> None:
 
 def test_precision_offloading_and_checkpointing() -> None:
     assert arguments()["mp_policy"] == MixedPrecisionPolicy()
-    policy = arguments(mixed_precision_policy="bf16")["mp_policy"]
-    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, True)
+    policy_of = arguments(model := Model(), mixed_precision_policy="bf16")["mp_policy"]
+    assert policy_of(model) == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, True)
+    assert policy_of(model[0]) is None, "FSDP1 casts what the model returns alone"
     own = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert arguments(fsdp_version=2, mixed_precision_policy=own)["mp_policy"] is own
     assert type(arguments()["offload_policy"]) is OffloadPolicy

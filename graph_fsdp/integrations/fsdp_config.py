@@ -34,6 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.mixed_precision import PrecisionPolicies
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
 
@@ -120,7 +121,7 @@ def compile_arguments(
         "mesh": mesh,
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
         "reshard_after_forward": reshard,
-        "mp_policy": _mp_policy(plugin.mixed_precision_policy),
+        "mp_policy": _mp_policy(plugin.mixed_precision_policy, model),
         "offload_policy": _offload_policy(plugin.cpu_offload),
         "ignored_params": _ignored(plugin.ignored_modules, model),
         "activation_checkpointing": _checkpointing(plugin),
@@ -206,14 +207,15 @@ def _auto_wrap_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) 
     return {type(model)} if policy is None else policy  # NO_WRAP: one unit
 
 
-def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.Module) -> PrecisionPolicies:
     if policy is None:
         return MixedPrecisionPolicy()
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
-    # Around a model of FSDP1, Accelerate converts outputs to float32.
+    # Around a model of FSDP1, Accelerate converts outputs to float32: the model's, and not those of its units.
     cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
-    return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32, cast)
+    of_model = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32, cast)
+    return lambda module: of_model if module is model else None
 
 
 def _offload_policy(policy: bool | CPUOffload | OffloadPolicy | None) -> OffloadPolicy:
