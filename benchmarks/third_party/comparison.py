@@ -116,7 +116,8 @@ def first_that_trains(case: Case, model: nn.Module, reference: Training, name: s
                 result, trace = label, ""
             except Exception as error:
                 result, trace = f"{type(error).__name__}: {first_line(error)}", traceback.format_exc()
-        said = [str(w.message) for w in warned if "outside of graphs" in str(w.message)]
+        texts = [re.sub(r"[^\s(]*/site-packages/", "", str(w.message)) for w in warned]
+        said = [text for text in texts if "outside of graphs" in text]
         trace = f"{found.trace}\n{trace}" if trace or found.trace else ""
         found = Found(result, time.process_time() - began, trace, " ".join(said[:1]))
         if result == label:
