@@ -40,7 +40,7 @@ from graph_fsdp.passes.spec import ModelSpec
 from graph_fsdp.passes.stage import Snapshot
 from graph_fsdp.passes.trace import NotRepeatable
 from graph_fsdp.passes.unsharded import take_unsharded
-from graph_fsdp.pieces import Pieces
+from graph_fsdp.pieces import Pieces, shared
 from graph_fsdp.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.rank_facts import facts
 from graph_fsdp.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
@@ -328,7 +328,7 @@ class Engine:
                 engine.regions.prepare(partitioned)
             partitioned.clear()
             graph = Graph(forward, "forward")
-            return engine._piece(engine._program(graph, context, captured), graph, context, *piece.pop())
+            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, *piece.pop())
 
         def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
             with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
@@ -344,7 +344,7 @@ class Engine:
             engine._run_passes([graph], context, captured, kind)
             if not engine.whole:
                 engine.regions.prepare([graph])
-            return engine._piece(engine._program(graph, context, captured), graph, context, before_passes, kind)
+            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, before_passes, kind)
 
         compiler = compat.aot_autograd(
             fw_compiler=compile_forward,
@@ -391,19 +391,6 @@ class Engine:
     def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
         """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
         return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None
-
-    def _piece(
-        self,
-        program: Callable[[list[Any]], Any],
-        graph: Graph,
-        context: PassContext,
-        snapshot: Snapshot | None,
-        kind: str,
-    ) -> Callable[[list[Any]], Any]:
-        """With ``fullgraph=False``: a forward or inference program as one that shares what it gathers."""
-        if self.pieces is None or snapshot is None:
-            return program
-        return self.pieces.sharing(program, graph, snapshot, context, kind)
 
 
 def _weak(engine: Engine) -> Engine:

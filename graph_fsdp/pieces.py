@@ -201,3 +201,12 @@ def _wants(graph: Graph) -> Wants:
             shards = dialect.argument(gather.start, "shards")
             found[gather.bucket] = frozenset(shard.meta["fsdp"].params[0] for shard in shards)
     return found
+
+
+def shared(
+    pieces: Pieces | None, program: Runnable, graph: Graph, context: PassContext, snapshot: Snapshot | None, kind: str
+) -> Runnable:
+    """With ``fullgraph=False``: a forward or inference program as one that shares what it gathers."""
+    if pieces is None or snapshot is None:
+        return program
+    return pieces.sharing(program, graph, snapshot, context, kind)
