@@ -36,21 +36,28 @@ NAME = "models_compatibility"
 LIBRARIES = ("timm", "transformers", "diffusers")
 SECONDS = 300.0  # a model has; most take ten
 IMPLEMENTATIONS = ("torch.compile", "FSDP2", "graph_fsdp")
+TRAINS = ("fullgraph", "fullgraph=False")
 SAMPLE = (
     "LlamaForCausalLM",
-    "Gemma3ForCausalLM",
     "MixtralForCausalLM",
-    "Qwen3NextForCausalLM",
     "MambaForCausalLM",
-    "BertForMaskedLM",
     "BartForConditionalGeneration",
-    "SwitchTransformersForConditionalGeneration",
-    "ViTForImageClassification",
     "Wav2Vec2ForCTC",
     "CLIPModel",
-    "Qwen2VLForConditionalGeneration",
 )
-ON_TWO_RANKS = (*SAMPLE, "resnet10t", "vit_tiny_patch16_224", "UNet2DModel", "FluxTransformer2DModel")
+ON_TWO_RANKS = (
+    *SAMPLE,
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "BertForMaskedLM",
+    "SwitchTransformersForConditionalGeneration",
+    "ViTForImageClassification",
+    "Qwen2VLForConditionalGeneration",
+    "resnet10t",
+    "vit_tiny_patch16_224",
+    "UNet2DModel",
+    "FluxTransformer2DModel",
+)
 
 
 def installed_cases() -> list[Case]:
@@ -68,9 +75,7 @@ def installed_cases() -> list[Case]:
     return found
 
 
-def chosen(cases: Iterable[Case], only: list[str], sample: bool = False) -> list[Case]:
-    if sample:
-        return [case for case in cases if case.name in SAMPLE]
+def chosen(cases: Iterable[Case], only: list[str]) -> list[Case]:
     return [case for case in cases if not only or any(text in case.name for text in only)]
 
 
@@ -89,10 +94,30 @@ def run_model(case: Case) -> dict[str, Any]:
     if said:
         row["warned"] = said
     if case.name in ON_TWO_RANKS:
-        row["ranks"] = _result(on_ranks(functools.partial(compare, case, ("graph_fsdp",)), 2, SECONDS), "graph_fsdp")
-    if trace := alone.get("graph_fsdp", alone.get("error", {})).get("trace"):
-        print(trace, file=sys.stderr)
+        row["ranks"] = on_two_ranks(case)
+    print_trace(alone)
     return row
+
+
+def on_two_ranks(case: Case) -> str:
+    """What becomes of it with ours."""
+    from third_party.comparison import compare
+
+    found = on_ranks(functools.partial(compare, case, ("graph_fsdp",)), 2, SECONDS)
+    print_trace(found)
+    return _result(found, "graph_fsdp")
+
+
+def print_trace(found: Results) -> None:
+    if trace := found.get("graph_fsdp", found.get("error", {})).get("trace"):
+        print(trace, file=sys.stderr)
+
+
+def run_sample() -> int:
+    """What becomes of the models of the sample on two ranks, in one line: 0 if all train."""
+    results = {case.name: on_two_ranks(case) for case in installed_cases() if case.name in SAMPLE}
+    print(json.dumps(results))
+    return int(any(result not in TRAINS for result in results.values()))
 
 
 def _result(found: Results, name: str) -> str:
@@ -101,7 +126,7 @@ def _result(found: Results, name: str) -> str:
 
 def trains(row: dict[str, Any]) -> bool:
     results = [row["results"]["graph_fsdp"], row.get("ranks", "fullgraph")]
-    return all(result in ("fullgraph", "fullgraph=False") for result in results)
+    return all(result in TRAINS for result in results)
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -142,19 +167,21 @@ def versions(names: Iterable[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="models with it in their names")
-    parser.add_argument("--sample", action="store_true", help="the models that a test runs too")
+    parser.add_argument("--sample", action="store_true", help="the models of a test, on two ranks with ours alone")
     parser.add_argument("--part", choices=("models", "libraries"), help="instead of both")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")
+    if options.sample:
+        return run_sample()
     failures = 0
-    if options.part != "models" and not options.sample:
+    if options.part != "models":
         failures += library_programs.run_all(options.results, options.only)
     if options.part == "libraries":
         return int(failures > 0)
-    warnings.simplefilter("ignore")
     rows = []
-    for case in chosen(installed_cases(), options.only, options.sample):
+    for case in chosen(installed_cases(), options.only):
         row = run_model(case)
         failures += not trains(row)
         print(json.dumps(row), flush=True)

@@ -19,15 +19,13 @@ SCRIPT = Path(models_compatibility.__file__)
 
 
 @pytest.mark.long
-def test_a_sample_of_transformers_trains_as_it_does_alone_on_one_process_and_on_two(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--sample", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+def test_a_sample_of_transformers_trains_on_two_ranks_as_it_does_alone() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--sample"], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    rows = json.loads((tmp_path / "models_compatibility.json").read_text())["rows"]
-    assert {row["name"] for row in rows} == set(models_compatibility.SAMPLE)
-    found = {row["name"]: (row["results"]["graph_fsdp"], row["ranks"]) for row in rows}
-    in_pieces = {name for name, results in found.items() if results == ("fullgraph=False",) * 2}
-    assert in_pieces <= {name for name in found if name.startswith(("Switch", "Qwen2VL", "Wav2Vec2"))}
+    results = json.loads(done.stdout.splitlines()[-1])
+    pieces = {name: "fullgraph=False" if name == "Wav2Vec2ForCTC" else "fullgraph" for name in results}
+    assert results == pieces
+    assert set(results) == set(models_compatibility.SAMPLE)
 
 
 def linear_case() -> Case:
