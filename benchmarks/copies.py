@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
-from graph_fsdp.passes.layout import copies
+from graph_fsdp.passes.ir.layout import copies
 
 
 @dataclass

@@ -26,11 +26,11 @@ from unittest import mock
 import torch
 
 import graph_fsdp
-from graph_fsdp.passes.compat import fake_process_group
-from graph_fsdp.report import engine_of
+from graph_fsdp.compat import fake_process_group
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.executor import Frame
-from graph_fsdp.runtime.regions import Region, cut
+from graph_fsdp.runtime.regions.regions import Region, cut
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, GPTConfig

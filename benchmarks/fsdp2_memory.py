@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from graph_fsdp.passes.dialect import Role
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
-from graph_fsdp.passes.storages import Category, Storage
+from graph_fsdp.passes.analysis.storages import Category, Storage
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.planning import Plan
 from graph_fsdp.planning.reserved import Allocations, Step
 

@@ -28,7 +28,7 @@ PROGRAMS = {
     "torch, its Dynamo and FSDP": f"{_TORCH}, torch._dynamo, torch.distributed.fsdp",
     "torch, graph_fsdp.compile": f"{_TORCH}, graph_fsdp\ngraph_fsdp.compile",
     "torch, every name of graph_fsdp": f"{_TORCH}\nfrom graph_fsdp import *",
-    "graph-fsdp --help": "import sys\nfrom graph_fsdp.command_line import main\n"
+    "graph-fsdp --help": "import sys\nfrom graph_fsdp.cli.main import main\n"
     "try:\n    main(['--help'])\nexcept SystemExit:\n    pass",
 }
 

@@ -40,14 +40,15 @@ import torch
 from torch import Tensor, fx, nn
 
 import graph_fsdp
-from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.compat_inductor import Kernel, inductor_kernels
-from graph_fsdp.passes.graph import Graph, aliased_inputs
-from graph_fsdp.passes.kernels import is_view, node_flops
-from graph_fsdp.passes.layout import copies_by
+from graph_fsdp import compat
+from graph_fsdp.compat.inductor_scheduler import Kernel, inductor_kernels
+from graph_fsdp.passes.analysis.kernels import is_view, node_flops
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.layout import copies_by
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.regions import Compiled, Region, cut
+from graph_fsdp.runtime.regions.regions import Compiled, Region, cut
 
 WORLD_SIZE = 8
 FORMS = ("cut", "whole", "local")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graph_fsdp
+from graph_fsdp.compat import BackendCompilerFailed
 from graph_fsdp.passes import Graph, GraphPass, PassContext, PassPipeline, default_pipeline
-from graph_fsdp.passes.compat import BackendCompilerFailed
 from graph_fsdp.passes.pipeline import PHASES
 
 WORLD_SIZE = 8

@@ -28,7 +28,7 @@ import torch
 from harness import synchronize
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graph_fsdp.passes.compat import FakeTensor
+from graph_fsdp.compat import FakeTensor
 
 WARMUP, STEPS = 2, 4
 _SPAN = "measured step "

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.activation_checkpointing import CheckpointActivations
-from graph_fsdp.passes.compat import CheckpointPolicy
-from graph_fsdp.passes.recompute import tag
+from graph_fsdp.passes.transforms.activation_checkpointing import CheckpointActivations
+from graph_fsdp.passes.transforms.recompute import tag
 
 aten = torch.ops.aten
 

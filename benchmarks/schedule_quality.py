@@ -29,7 +29,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graph_fsdp.passes import Graph, PassPipeline, Role, Timeline, compat, default_pipeline, dialect, simulate
+from graph_fsdp import compat
+from graph_fsdp.passes import Graph, PassPipeline, Role, Timeline, default_pipeline, simulate
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.planning import Traced, trace
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

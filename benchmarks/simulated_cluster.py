@@ -52,7 +52,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.passes import Hardware, default_pipeline
-from graph_fsdp.passes import hardware as hardware_module
+from graph_fsdp.passes.analysis import hardware as hardware_module
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # Relative. The two fuse, and so round to bfloat16, differently, and training makes more of that with each step. A shard

@@ -28,9 +28,11 @@ from unittest import mock
 import torch
 from torch import fx
 
-from graph_fsdp.passes import CostModel, Graph, Role, Stage, Timeline, dialect, kernels, simulate
-from graph_fsdp.passes.dialect import NodeRecord, set_record
-from graph_fsdp.passes.graph import Phase, nbytes
+from graph_fsdp.passes import CostModel, Graph, Role, Stage, Timeline, simulate
+from graph_fsdp.passes.analysis import kernels
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import NodeRecord, set_record
+from graph_fsdp.passes.ir.graph import Phase, nbytes
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
         UnsupportedError,
         VerificationError,
     )
-    from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
+    from graph_fsdp.parameters.unshard import unsharded
+    from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing
     from graph_fsdp.planning import Plan, plan
-    from graph_fsdp.profile_report import Profile
-    from graph_fsdp.profiling import profile
-    from graph_fsdp.report import GraphReport, inspect
-    from graph_fsdp.report_file import SavedReport, load_report
-    from graph_fsdp.unshard import unsharded
+    from graph_fsdp.profiling.profiling import profile
+    from graph_fsdp.profiling.table import Profile
+    from graph_fsdp.report.file import SavedReport, load_report
+    from graph_fsdp.report.report import GraphReport, inspect
 
 __version__ = "0.1.0"
 
@@ -78,17 +78,17 @@ _SUBMODULES = ("checkpoint", "errors", "integrations", "passes", "planning")
 
 # The module of each other name that errors.py does not have.
 _MODULES = {
-    "ActivationCheckpointing": "passes.activation_checkpointing",
-    "GraphReport": "report",
+    "ActivationCheckpointing": "passes.transforms.activation_checkpointing",
+    "GraphReport": "report.report",
     "Plan": "planning",
-    "Profile": "profile_report",
-    "SavedReport": "report_file",
+    "Profile": "profiling.table",
+    "SavedReport": "report.file",
     "compile": "api",
-    "inspect": "report",
-    "load_report": "report_file",
+    "inspect": "report.report",
+    "load_report": "report.file",
     "plan": "planning",
-    "profile": "profiling",
-    "unsharded": "unshard",
+    "profile": "profiling.profiling",
+    "unsharded": "parameters.unshard",
 }
 
 
@@ -102,7 +102,7 @@ def _bring(name: str) -> Any:
 
     drawn = random.getstate()
     try:
-        importlib.import_module("graph_fsdp.passes")  # first: it says so if torch is too old for the others
+        importlib.import_module("graph_fsdp.compat")  # first: it says so if torch is too old for the others
         if name in _SUBMODULES:
             return importlib.import_module(f"graph_fsdp.{name}")
         module = importlib.import_module(f"graph_fsdp.{_MODULES.get(name, 'errors')}")

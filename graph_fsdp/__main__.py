@@ -1,5 +1,5 @@
 """``python -m graph_fsdp``."""
 
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 
 raise SystemExit(main())

@@ -12,32 +12,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import tensor_parallel, validate, xla_validate
-from graph_fsdp.capture import Engine
-from graph_fsdp.composable_checkpoint import trace_composable_checkpoints
-from graph_fsdp.cuda_graphs import check_cuda_graphs, model_graphs
-from graph_fsdp.extensions import check_extensions, extend, is_extended, plain
-from graph_fsdp.initial_values import initial_values
+from graph_fsdp import compat
+from graph_fsdp import options as validate
+from graph_fsdp.engine.composable_checkpoint import trace_composable_checkpoints
+from graph_fsdp.engine.engine import Engine
+from graph_fsdp.engine.owned_tensors import check_cuda_graphs, model_graphs
+from graph_fsdp.initialise.initial_values import initial_values
+from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
-from graph_fsdp.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
-from graph_fsdp.module import become_compiled, original_forward
+from graph_fsdp.module.module import become_compiled, original_forward
+from graph_fsdp.parameters import tensor_parallel
+from graph_fsdp.parameters.extensions import check_extensions, extend, is_extended, plain
+from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
+from graph_fsdp.parameters.placements import ShardPlacementFn, shard_dims
+from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import (
     ActivationCheckpointing,
     CostModel,
     GroupShape,
     PassPipeline,
-    compat,
     default_pipeline,
     find_hardware,
 )
-from graph_fsdp.passes.activation_checkpointing import Recompute, with_activation_checkpointing
-from graph_fsdp.passes.hardware import detect_hardware
-from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
-from graph_fsdp.placements import ShardPlacementFn, shard_dims
+from graph_fsdp.passes.analysis.hardware import detect_hardware
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.runtime.backends import BACKENDS
-from graph_fsdp.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.sharding import Storage
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
+from graph_fsdp.xla import validate as xla_validate
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -96,7 +98,7 @@ def compile(
             ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Shards and optimizer state keep the
             parameters' dtype, buffers their own: cast those before. A dict from module classes to policies, or a
             function of a module that returns its policy or None, gives modules policies of their own, as FSDP2 does
-            for modules that are sharded by themselves: see :mod:`graph_fsdp.mixed_precision`.
+            for modules that are sharded by themselves: see :mod:`graph_fsdp.parameters.mixed_precision`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
@@ -170,7 +172,7 @@ def compile(
     validate.sharding(sharding, shard_output, backend)
     policies = find_policies(model, mp_policy)
     if backend == "xla":
-        from graph_fsdp.xla_compile import compile_on_xla
+        from graph_fsdp.xla.compile import compile_on_xla
 
         if cuda_graphs:
             check_cuda_graphs(cuda_graphs, torch.device("xla"), backend, regions, dynamic, offload_policy, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.pipeline import PassError, PipelineError
-from graph_fsdp.passes.prefetch import BudgetError
-from graph_fsdp.passes.settings import SettingError
-from graph_fsdp.passes.verification_error import VerificationError
-from graph_fsdp.runtime.agreement import RankDisagreement
-from graph_fsdp.runtime.failure import RankFailure
+from graph_fsdp.passes.transforms.prefetch import BudgetError
+from graph_fsdp.passes.verify.error import VerificationError
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement
+from graph_fsdp.runtime.ranks.failure import RankFailure
 from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError
 
 __all__ = [

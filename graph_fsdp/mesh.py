@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from graph_fsdp.mesh_names import REPLICATE_NAMES
 from graph_fsdp.passes import GroupShape
-from graph_fsdp.runtime.agreement import is_shared, publish, receive
+from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
 
 # For all ranks to reach ``graph_fsdp.compile``: the first may be reading a checkpoint while the others wait.
 START_TIMEOUT_SECONDS = 1800.0

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from graph_fsdp.passes.compat import _Policy
+from graph_fsdp.compat import _Policy
 
 # torch's wrap policies: policy objects (ModuleWrapPolicy, CustomPolicy), functions of
 # (module, recurse, nonwrapped_numel), or, our shorthand, the classes or modules themselves; a tuple or list of

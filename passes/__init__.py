@@ -2,31 +2,31 @@
 
 from typing import Literal
 
-import graph_fsdp.passes.compat  # noqa: F401  # first: it says so if torch is too old for the others
-from graph_fsdp.passes.accessors import BucketNodes, Gather, Reduction
-from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
-from graph_fsdp.passes.annotate import Annotate
-from graph_fsdp.passes.arrange import BucketSize
-from graph_fsdp.passes.bucket import Bucket
-from graph_fsdp.passes.cost import CostModel, GroupShape, Measurements
-from graph_fsdp.passes.dialect import NodeRecord, Role
-from graph_fsdp.passes.free import Free
-from graph_fsdp.passes.graph import Graph, Phase
-from graph_fsdp.passes.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
-from graph_fsdp.passes.insert_gathers import InsertGathers
-from graph_fsdp.passes.just_in_time import JustInTime
-from graph_fsdp.passes.memory import MemoryProfile, memory_profile
-from graph_fsdp.passes.offload_activations import OffloadActivations, SaveBases
+import graph_fsdp.compat  # noqa: F401  # first: it says so if torch is too old for the others
+from graph_fsdp.passes.analysis.cost import CostModel, GroupShape, Measurements
+from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
+from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
+from graph_fsdp.passes.analysis.simulate import Timeline, simulate
+from graph_fsdp.passes.ir.accessors import BucketNodes, Gather, Reduction
+from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role
+from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassError, PassPipeline, PipelineError, Profiled
-from graph_fsdp.passes.plan import Plan
-from graph_fsdp.passes.prefetch import BudgetError, Distance, Prefetch
-from graph_fsdp.passes.recompute import TagRecompute
-from graph_fsdp.passes.reductions import defer_reductions
-from graph_fsdp.passes.reshard import Reshard
-from graph_fsdp.passes.simulate import Timeline, simulate
-from graph_fsdp.passes.slots import AssignSlots, SlotTable
-from graph_fsdp.passes.stage import Stage
-from graph_fsdp.passes.verification_error import VerificationError
+from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
+from graph_fsdp.passes.transforms.annotate import Annotate
+from graph_fsdp.passes.transforms.arrange import BucketSize
+from graph_fsdp.passes.transforms.bucket import Bucket
+from graph_fsdp.passes.transforms.free import Free
+from graph_fsdp.passes.transforms.insert_gathers import InsertGathers
+from graph_fsdp.passes.transforms.just_in_time import JustInTime
+from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
+from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch
+from graph_fsdp.passes.transforms.recompute import TagRecompute
+from graph_fsdp.passes.transforms.reductions import defer_reductions
+from graph_fsdp.passes.transforms.reshard import Reshard
+from graph_fsdp.passes.transforms.slots import AssignSlots, SlotTable
+from graph_fsdp.passes.verify.error import VerificationError
 
 __all__ = [
     "HARDWARE",

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import fx, nn
 
-from graph_fsdp.passes.cost import Measurements
-from graph_fsdp.passes.graph import Graph, Phase
-from graph_fsdp.passes.plan import Plan
-from graph_fsdp.passes.settings import Settings
-from graph_fsdp.passes.share import Sharing
-from graph_fsdp.passes.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.stage import Snapshot, Stage, readable
-from graph_fsdp.passes.stage_log import log_stage
-from graph_fsdp.passes.verification_error import VerificationError
+from graph_fsdp.passes.analysis.cost import Measurements
+from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
+from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
+from graph_fsdp.passes.ir.stage_log import log_stage
+from graph_fsdp.passes.transforms.share import Sharing
+from graph_fsdp.passes.verify.error import VerificationError
 
 if TYPE_CHECKING:
-    from graph_fsdp.passes.cost import CostModel
-    from graph_fsdp.passes.hardware import Hardware
+    from graph_fsdp.passes.analysis.cost import CostModel
+    from graph_fsdp.passes.analysis.hardware import Hardware
 
 PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
 # What a graph of each phase is before any pass of that phase has run.
@@ -309,7 +309,7 @@ class PassPipeline:
                 graph.module.recompile()
 
     def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
-        from graph_fsdp.passes.verify import Verifier
+        from graph_fsdp.passes.verify.verify import Verifier
 
         for graph in graphs:
             graph.cost = context.cost

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graph_fsdp.passes import compat
-from graph_fsdp.passes.accumulate import is_unsynced
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp import compat
+from graph_fsdp.passes.analysis.reach import Reach, find_reach
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.pipeline import PassContext
-from graph_fsdp.passes.reach import Reach, find_reach
-from graph_fsdp.runtime import lockstep
+from graph_fsdp.passes.transforms.accumulate import is_unsynced
 from graph_fsdp.runtime.kept_gradients import KeptGradients
+from graph_fsdp.runtime.ranks import lockstep
 
 Runnable: TypeAlias = Callable[..., Any]
 

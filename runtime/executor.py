@@ -20,21 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.layout import GatherLayout, layout_of
-from graph_fsdp.passes.operands import operand
-from graph_fsdp.runtime import collectives, custom_collectives, host_copies
-from graph_fsdp.runtime.collectives import Pending
-from graph_fsdp.runtime.cuda_graphs import ProgramGraphs
-from graph_fsdp.runtime.custom_collectives import Comms
-from graph_fsdp.runtime.failure import OUT_OF_STEP
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
+from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.runtime.comm import collectives, custom_collectives, host_copies
+from graph_fsdp.runtime.comm.collectives import Pending
+from graph_fsdp.runtime.comm.copies import Copies, CopyPlan, copy_plan
+from graph_fsdp.runtime.comm.custom_collectives import Comms
+from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients, begins_in_shard, keep_plan, owned_gradients
-from graph_fsdp.runtime.offload import Copies, CopyPlan, copy_plan
-from graph_fsdp.runtime.ranges import ProgramRanges
-from graph_fsdp.runtime.region_cache import RegionCache
-from graph_fsdp.runtime.regions import Compiled, Region, cut
+from graph_fsdp.runtime.observe.ranges import ProgramRanges
+from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
+from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.regions.regions import Compiled, Region, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 
 

@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes import compat, dialect
-from graph_fsdp.passes.fake_values import VALUES, fake_mode_of, kind
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
-from graph_fsdp.runtime import collectives
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
+from graph_fsdp.runtime.comm import collectives
 
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default

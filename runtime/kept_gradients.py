@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph, aliased_inputs
-from graph_fsdp.passes.operands import operand, operands
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.operands import operand, operands
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat
-from graph_fsdp.passes.layout import GatherLayout
-from graph_fsdp.runtime.collectives import (
+from graph_fsdp import compat
+from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.runtime.comm.collectives import (
     Pending,
     keep_shard,
     reduce_payloads,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.stage import readable
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.functional import ShardSlice, lower
-from graph_fsdp.runtime.ranges import recording
-from graph_fsdp.runtime.region_cache import RegionCache
-from graph_fsdp.runtime.regions import Compiled
+from graph_fsdp.runtime.observe.ranges import recording
+from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.regions.regions import Compiled
 from graph_fsdp.runtime.slots import GatheredBytes
 
 # As the executor counts them.

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from guard import Guard
 from tracing import trace_cheaply
 
-from graph_fsdp.passes import compat
+from graph_fsdp import compat
 from graph_fsdp.runtime.backends import BACKENDS
-from graph_fsdp.runtime.private_files import own_folder
+from graph_fsdp.runtime.regions.private_files import own_folder
 
 FAKE_WORLD_SIZE = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graph_fsdp.runtime.backends import BACKENDS, EagerBackend
-from graph_fsdp.runtime.regions import Compiled, run_as_graph
+from graph_fsdp.runtime.regions.regions import Compiled, run_as_graph
 
 
 class FunctionalBackend(EagerBackend):

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp import VerificationError
 from graph_fsdp.passes import Graph, GraphPass, PassContext, PassPipeline, Plan, Role, default_pipeline
-from graph_fsdp.passes.stage import Snapshot
+from graph_fsdp.passes.ir.stage import Snapshot
+from graph_fsdp.report.report import engine_of
 
 LAYOUT = "a gathered bucket has its own layout"
 BLOCK0, BLOCK1 = (
@@ -94,7 +95,7 @@ def check_named(mistake: type[Mistake], *, whole: bool = False) -> None:
             model(batch()).sum().backward()
         check_says(raised.value, mistake)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert graph_fsdp.report.engine_of(model).counter.current == 0
+        assert engine_of(model).counter.current == 0
 
 
 def check_says(error: VerificationError, mistake: type[Mistake]) -> None:

@@ -46,7 +46,7 @@ MODULES = (
     "torch._inductor.compile_fx",
     "torch._inductor.lowering",
     "torch._inductor.scheduler",
-    "graph_fsdp.passes.verify",
+    "graph_fsdp.passes.verify.verify",
     "pytest",
 )
 
@@ -211,8 +211,8 @@ def _warm_up() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.set_rng_state(state)
-    graph_fsdp.capture._engines = itertools.count()
-    graph_fsdp.dynamo._forwards = itertools.count()
+    graph_fsdp.engine.engine._engines = itertools.count()
+    graph_fsdp.engine.dynamo._forwards = itertools.count()
 
 
 def _main(connection: socket.socket) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.compat import OpOverload, schema_arguments
-from graph_fsdp.passes.dialect import Role, record
-from graph_fsdp.passes.kernels import is_view
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.compat import OpOverload, schema_arguments
+from graph_fsdp.passes.analysis.kernels import is_view
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, record
+from graph_fsdp.report.report import GraphReport, GraphView
 
 _WIDTH = 115
 _NAMESPACES = ("graph_fsdp", "_c10d_functional")

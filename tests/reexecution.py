@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat
-from graph_fsdp.runtime.cuda_capture import CAPTURES
-from graph_fsdp.runtime.regions import Compiled
+from graph_fsdp import compat
+from graph_fsdp.runtime.cuda.capture import CAPTURES
+from graph_fsdp.runtime.regions.regions import Compiled
 
 CPU = torch.device("cpu")
 _GARBAGE = 0xFF  # not a number, in every floating-point type

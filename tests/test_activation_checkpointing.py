@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from printed import calls
 
 from graph_fsdp import ActivationCheckpointing
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role
 
 
 def test_without_it_what_the_partitioner_chooses_is_saved() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing
+from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 
@@ -91,7 +92,7 @@ def check_replay(names: Iterable[str]) -> None:
 
         def prepare(model: nn.Module, value: Any = value, counters: list[Any] = counters) -> nn.Module:
             model = ours(value)(model)
-            counters.append(graph_fsdp.report.engine_of(model).counter)  # type: ignore[union-attr]
+            counters.append(engine_of(model).counter)  # type: ignore[union-attr]
             return model
 
         assert_equal(train(prepare))

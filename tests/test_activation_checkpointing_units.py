@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import graph_fsdp
 from graph_fsdp import ActivationCheckpointing
 from graph_fsdp.passes import CheckpointActivations, default_pipeline, memory_profile
-from graph_fsdp.passes.dialect import Role
+from graph_fsdp.passes.ir.dialect import Role
 
 # What holds of each
 

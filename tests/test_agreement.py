@@ -23,7 +23,7 @@ from torch.optim import AdamW
 import graph_fsdp
 from graph_fsdp import RankDisagreement
 from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassError, Role, default_pipeline
-from graph_fsdp.runtime.agreement import agree
+from graph_fsdp.runtime.ranks.agreement import agree
 
 FACTS = Facts(__name__)
 

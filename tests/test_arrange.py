@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from graph_fsdp.passes import Bucket, CostModel, GroupShape, PipelineError, default_pipeline, find_hardware
-from graph_fsdp.passes.arrange import arrange_buckets, gathered_nbytes
-from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes.transforms.arrange import arrange_buckets, gathered_nbytes
 
 WORLD = 4
 KIB = 1024

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
 from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
-from graph_fsdp.communication import METHODS
-from graph_fsdp.gradients import GradientMethods
-from graph_fsdp.methods import UnitMethods
-from graph_fsdp.module import unsupported
-from graph_fsdp.validate import torch_version, world_size_of_environment
+from graph_fsdp.module.communication import METHODS
+from graph_fsdp.module.gradients import GradientMethods
+from graph_fsdp.module.module import unsupported
+from graph_fsdp.module.unit_methods import UnitMethods
+from graph_fsdp.options import torch_version, world_size_of_environment
 
 
 def batch() -> Tensor:

@@ -11,7 +11,7 @@ from models import MLP
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.report.report import GraphReport, GraphView
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

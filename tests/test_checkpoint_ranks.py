@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp import CheckpointError, RankDisagreement, safetensors_files
+from graph_fsdp import CheckpointError, RankDisagreement
 from graph_fsdp.checkpoint import Safetensors, load_full_state_dict, load_safetensors
+from graph_fsdp.initialise import safetensors_files
 
 FACTS = Facts(__name__)
 

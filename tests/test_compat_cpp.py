@@ -15,7 +15,7 @@ from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp.passes import compat_cpp
+from graph_fsdp.compat import inductor_cpp as compat_cpp
 
 PLUS = 'extern "C" void kernel(const float* x, float* out) {{ out[0] = x[0] + {}.0f; {} }}'
 

@@ -21,7 +21,7 @@ from graph_fsdp.checkpoint.consolidate import consolidate
 from graph_fsdp.checkpoint.contents import check, contents
 from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.tensors import read_tensors
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 
 
 class Kinds(nn.Module):

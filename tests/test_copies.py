@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
 from graph_fsdp.passes import Role
-from graph_fsdp.passes.layout import GatherLayout
-from graph_fsdp.runtime.collectives import pack_gradients, start_all_gather, start_reduce_scatter
+from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.runtime.comm.collectives import pack_gradients, start_all_gather, start_reduce_scatter
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8

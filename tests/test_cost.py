@@ -25,10 +25,10 @@ from graph_fsdp.passes import (
     Measurements,
     PassContext,
     default_pipeline,
-    dialect,
 )
-from graph_fsdp.passes.cost import collective_key, op_key
-from graph_fsdp.passes.kernels import CPU_ATTENTION_FORMULAS, graph_work, node_flops
+from graph_fsdp.passes.analysis.cost import collective_key, op_key
+from graph_fsdp.passes.analysis.kernels import CPU_ATTENTION_FORMULAS, graph_work, node_flops
+from graph_fsdp.passes.ir import dialect
 
 aten = torch.ops.aten
 H100 = HARDWARE["h100"]

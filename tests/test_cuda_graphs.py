@@ -22,8 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import engine_of
-from graph_fsdp.runtime.cuda_capture import CudaCapture
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime.cuda.capture import CudaCapture
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory
 
 

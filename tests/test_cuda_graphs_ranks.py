@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import GraphView
+from graph_fsdp.report.report import GraphView
 
 FACTS = Facts(__name__)
 

@@ -16,8 +16,8 @@ from printed import calls
 from torch import Tensor, nn
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.passes import compat
 
 FACTS = Facts(__name__)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graph_fsdp.passes import dialect, fake_values
-from graph_fsdp.passes.fake_values import FakeValues, Kinds, kind
+from graph_fsdp.passes.ir import dialect, fake_values
+from graph_fsdp.passes.ir.fake_values import FakeValues, Kinds, kind
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import graph_fsdp
 from graph_fsdp import UnsupportedError
 from graph_fsdp.passes import GraphPass, default_pipeline
-from graph_fsdp.report import GraphReport, engine_of
+from graph_fsdp.report.report import GraphReport, engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -232,8 +232,8 @@ class DropsReductions(GraphPass):
     phase = "backward"
 
     def run(self, graph, context) -> None:  # type: ignore[no-untyped-def]
-        from graph_fsdp.passes import accumulate
-        from graph_fsdp.passes.dialect import Role
+        from graph_fsdp.passes.ir.dialect import Role
+        from graph_fsdp.passes.transforms import accumulate
 
         (node, *_) = graph.with_role(Role.SHARD_GRAD)
         with graph.fx_graph.inserting_before(graph.output):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graph_fsdp
+from graph_fsdp.report.report import engine_of
 
 WIDTH = 4
 
@@ -229,7 +230,7 @@ def test_units_are_whole_until_backward_has_ended_and_are_gathered_again_for_ano
     torch.manual_seed(0)
     plain = Chunked()
     model = graph_fsdp.compile(copy.deepcopy(plain), backend="eager", fullgraph=False)
-    placeholder = graph_fsdp.report.engine_of(model).storage.parameters["head.weight"].placeholder
+    placeholder = engine_of(model).storage.parameters["head.weight"].placeholder
     outputs = []
     for made in (model, plain):
         first, second = made(torch.ones(1, WIDTH)), made(-torch.ones(1, WIDTH))

@@ -78,12 +78,12 @@ def test_the_cpu_is_detected() -> None:
 def test_devices_are_known_by_what_their_drivers_call_them(
     device: str, reported: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graph_fsdp.passes.hardware.describe_device", lambda _: (reported, 12_345))
+    monkeypatch.setattr("graph_fsdp.passes.analysis.hardware.describe_device", lambda _: (reported, 12_345))
     found = detect_hardware(torch.device(device))
     assert found == dataclasses.replace(HARDWARE[entry], memory=12_345), "memory is what the device reports"
 
 
 def test_an_unknown_device_counts_as_a_known_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graph_fsdp.passes.hardware.describe_device", lambda _: ("NVIDIA Thing", 8))
+    monkeypatch.setattr("graph_fsdp.passes.analysis.hardware.describe_device", lambda _: ("NVIDIA Thing", 8))
     found = detect_hardware(torch.device("cuda"))
     assert found == dataclasses.replace(HARDWARE["a100"], name="unknown NVIDIA Thing (as a100)", memory=8)

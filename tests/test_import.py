@@ -28,7 +28,7 @@ def test_the_package_imports_neither_torch_nor_its_own_modules() -> None:
 def test_help_and_wrong_arguments_are_answered_without_torch() -> None:
     program = """
 import contextlib, io, sys
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 
 for command in ([], ["plan"], ["report"], ["consolidate"], ["inspect-checkpoint"]):
     for arguments, status in ((["--help"], 0), (["--nonsense"], 2)):

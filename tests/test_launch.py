@@ -25,7 +25,7 @@ from launch import run_ranks
 from torch._dynamo.utils import compilation_time_metrics, counters
 
 import graph_fsdp
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from models import MLP
 from tracing import forgetting
 
 import graph_fsdp
-from graph_fsdp.capture import Engine
+from graph_fsdp.engine.engine import Engine
 
 CAPTURED = 2  # graphs: of one size, of any size
 FACTS = Facts(__name__)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from graph_fsdp.line_diff import line_diff
+from graph_fsdp.report.line_diff import line_diff
 
 
 def rebuilt(old: list[str], new: list[str]) -> list[str]:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
-from graph_fsdp.runtime import agreement
-from graph_fsdp.runtime.lockstep import Lockstep
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime.ranks import agreement
+from graph_fsdp.runtime.ranks.lockstep import Lockstep
 
 FACTS = Facts(__name__)
 
@@ -76,7 +77,7 @@ def step(model: nn.Module, branch: str) -> None:
 
 
 def lockstep(model: nn.Module) -> Lockstep:
-    return graph_fsdp.report.engine_of(model).schedules.lockstep
+    return engine_of(model).schedules.lockstep
 
 
 def disagree(run: Callable[[], object], *words: str) -> str:
@@ -317,7 +318,7 @@ def test_on_two_ranks(ranks: Failures, name: str) -> None:
 
 def test_a_process_alone_keeps_step_with_nobody(fake_group: None) -> None:
     model, _ = branching()
-    assert graph_fsdp.report.engine_of(model).schedules.lockstep is None
+    assert engine_of(model).schedules.lockstep is None
     step(model, "a")
     step(model, "b")
     assert re.search("all_gather_start", graph_fsdp.inspect(model).forward.stages["free"].code)

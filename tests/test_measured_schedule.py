@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp.passes import CostModel, Graph, GraphPass, Measurements, PassContext, default_pipeline
-from graph_fsdp.passes.cost import collective_key, op_key
-from graph_fsdp.passes.dialect import STARTS
+from graph_fsdp.passes.analysis.cost import collective_key, op_key
+from graph_fsdp.passes.ir.dialect import STARTS
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

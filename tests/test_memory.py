@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, dialect, memory_profile
-from graph_fsdp.passes.graph import aliased_inputs
-from graph_fsdp.passes.memory import CATEGORIES, MAX_HOLDERS, step_peak
-from graph_fsdp.passes.spec import make_model_spec
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, memory_profile
+from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS, step_peak
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import aliased_inputs
+from graph_fsdp.passes.ir.spec import make_model_spec
+from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 
 FACTS = Facts(__name__)
 
@@ -210,7 +211,7 @@ def gathered_as_counted(case: str, reshard: bool | None, prefetch: int) -> None:
         passes=default_pipeline(prefetch=prefetch),
         reshard_after_forward=reshard,
     )
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
     counted = [(counter.peak, counter.landing_peak)]
     counter.reset()
@@ -296,7 +297,7 @@ def test_what_a_profile_says_of_its_peak(report: GraphReport) -> None:
 
 def test_the_shards_are_the_storage_of_all_parameters(fake_group: None) -> None:
     model = trained("uneven")
-    storage = sum(buffer.nbytes for buffer in graph_fsdp.report.engine_of(model).storage.buffers.values())
+    storage = sum(buffer.nbytes for buffer in engine_of(model).storage.buffers.values())
     for profile in profiles(model):
         assert set(profile.timeline["shards"]) == {storage}
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.passes.dialect import keep_shard
-from graph_fsdp.report import GraphReport, engine_of
+from graph_fsdp.passes.ir.dialect import keep_shard
+from graph_fsdp.report.report import GraphReport, engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_module")
 

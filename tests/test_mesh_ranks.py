@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
 from graph_fsdp import RankDisagreement
+from graph_fsdp.report.report import engine_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -216,7 +217,7 @@ def printed_stages_run_and_give_the_same_gradients() -> None:
     tangent = torch.ones(4, 5)
     results = []
     for name in ("annotate", "recompute"):
-        inputs = [graph_fsdp.report.engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
+        inputs = [engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
         values: list[Tensor] = [*inputs[:2], x, *inputs[2:], tangent]
         results.append(run_stage(report.joint.stages[name], values)[1:])
     expected = [p.grad.to_local() for p in model.parameters()]
@@ -232,7 +233,7 @@ def printed_stages_run_where_shards_are_kept() -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
     expected = model(x)
     report = graph_fsdp.inspect(model)
-    inputs = [graph_fsdp.report.engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
+    inputs = [engine_of(model).storage.parameters[n].input for n, _ in model.named_parameters()]
     for stage in ("reshard", "free"):
         found = run_stage(report.forward.stages[stage], [*inputs[:2], x, *inputs[2:]])
         assert torch.equal(found[0], expected)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import graph_fsdp
-from graph_fsdp.materialise import find_pieces
+from graph_fsdp.initialise.materialise import find_pieces
 from graph_fsdp.units import find_units
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
-from graph_fsdp.passes.spec import ALIGNMENT
-from graph_fsdp.report import engine_of
+from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.report.report import engine_of
 
 
 @dataclass

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 OFFLOADED = CPUOffloadPolicy()
 FACTS = Facts(__name__)

@@ -20,15 +20,15 @@ from graph_fsdp.passes import (
     Role,
     VerificationError,
     default_pipeline,
-    dialect,
     find_hardware,
     memory_profile,
     simulate,
 )
-from graph_fsdp.passes.dialect import set_record
-from graph_fsdp.passes.offload import HOST, find_transfers
-from graph_fsdp.passes.spec import Offload, ParameterSpec, make_model_spec
-from graph_fsdp.passes.verify import Verifier
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import set_record
+from graph_fsdp.passes.ir.spec import Offload, ParameterSpec, make_model_spec
+from graph_fsdp.passes.transforms.offload import HOST, find_transfers
+from graph_fsdp.passes.verify.verify import Verifier
 
 aten = torch.ops.aten
 

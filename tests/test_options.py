@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_module")
 

@@ -12,11 +12,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graph_fsdp
-from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch, dialect
-from graph_fsdp.passes.dialect import NodeRecord, Role, set_record
-from graph_fsdp.passes.graph import Phase, aliased_inputs, is_cheap, mutated_inputs
-from graph_fsdp.passes.plan import follow
-from graph_fsdp.passes.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.agreed_order import follow
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.ir.graph import Phase, aliased_inputs, is_cheap, mutated_inputs
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
+from graph_fsdp.report.report import engine_of
 
 aten = torch.ops.aten
 
@@ -315,7 +317,7 @@ def test_a_parameter_that_the_model_returns_is_not_freed() -> None:
     (row,) = graph_fsdp.inspect(model).forward.buckets
     assert row.escapes and row.free is None
     assert weight.shape == (64,)
-    counter = graph_fsdp.report.engine_of(model).counter  # type: ignore[attr-defined]
+    counter = engine_of(model).counter  # type: ignore[attr-defined]
     assert counter.current == row.nbytes, "held as long as the user holds it"
     del y, weight
     assert counter.current == 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.pipeline import PassError
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport, engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -72,7 +72,7 @@ def batch() -> Tensor:
 
 
 def gathers_of_call(model: nn.Module, train: bool = False) -> int:
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     counter.reset()
     if train:
         model(batch()).sum().backward()
@@ -163,7 +163,7 @@ def test_a_piece_between_passes_on_what_it_took() -> None:
 
 def test_one_buffer_is_held_between_the_pieces_and_none_after_the_call() -> None:
     model = compiled(Broken(), reshard_after_forward=True)
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     held: list[int] = []
     model.middle = torch.compiler.disable(lambda x: held.append(counter.current))  # type: ignore[assignment]
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_python_that_raises_between_the_pieces_leaves_nothing_behind() -> None:
                 raise Stop
 
     model = compiled(Raising())
-    engine = graph_fsdp.report.engine_of(model)
+    engine = engine_of(model)
     assert [gathers_of_call(model) for _ in range(2)] == [4, 3]
     model.fails = True
     with pytest.raises(Stop), torch.no_grad():
@@ -203,7 +203,7 @@ def test_another_sequence_holds_in_vain_once_and_shares_again() -> None:
         assert [gathers_of_call(model) for _ in range(2)] == [4, 3]
         model.again = False
         assert [gathers_of_call(model) for _ in range(2)] == [3, 3]
-        assert graph_fsdp.report.engine_of(model).counter.current == 0
+        assert engine_of(model).counter.current == 0
         model.again = True
         made.append(len(graph_fsdp.inspect(model).graphs))
     assert made[2] == made[1], "each variant is made once"
@@ -224,7 +224,7 @@ def test_what_unshard_made_whole_is_not_shared() -> None:
 
 def test_fullgraph_has_no_pieces() -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
-    assert graph_fsdp.report.engine_of(model).pieces is None
+    assert engine_of(model).pieces is None
 
 
 class FailsWhereShared(GraphPass):

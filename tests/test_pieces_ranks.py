@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 

@@ -13,9 +13,9 @@ from models import GPT, MLP, VOCABULARY
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 from graph_fsdp.passes import HARDWARE, default_pipeline
-from graph_fsdp.passes.simulate import simulate
+from graph_fsdp.passes.analysis.simulate import simulate
 
 X = torch.empty(4, 16, device="meta")
 

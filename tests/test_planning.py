@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.planning import trace
+from graph_fsdp.report.report import engine_of
 
 
 class Net(nn.Module):
@@ -158,7 +159,7 @@ def test_a_process_group_of_the_same_size_is_used_and_one_of_another_refused(fak
 
 
 def test_a_plan_of_one_rank_does_not_change_what_ranks_agree_on(fake_group: dist.ProcessGroup) -> None:
-    index = lambda: graph_fsdp.report.engine_of(graph_fsdp.compile(Net(), backend="eager")).schedules.index  # noqa: E731
+    index = lambda: engine_of(graph_fsdp.compile(Net(), backend="eager")).schedules.index  # noqa: E731
     before = index()
     trace(Net, (torch.randn(4, 24),), world_size=8, backend="eager")
     assert index() == before + 1

@@ -18,7 +18,7 @@ import plan_published
 import pytest
 import torch
 
-from graph_fsdp.commands import plan as plan_command
+from graph_fsdp.cli import plan as plan_command
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "planning.md"

@@ -10,7 +10,7 @@ from printed import calls, label, stage_diff, stage_text
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.report.report import GraphReport, GraphView
 
 
 def report_of(model: nn.Module) -> GraphReport:

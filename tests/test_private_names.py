@@ -33,14 +33,14 @@ from graph_fsdp.checkpoint import _storage
 engine._held.x
 self.engine._held
 self._own; cls._own; other.__dict__; torch._dynamo.reset(); torch.ops.aten._to_copy.default(x)
-monkeypatch.setattr("graph_fsdp.passes.hardware._describe", None)
+monkeypatch.setattr("graph_fsdp.passes.analysis.hardware._describe", None)
 monkeypatch.setattr(hardware, "_describe", None)
 """
     assert [(line, name) for line, name in private_names(ast.parse(source))] == [
         (2, "_storage"),
         (3, "_held"),
         (4, "_held"),
-        (6, "graph_fsdp.passes.hardware._describe"),
+        (6, "graph_fsdp.passes.analysis.hardware._describe"),
         (7, "_describe"),
     ]
 

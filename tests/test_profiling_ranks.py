@@ -14,7 +14,7 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.profiling import _Ran
+from graph_fsdp.profiling.profiling import _Ran
 
 FACTS = Facts(__name__)
 

@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
-from graph_fsdp.passes.dialect import record
-from graph_fsdp.passes.kernels import is_view
-from graph_fsdp.passes.stage import Stage
-from graph_fsdp.report import GraphReport
-from graph_fsdp.source_lines import module_name, source_line
+from graph_fsdp.passes.analysis.kernels import is_view
+from graph_fsdp.passes.ir.dialect import record
+from graph_fsdp.passes.ir.stage import Stage
+from graph_fsdp.report.report import GraphReport
+from graph_fsdp.report.source_lines import module_name, source_line
 
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 LAYERS = 3  # equal ones: one trace stands for all

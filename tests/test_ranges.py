@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import graph_fsdp
-from graph_fsdp.report import engine_of
-from graph_fsdp.runtime import ranges
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime.observe import ranges
 
 BATCH = torch.ones(4, 16)
 

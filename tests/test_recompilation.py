@@ -16,8 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import graph_fsdp
-from graph_fsdp.passes import fake_values
-from graph_fsdp.recompilation import Cause
+from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.passes.ir import fake_values
 
 
 class Gated(nn.Module):

@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
-from graph_fsdp import UnsupportedError
-from graph_fsdp.passes import GraphPass, Link, compat, default_pipeline, dialect, find_hardware
-from graph_fsdp.passes.simulate import Conditions, simulate
-from graph_fsdp.report import GraphView
+from graph_fsdp import UnsupportedError, compat
+from graph_fsdp.passes import GraphPass, Link, default_pipeline, find_hardware
+from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.report.report import GraphView
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

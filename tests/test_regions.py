@@ -24,9 +24,9 @@ from torch.nn.utils import clip_grad_norm_
 import graph_fsdp
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.divide import divide
-from graph_fsdp.runtime.region_cache import RegionCache
-from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, cut, region_digest, region_key, run_as_graph
+from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, cut, region_digest, region_key, run_as_graph
+from graph_fsdp.runtime.regions.share_compilation import divide
 
 aten = torch.ops.aten
 
@@ -241,7 +241,7 @@ def test_the_number_of_compiled_regions_does_not_grow_with_depth(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from graph_fsdp.runtime.divide import divide
+from graph_fsdp.runtime.regions.share_compilation import divide
 
 def hold():
     print("holding", flush=True)

@@ -13,7 +13,7 @@ from models import MLP
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 
 @pytest.fixture(scope="module")

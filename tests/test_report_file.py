@@ -16,10 +16,10 @@ from conftest import fake_process_group
 from models import MLP
 
 import graph_fsdp
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.pipeline import PassError
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 
 @pytest.fixture(scope="module")

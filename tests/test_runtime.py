@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graph_fsdp
 from graph_fsdp import ParameterChangedError
+from graph_fsdp.compat import without_torch_function
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.passes.compat import without_torch_function
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.backends import BACKENDS, EagerBackend
-from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.regions.regions import Compiled, Region
 
 WORLD_SIZE = 8
 FLOAT = 4  # bytes
@@ -43,7 +43,7 @@ def compiled(model: nn.Module, prefetch: int = 1, **options: object) -> nn.Modul
 
 
 def counter_of(model: nn.Module) -> GatheredBytes:
-    return graph_fsdp.report.engine_of(model).counter
+    return engine_of(model).counter
 
 
 # What is gathered
@@ -254,7 +254,7 @@ def test_shards_lie_in_one_buffer_per_dtype(fake_group: None) -> None:
     model = MLP()
     model.blocks[1].to(torch.float64)
     graph_fsdp.compile(model, backend="eager")
-    buffers = graph_fsdp.report.engine_of(model).storage.buffers
+    buffers = engine_of(model).storage.buffers
     for p in model.parameters():
         offset = p.to_local().data_ptr() - buffers[p.dtype].data_ptr()
         assert 0 <= offset <= buffers[p.dtype].nbytes - p.to_local().nbytes
@@ -265,7 +265,7 @@ def test_shards_lie_in_one_buffer_per_dtype(fake_group: None) -> None:
 def test_placeholders_have_no_memory(fake_group: None) -> None:
     model = compiled(MLP())
     model(batch()).sum().backward()
-    parameters = graph_fsdp.report.engine_of(model).storage.parameters.values()
+    parameters = engine_of(model).storage.parameters.values()
     with without_torch_function():  # it refuses to be read
         assert {p.placeholder.untyped_storage().nbytes() for p in parameters} == {0}
 

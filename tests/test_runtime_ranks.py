@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import Role, Stage
-from graph_fsdp.passes.dialect import (
+from graph_fsdp.passes.ir.dialect import (
     all_gather_start,
     all_gather_wait,
     all_reduce_start,
@@ -28,6 +28,7 @@ from graph_fsdp.passes.dialect import (
     reduce_scatter_start,
     reduce_wait,
 )
+from graph_fsdp.report.report import engine_of
 
 WORLD_SIZE = 2
 FACTS = Facts(__name__)
@@ -187,7 +188,7 @@ def check_stages(model: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         model(x)
     report = graph_fsdp.inspect(model)
-    parameters = graph_fsdp.report.engine_of(model).storage.parameters
+    parameters = engine_of(model).storage.parameters
     for name, stage in report.forward.stages.items():
         names = inputs_of(stage)
         assert set(names) == {*parameters, ""}
@@ -242,7 +243,7 @@ def parameters_gradients_and_adam_state_take_a_ranks_share() -> None:
         for what, nbytes in held.items():
             assert share - count * 64 <= nbytes <= share + count * 64, (what, nbytes, share)
         optimizer.zero_grad()
-    assert graph_fsdp.report.engine_of(model).counter.current == 0
+    assert engine_of(model).counter.current == 0
 
 
 @pytest.mark.parametrize("name", FACTS.names)

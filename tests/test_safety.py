@@ -26,8 +26,8 @@ from models import MLP
 import graph_fsdp
 from graph_fsdp import CheckpointError
 from graph_fsdp.checkpoint import save
-from graph_fsdp.runtime.divide import divide
-from graph_fsdp.runtime.private_files import own_folder
+from graph_fsdp.runtime.regions.private_files import own_folder
+from graph_fsdp.runtime.regions.share_compilation import divide
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
@@ -162,7 +162,7 @@ def test_weights_with_a_payload(tmp_path: Path, trap: Path) -> None:
 
 
 def test_a_model_to_plan_with_a_payload(tmp_path: Path, trap: Path) -> None:
-    from graph_fsdp.command_line import main
+    from graph_fsdp.cli.main import main
 
     (tmp_path / "config.json").write_bytes(pickle.dumps(Payload(trap)))
     assert main(["plan", str(tmp_path / "config.json"), "--mesh", "2", "--hardware", "h100"]) == 2

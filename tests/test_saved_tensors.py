@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 WORLD_SIZE = 2
 FACTS = Facts(__name__)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from graph_fsdp.passes import BudgetError
-from graph_fsdp.passes.schedule import Gathers, Segments, at_distance, choose, fit, latest_starts, one_unit_ahead
+from graph_fsdp.passes.transforms.schedule import (
+    Gathers,
+    Segments,
+    at_distance,
+    choose,
+    fit,
+    latest_starts,
+    one_unit_ahead,
+)
 
 
 def gathers(*nbytes: int, last: list[int] | None = None) -> Gathers:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 import graph_fsdp
 from graph_fsdp.passes import Hardware, Link, default_pipeline, find_hardware
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_module")
 

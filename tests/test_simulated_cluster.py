@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import graph_fsdp
-from graph_fsdp.passes.compat import all_gather_single, reduce_scatter_single
-from graph_fsdp.runtime.agreement import agree, is_shared
+from graph_fsdp.compat import all_gather_single, reduce_scatter_single
+from graph_fsdp.runtime.ranks.agreement import agree, is_shared
 
 RANKS, RANK = 4, 2
 LINK = Link(bandwidth=1e9, latency=1e-3)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from models import MLP
 
-from graph_fsdp.passes import HARDWARE, CostModel, Graph, Timeline, default_pipeline, dialect, simulate
-from graph_fsdp.passes.cost import GroupShape
+from graph_fsdp.passes import HARDWARE, CostModel, Graph, Timeline, default_pipeline, simulate
+from graph_fsdp.passes.analysis.cost import GroupShape
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.planning import Conditions, Traced, memory_over_time, run, trace
 
 SLOW_LINK = dataclasses.replace(

@@ -7,7 +7,7 @@ import random
 import networkx as nx
 import pytest
 
-from graph_fsdp.passes.slots import Interval, assign, colour, most_at_once
+from graph_fsdp.passes.transforms.slots import Interval, assign, colour, most_at_once
 
 # Colouring. Intervals are (begin, end, bytes).
 

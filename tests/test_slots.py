@@ -17,8 +17,8 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
-from graph_fsdp.passes.spec import ALIGNMENT
-from graph_fsdp.report import GraphReport, GraphView
+from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 from graph_fsdp.runtime import GatheredBytes
 
 FACTS = Facts(__name__)
@@ -227,7 +227,7 @@ def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager", dynamic=False)
     for rows in (4, 6):
         model(torch.ones(rows, 16)).sum().backward()
-    (plan,) = graph_fsdp.report.engine_of(model).schedules.plans.values()
+    (plan,) = engine_of(model).schedules.plans.values()
     first, second = graph_fsdp.inspect(model).graphs
     for phase in ("forward", "backward"):
         assert slots_of(first.views[phase]) == slots_of(second.views[phase]) == plan.slots[phase]
@@ -265,7 +265,7 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
         passes=default_pipeline(prefetch=prefetch),
         reshard_after_forward=reshard,
     )
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
     found = []
     for run in (lambda: None, loss.backward):
@@ -284,7 +284,7 @@ def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
     model = graph_fsdp.compile(Vocabulary(), backend="eager", reshard_after_forward=True)
     with pytest.raises(IndexError, match="out of range"):
         model(torch.arange(8).expand(4, 8) + 512)
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     assert (counter.slot_current, counter.slot_peak > 0) == (0, True)
 
 
@@ -298,7 +298,7 @@ def test_without_the_pass_there_are_no_slots(fake_group: None) -> None:
     report = graph_fsdp.inspect(model)
     assert len(report.forward.slots) == len(report.backward.slots) == 0
     assert "slots: " not in str(report) and "slot 0" not in str(report)
-    counter = graph_fsdp.report.engine_of(model).counter
+    counter = engine_of(model).counter
     assert counter.slot_peak == 0 and counter.current == 0
 
 
@@ -320,7 +320,7 @@ def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    assert (graph_fsdp.report.engine_of(model).counter.slot_peak > 0) == slots
+    assert (engine_of(model).counter.slot_peak > 0) == slots
     return [*losses, *(p.to_local() for p in model.parameters())]
 
 

@@ -9,7 +9,7 @@ from test_tensor_parallel import Transformer, ours, train, with_matrices, with_s
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 FACTS = Facts(__name__)
 

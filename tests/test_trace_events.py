@@ -12,7 +12,7 @@ from conftest import fake_process_group
 from models import MLP
 
 import graph_fsdp
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 
 def step(**options: Any) -> GraphReport:

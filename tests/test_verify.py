@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp import VerificationError
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
-from graph_fsdp.passes.dialect import free
+from graph_fsdp.passes.ir.dialect import free
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from mistakes import (
 )
 
 from graph_fsdp.passes import Graph, PassContext, Role
-from graph_fsdp.passes.fake_values import evaluate
+from graph_fsdp.passes.ir.fake_values import evaluate
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

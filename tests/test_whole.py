@@ -21,8 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp import UnsupportedError
-from graph_fsdp.passes import default_pipeline, dialect
-from graph_fsdp.report import GraphReport, engine_of
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.report.report import GraphReport, engine_of
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.functional import ShardSlice, lower
 

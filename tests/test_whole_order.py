@@ -14,10 +14,11 @@ from test_whole import compiled
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from graph_fsdp.passes import default_pipeline, dialect
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.layout import layout_of, messages_of
-from graph_fsdp.report import engine_of
+from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import layout_of, messages_of
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import WholeProgram
 
 pytestmark = pytest.mark.usefixtures("fake_group")

@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp import MeshError, UnsupportedError, xla_validate
+from graph_fsdp import MeshError, UnsupportedError
+from graph_fsdp.xla import validate as xla_validate
 
 PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
 

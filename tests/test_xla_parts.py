@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from graph_fsdp.checkpoint.state import copied
-from graph_fsdp.xla_checkpoint import Parts
+from graph_fsdp.xla.checkpoint import Parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.distributed.checkpoint, which is alone here
 

@@ -13,8 +13,8 @@ from graph_fsdp.checkpoint.full import load_full_state_dict, load_safetensors
 from graph_fsdp.checkpoint.loading import load
 from graph_fsdp.checkpoint.saving import PendingSave, save
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.safetensors_files import Safetensors
-from graph_fsdp.state_keys import IncompatibleKeys
+from graph_fsdp.initialise.safetensors_files import Safetensors
+from graph_fsdp.initialise.state_keys import IncompatibleKeys
 
 __all__ = [
     "CheckpointError",

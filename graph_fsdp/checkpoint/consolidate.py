@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from graph_fsdp import compat
 from graph_fsdp.checkpoint.folder import private
 from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.tensors import read_tensors
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.passes import compat
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 _DTYPES = {
     torch.bool: "BOOL",

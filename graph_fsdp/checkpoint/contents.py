@@ -15,7 +15,7 @@ from graph_fsdp.checkpoint.folder import METADATA
 from graph_fsdp.checkpoint.metadata import Checkpoint, Place
 from graph_fsdp.checkpoint.state import EXTRA, RNG
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 _SIMPLE = (bool, int, float, str, type(None))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 METADATA = ".metadata"
 HEADER = "graph_fsdp.json"

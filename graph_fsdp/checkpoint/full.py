@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.initial_values import agree_on_values, checkpoint_facts
+from graph_fsdp.initialise.initial_values import agree_on_values, checkpoint_facts
+from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
+from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
 from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.module import GraphFSDPModule
-from graph_fsdp.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.state_keys import IncompatibleKeys, Rename, match_keys
+from graph_fsdp.module.module import GraphFSDPModule
 
 __all__ = ["CheckpointError", "IncompatibleKeys", "Safetensors", "load_full_state_dict", "load_safetensors"]
 

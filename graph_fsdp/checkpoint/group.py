@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import CheckpointError, UnsupportedError
-from graph_fsdp.runtime.agreement import is_shared
-from graph_fsdp.runtime.failure import gone
+from graph_fsdp.runtime.ranks.agreement import is_shared
+from graph_fsdp.runtime.ranks.failure import gone
 
 # For a rank to come and to write its part: another one waits that long, and then fails.
 TIMEOUT_SECONDS = 1800.0

@@ -21,7 +21,7 @@ from graph_fsdp.checkpoint.random_state import set_random_state
 from graph_fsdp.checkpoint.saving import finish_pending
 from graph_fsdp.checkpoint.state import EXTRA, MODEL, OPTIMIZER, RNG, optimizers_of
 from graph_fsdp.checkpoint.storage import FillPlanner, Reader, TensorAccess, access_of
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 
 def load(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from graph_fsdp.checkpoint import checksums
 from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {

@@ -20,7 +20,7 @@ from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.state import copied, optimizers_of, training_state
 from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
-from graph_fsdp.safetensors_files import AnyPath
+from graph_fsdp.initialise.safetensors_files import AnyPath
 
 
 class PendingSave:

@@ -34,9 +34,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.mixed_precision import PrecisionPolicies
+from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.passes.activation_checkpointing import ActivationCheckpointing
+from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing
 
 # Strategy of FSDP1 → reshard_after_forward. With NO_SHARD nothing is gathered.
 _RESHARD = {

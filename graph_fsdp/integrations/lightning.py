@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp.module import GraphFSDPModule
+from graph_fsdp.module.module import GraphFSDPModule
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -1,7 +1,7 @@
 """Planning: what a model would do on a cluster that is not there."""
 
-from graph_fsdp.passes.simulate import Conditions, memory_over_time
-from graph_fsdp.passes.simulate import simulate as run
+from graph_fsdp.passes.analysis.simulate import Conditions, memory_over_time
+from graph_fsdp.passes.analysis.simulate import simulate as run
 from graph_fsdp.planning.prediction import Plan, plan
 from graph_fsdp.planning.search import Candidate, Choice, Search, search
 from graph_fsdp.planning.tracing import Traced, trace

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from graph_fsdp.compat import pytree
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
-from graph_fsdp.passes.compat import pytree
-from graph_fsdp.passes.kernels import graph_work
-from graph_fsdp.passes.simulate import Conditions, simulate
-from graph_fsdp.passes.spec import ModelSpec
+from graph_fsdp.passes.analysis.kernels import graph_work
+from graph_fsdp.passes.analysis.simulate import Conditions, simulate
+from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.reserved import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.tracing import Traced, trace
-from graph_fsdp.report import GraphReport
+from graph_fsdp.report.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
 
@@ -220,7 +220,7 @@ def plan(
             (:mod:`graph_fsdp.planning.allocator`).
         straggler: how many times slower than the others one rank computes.
         contention: collectives share links with each other, and processors with compute
-            (:class:`graph_fsdp.passes.simulate.Conditions`).
+            (:class:`graph_fsdp.passes.analysis.simulate.Conditions`).
         compile_options: of :func:`graph_fsdp.compile`.
 
     Raises:

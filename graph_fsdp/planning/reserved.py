@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Phase
-from graph_fsdp.passes.memory import shard_nbytes
-from graph_fsdp.passes.storages import Storage, Storages, allocations
+from graph_fsdp.passes.analysis.memory import shard_nbytes
+from graph_fsdp.passes.analysis.storages import Storage, Storages, allocations
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.planning.allocator import Block, CachingAllocator
 
 _MOST_STEPS = 6

@@ -11,7 +11,7 @@ from torch import nn
 
 from graph_fsdp.errors import BudgetError, MeshError, UnsupportedError
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
-from graph_fsdp.passes.arrange import BucketSize
+from graph_fsdp.passes.transforms.arrange import BucketSize
 from graph_fsdp.planning.prediction import plan
 
 

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from graph_fsdp import compat
 from graph_fsdp.api import compile
+from graph_fsdp.engine.ranks import models_not_counted
 from graph_fsdp.errors import MeshError, UnsupportedError
-from graph_fsdp.passes import Graph, PassContext, compat, memory_profile
-from graph_fsdp.passes.graph import Phase
+from graph_fsdp.passes import Graph, PassContext, memory_profile
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.pipeline import PassesHaveRun
-from graph_fsdp.report import GraphReport, inspect
-from graph_fsdp.scheduling import models_not_counted
+from graph_fsdp.report.report import GraphReport, inspect
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graph_fsdp.runtime.regions import Compiled, Region, RegionKey
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
 
 
 class Backend(ABC):

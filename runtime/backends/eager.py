@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions import Compiled, Region, run_as_graph
+from graph_fsdp.runtime.regions.regions import Compiled, Region, run_as_graph
 
 
 class EagerBackend(Backend):

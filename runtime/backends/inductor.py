@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import fx
 
-from graph_fsdp.passes import compat
-from graph_fsdp.passes.compat_cpp import built_together
+from graph_fsdp import compat
+from graph_fsdp.compat.inductor_cpp import built_together
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.divide import divide
-from graph_fsdp.runtime.private_files import own_folder
-from graph_fsdp.runtime.regions import Compiled, Region, RegionKey, region_digest
+from graph_fsdp.runtime.regions.private_files import own_folder
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, region_digest
+from graph_fsdp.runtime.regions.share_compilation import divide
 
 
 class InductorBackend(Backend):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp.passes import compat
+from graph_fsdp import compat
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions import Compiled, Region
+from graph_fsdp.runtime.regions.regions import Compiled, Region
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.random import number_random_operators
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat_xla, compat_xla_hlo
-from graph_fsdp.passes import constrain as constrain  # defines the operator
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.passes.transforms import constrain as constrain
 
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
 _MESHES: dict[str, Any] = {}
@@ -30,7 +31,7 @@ def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
-    """What torch_xla annotates a tensor with. ``axes``: as in ``passes/constrain.py``."""
+    """What torch_xla annotates a tensor with. ``axes``: as in ``passes/transforms/constrain.py``."""
     return _MESHES[mesh].get_op_sharding(tuple(_axis(names) for names in axes))
 
 

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes import dialect
-from graph_fsdp.passes.constrain import constrain
-from graph_fsdp.passes.dialect import Role, has_role, set_record
-from graph_fsdp.passes.fake_values import VALUES, fake_mode_of
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.operands import operands
-from graph_fsdp.passes.spec import ModelSpec, ParameterSpec
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role, set_record
+from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+from graph_fsdp.passes.transforms.constrain import constrain
 
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from graph_fsdp.passes import compat_xla_hlo, dialect
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.layout import layout_of
+from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import layout_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes import compat_xla
-from graph_fsdp.passes.compat import OpOverload
-from graph_fsdp.passes.operands import function
+from graph_fsdp.compat import OpOverload
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.passes.ir.operands import function
 
 OnHostFallback = Literal["error", "warn"]
 

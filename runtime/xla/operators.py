@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat_xla
+from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.runtime.xla.placement import Placement
 
 _LIBRARY = torch.library.Library("graph_fsdp_xla", "DEF")

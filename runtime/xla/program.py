@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_fsdp.passes import compat_xla, compat_xla_hlo
-from graph_fsdp.passes.graph import Graph
-from graph_fsdp.passes.stage import readable
-from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.stage import readable
+from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes.compat import CheckpointPolicy
-from graph_fsdp.passes.fake_values import VALUES, fake_mode_of
-from graph_fsdp.passes.graph import is_random
+from graph_fsdp.compat import CheckpointPolicy
+from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
+from graph_fsdp.passes.ir.graph import is_random
 
 aten = torch.ops.aten
 

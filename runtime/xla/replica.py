@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes import compat_xla, compat_xla_hlo
-from graph_fsdp.passes.dialect import Role, has_role
-from graph_fsdp.passes.graph import Graph
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.runtime import functional
-from graph_fsdp.runtime.agreement import RankDisagreement
-from graph_fsdp.runtime.region_cache import RegionCache
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement
+from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
-from graph_fsdp.passes import compat
-from graph_fsdp.runtime import GatheredBytes, agreement
+from graph_fsdp import compat
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime import GatheredBytes
+from graph_fsdp.runtime.ranks import agreement
 
 # What will happen, once, where the key says: in "forward" or "backward", between the first and the second block, or in
 # "later", between the second and the third of a forward.
@@ -87,7 +89,7 @@ def assert_whole(model: nn.Module, shards: Sequence[nn.Parameter]) -> None:
     found = list(model.parameters())
     assert [id(p) for p in found] == [id(p) for p in shards]
     assert all(isinstance(p, DTensor) for p in found), "a placeholder is left"
-    engine = graph_fsdp.report.engine_of(model)
+    engine = engine_of(model)
     assert not engine.storage.active
     if any(_held(engine.counter)):
         gc.collect()  # frames of what was raised

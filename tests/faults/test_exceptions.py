@@ -20,10 +20,9 @@ from struck import FAULTS, Struck, assert_whole, batch, caught, compiled, rank, 
 from torch import Tensor, nn
 
 import graph_fsdp
-from graph_fsdp import RankDisagreement, RankFailure
-from graph_fsdp.passes import compat
-from graph_fsdp.report import engine_of
-from graph_fsdp.runtime import failure
+from graph_fsdp import RankDisagreement, RankFailure, compat
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime.ranks import failure
 
 FACTS = Facts(__name__)
 
@@ -92,7 +91,7 @@ def all_ranks_raise_in_backward(model: nn.Module) -> None:
 
 
 def after_all_ranks_raised_nothing_is_compared_any_more(model: nn.Module) -> None:
-    lockstep = graph_fsdp.report.engine_of(model).schedules.lockstep
+    lockstep = engine_of(model).schedules.lockstep
     FAULTS["forward"] = fail
     caught(lambda: step(model))
     warm(model, steps=4)
@@ -320,7 +319,7 @@ def one_rank_raises_before_its_program_and_comes_back() -> None:
         assert isinstance(caught(lambda: model("no tensor")), Exception)
         assert engine_of(model).schedules.lockstep.failures.mine is not None
     trains_on(model)
-    assert graph_fsdp.report.engine_of(model).schedules.lockstep.failures.mine is None
+    assert engine_of(model).schedules.lockstep.failures.mine is None
 
 
 def ranks_raise_in_different_places() -> None:

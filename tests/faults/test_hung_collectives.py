@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graph_fsdp.runtime import failure, lockstep
-from graph_fsdp.runtime.failure import CollectiveFailed
+from graph_fsdp.runtime.ranks import failure, lockstep
+from graph_fsdp.runtime.ranks.failure import CollectiveFailed
 
 
 class Waited(Exception):

@@ -17,8 +17,8 @@ from struck import batch, caught, compiled, rank, rounds, warm
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.passes import compat
-from graph_fsdp.runtime import long_waits
+from graph_fsdp import compat
+from graph_fsdp.runtime.ranks import long_waits
 
 FACTS = Facts(__name__)
 

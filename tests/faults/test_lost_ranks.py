@@ -16,7 +16,7 @@ from launch import run_ranks
 from struck import FAULTS, assert_whole, caught, compiled, rank, start_group, step, warm
 
 import graph_fsdp
-from graph_fsdp.runtime import agreement, failure
+from graph_fsdp.runtime.ranks import agreement, failure
 
 TIMEOUT = 10.0  # of collectives
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from graph_fsdp.checkpoint import group
-from graph_fsdp.runtime import agreement, failure, lockstep, long_waits
+from graph_fsdp.runtime.ranks import agreement, failure, lockstep, long_waits
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from xla_launch import DEVICES, XlaFacts, run_xla
 from xla_models import check_training, fsdp_mesh, to_devices, train
 
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 FACTS = XlaFacts(__name__)
 BLOCKS = 3
@@ -55,7 +55,7 @@ def step(model: nn.Module, mesh: Any, rows: int = 8, **batch: Tensor) -> Any:
 
 def train_auto(name: str) -> tuple[Outcome, dict[str, int], dict[str, int]]:
     """What a training has seen; bytes of parameters and of the optimizer's state: all of them, and a device's."""
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     whole, held = {"parameters": 0, "optimizer": 0}, {"parameters": 0, "optimizer": 0}
 
@@ -161,7 +161,7 @@ def shard_output_marks_what_is_no_tensor() -> None:
     import torch_xla.distributed.spmd as xs
 
     import graph_fsdp
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     def shard_output(output: Any, mesh: Any) -> None:
         xs.mark_sharding(output["logits"], mesh, (None, "fsdp"))

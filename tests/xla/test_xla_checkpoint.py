@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xla_compare import adamw, mesh, vectors
 from xla_launch import DEVICES, run_xla
 
-from graph_fsdp.command_line import main
+from graph_fsdp.cli.main import main
 
 pytestmark = pytest.mark.timeout(2000)
 TIMEOUT = 600  # seconds, of a process
@@ -69,7 +69,7 @@ def scrambled(model: nn.Module) -> nn.Module:
 
 def rows_of_states(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Of the states of a parameter whose rows devices share equally: what each holds of them."""
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     compat_xla.sync(wait=True)
     shared = next(p for p in optimizer.state if p.dim() == 2 and len(p) % DEVICES == 0)
@@ -80,7 +80,7 @@ def rows_of_states(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def interrupted(path: Path, shape: tuple[int, ...], sharding: str) -> tuple[list[float], Values, Values]:
     """Losses after the checkpoint, and values at and after it. A second model resumes from it in the same process."""
     from graph_fsdp import checkpoint
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     model, optimizer, axes = compiled(*shape, sharding=sharding)
     train(model, optimizer, axes, 0, FIRST)
@@ -161,7 +161,7 @@ def from_safetensors(path: Path) -> None:
 
     import graph_fsdp
     from graph_fsdp import checkpoint
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     axes = mesh(DEVICES)
     expected = scrambled(make_model())

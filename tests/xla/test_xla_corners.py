@@ -69,7 +69,7 @@ def a_device_mesh_of_xla() -> None:
 def a_device_mesh_of_two_dimensions_replicates() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     mesh(DEVICES)
     model = compare(MLP(depth=1), vectors, axes=init_device_mesh("xla", (2, DEVICES // 2)))
@@ -101,7 +101,7 @@ def a_model_that_is_on_xla_stays_the_same_parameters() -> None:
     import torch_xla.distributed.spmd as xs
 
     import graph_fsdp
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     axes = mesh(DEVICES)
     model = MLP(depth=1)

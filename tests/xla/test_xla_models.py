@@ -43,7 +43,7 @@ def train_compiled(name: str, sharding: str) -> tuple[Outcome, dict[str, int], d
 
 
 def _bytes_of_a_device(tensor: Any) -> int:
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     shard = compat_xla.local_shards(tensor.detach())[0]
     return shard.numel() * shard.element_size()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xla_launch import DEVICES
 from xla_replicas import ReplicaFacts, built, exchange, ordinal, own_rows
 
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 

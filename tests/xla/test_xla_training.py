@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from xla_compare import BOUND, ROWS, compare, mesh, sgd, text, vectors
 from xla_launch import DEVICES, XlaFacts
 
-from graph_fsdp.report import engine_of
+from graph_fsdp.report.report import engine_of
 
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all facts
 
@@ -124,7 +124,7 @@ def frozen_parameters() -> None:
 @FACTS
 def uneven_rows_and_scalars() -> None:
     model = compare(MLP(depth=2, block=UnevenBlock), vectors)
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
 
     (shard, *_) = compat_xla.local_shards(model.model.blocks[0].up.weight.detach())
     assert shard.shape == (2, 16), "seven rows over four devices"
@@ -300,7 +300,7 @@ def an_argument_that_would_be_baked_in_is_refused() -> None:
 @FACTS
 def a_loaded_state_is_sharded_again() -> None:
     import graph_fsdp
-    from graph_fsdp.passes import compat_xla
+    from graph_fsdp.compat import xla as compat_xla
     from graph_fsdp.xla import shard_batch
 
     torch.manual_seed(3)

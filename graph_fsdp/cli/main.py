@@ -1,0 +1,38 @@
+"""``graph-fsdp``, and ``python -m graph_fsdp``.
+
+Neither this module nor those of the commands import torch before a command runs: ``--help`` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from graph_fsdp.cli import consolidate, inspect_checkpoint, plan, report
+
+# Each module has SUMMARY and add(parser), which sets what `run` is called.
+_COMMANDS = {
+    "plan": plan,
+    "report": report,
+    "consolidate": consolidate,
+    "inspect-checkpoint": inspect_checkpoint,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 for input that cannot be."""
+    parser = argparse.ArgumentParser("graph-fsdp", description="Fully sharded data parallelism by graph passes.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.SUMMARY))
+    chosen = parser.parse_args(arguments)
+
+    from graph_fsdp.errors import CheckpointError, UnsupportedError
+
+    try:
+        chosen.run(chosen)
+    except (ValueError, TypeError, UnsupportedError, CheckpointError, OSError) as error:
+        print(f"graph-fsdp: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,166 @@
+"""``graph-fsdp plan``: a training step on a cluster that is not there."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graph_fsdp.planning import Choice
+
+SUMMARY = "time and memory of a training step on a cluster that is not there"
+_DTYPES = ("float32", "bfloat16", "float16")
+_RESHARD = {"default": None, "true": True, "false": False}
+_CHECKPOINTING = ("none", "unit", "selective", "offload")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Predicts a training step of a model, from its graphs after all passes: no device, no weights and no other "
+        "process is needed. Times are of the cost model, bytes of the memory model."
+    )
+    parser.add_argument("model", help="config.json of Hugging Face, module:function or file.py:function")
+    parser.add_argument("--mesh", type=_mesh, default=(8,), help="ranks that shard, or REPLICASxSHARDS (default 8)")
+    parser.add_argument("--hardware", default="h100", help="of every rank (default h100)")
+    parser.add_argument("--batch", type=_count, default=1, help="rows per rank (default 1)")
+    parser.add_argument("--seq", type=_count, default=4096, help="tokens per row (default 4096)")
+    parser.add_argument(
+        "--precision", "--dtype", dest="dtype", choices=_DTYPES, default="bfloat16", help="gathered and computed in"
+    )
+    parser.add_argument(
+        "--reshard", choices=_RESHARD, default="default", help="after forward: true is ZeRO-3, false ZeRO-2"
+    )
+    parser.add_argument("--checkpointing", choices=_CHECKPOINTING, default="none", help="of activations")
+    optimizers = ("adamw", "adamw_foreach", "sgd", "momentum", "none")
+    parser.add_argument("--optimizer", choices=optimizers, default="adamw")
+    parser.add_argument(
+        "--expandable-segments", action="store_true", help="of torch's allocator, which says what is reserved"
+    )
+    parser.add_argument("--clip", action="store_true", help="gradients are clipped by their norm")
+    parser.add_argument("--straggler", type=float, default=1.0, help="one rank computes so many times slower")
+    parser.add_argument(
+        "--contention", action="store_true", help="collectives share links, and processors with compute"
+    )
+    parser.add_argument("--search", action="store_true", help="compare meshes, resharding, buckets and checkpointing")
+    parser.add_argument("--memory", type=_nbytes, help="of a rank, such as 80GB, for --search (default the hardware's)")
+    parser.add_argument("--report", metavar="FILE.html", help="also save the page of the report")
+    parser.add_argument("--trace", metavar="FILE.json", help="also save the schedule for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.set_defaults(run=_search_or_plan)
+
+
+def _search_or_plan(chosen: argparse.Namespace) -> None:
+    if chosen.search:
+        _search(chosen)
+    elif chosen.memory is not None:
+        raise ValueError("--memory: says what a search must fit into; give --search too")
+    else:
+        _plan(chosen)
+
+
+def _plan(chosen: argparse.Namespace) -> None:
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import plan
+    from graph_fsdp.planning.model_config import find_model
+    from graph_fsdp.report.files import write_text
+
+    for name in ("report", "trace"):
+        if getattr(chosen, name):  # before the minutes that a large model takes
+            write_text(getattr(chosen, name), "")
+    find_hardware(chosen.hardware)
+    with _spinner("tracing the model and running the passes"):
+        model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
+        made = plan(
+            model_fn,
+            inputs,
+            mesh_shape=chosen.mesh,
+            reshard_after_forward=_RESHARD[chosen.reshard],
+            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
+            **_common(chosen),
+        )
+    print(json.dumps(made.summary(), indent=1) if chosen.json else made)
+    if chosen.report:
+        made.save(chosen.report)
+    if chosen.trace:
+        made.save_trace(chosen.trace)
+
+
+def _search(chosen: argparse.Namespace) -> None:
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import search
+    from graph_fsdp.planning.model_config import find_model
+    from graph_fsdp.planning.search import meshes
+
+    for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
+        if getattr(chosen, option) != default:
+            raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
+    hardware = find_hardware(chosen.hardware)
+    shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), hardware.island)])
+    model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
+    common = _common(chosen)
+    found = search(model_fn, inputs, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **common)
+    print(json.dumps(found.summary(), indent=1) if chosen.json else found)
+
+
+def _common(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Options of a plan and of a search."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return {
+        "hardware": chosen.hardware,
+        "optimizer": None if chosen.optimizer == "none" else chosen.optimizer,
+        "clip_gradients": chosen.clip,
+        "expandable_segments": chosen.expandable_segments,
+        "straggler": chosen.straggler,
+        "contention": chosen.contention,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.dtype), reduce_dtype=torch.float32),
+    }
+
+
+def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(choices, "plans", count, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def _spinner(what: str) -> Iterator[None]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    sizes = text.lower().split("x")
+    if len(sizes) > 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh: give a number of ranks, or REPLICASxSHARDS such as 64x8"
+        )
+    return tuple(map(int, sizes))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number, 1 or more")
+    return int(text)
+
+
+def _nbytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB, GiB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -1,0 +1,78 @@
+"""Inductor on one region. (Its scheduler: compat_inductor.py; its C++ compiler: compat_cpp.py.)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+
+from graph_fsdp.compat.dynamo import current_fake_mode
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    import torch._inductor.lowering  # noqa: F401  # max_pool2d's decomposition takes it to be imported
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(current_fake_mode()):  # in which seeds of random numbers are made
+        return joint_graph_passes(module) or module
+
+
+def default_inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    default = Path(default_cache_dir()).absolute()
+    told = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # Inductor itself writes the default there
+    return default if told is None or Path(told).absolute() == default else None
+
+
+def inductor_cache_directory() -> Path | None:
+    """Where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none, or where
+    nothing can be written."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    try:
+        return Path(cache_dir())  # makes it
+    except OSError:
+        return None
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    is_backward: bool,
+    is_inference: bool,
+    keep_order: bool = False,
+) -> Callable[[list[Any]], Any]:
+    """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
+
+    Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
+    taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    from graph_fsdp.compat.inductor_scheduler import graph_order
+
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
+    mode = current_fake_mode()
+    with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
+        return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)

@@ -1,0 +1,341 @@
+"""Every name of torch_xla that graph_fsdp uses, in one place. torch_xla is imported when one of them is first needed.
+
+| name | for | torch_xla |
+|---|---|---|
+| ``runtime.is_spmd``, ``runtime.global_runtime_device_count``, ``runtime.use_spmd`` | whether SPMD is on | 2.9 |
+| ``distributed.spmd.Mesh``, ``Mesh.get_op_sharding``, ``XLAShardedTensor`` | shardings | 2.9 |
+| ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
+| ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
+| ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
+| ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
+| ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
+| ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
+  ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
+| ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
+| ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
+| ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
+| ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
+| ``runtime.world_size``, ``runtime.addressable_runtime_device_count``, ``_XLAC._xla_get_default_device_ordinal`` |
+  replicas: processes or threads with a device each | 2.9 |
+| ``core.xla_model.xla_real_devices`` | waiting for one replica's device alone | 2.9 |
+| ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
+| ``_functorch.aot_autograd.AOTConfig`` (torch) | backward that is compiled at once | torch 2.9 |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import unittest.mock
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import aot_autograd
+
+from graph_fsdp.compat.tensors import wrapper_of
+
+# Reads of a value on the host, which every program does that prints its loss.
+_HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
+
+
+@functools.cache
+def torch_xla() -> Any:
+    return importlib.import_module("torch_xla")
+
+
+@functools.cache
+def _runtime() -> Any:
+    return importlib.import_module("torch_xla.runtime")
+
+
+@functools.cache
+def spmd() -> Any:
+    """The module of meshes and shardings."""
+    return importlib.import_module("torch_xla.distributed.spmd")
+
+
+def _c() -> Any:
+    return torch_xla()._XLAC
+
+
+def is_mesh(value: object) -> bool:
+    """Whether it is a mesh of torch_xla's own. False, and nothing imported, where it cannot be one."""
+    return type(value).__module__.startswith("torch_xla.") and isinstance(value, spmd().Mesh)
+
+
+def is_spmd() -> bool:
+    return bool(_runtime().is_spmd())
+
+
+def device_count() -> int:
+    """Devices of the whole program, on all hosts."""
+    return int(_runtime().global_runtime_device_count())
+
+
+def process_count() -> int:
+    """Processes of the whole program, each with the devices of its host (SPMD)."""
+    return int(_runtime().process_count())
+
+
+def replica_count() -> int:
+    """Replicas of the whole program, each with one device: processes, or threads of one. 1 in a process that nothing
+    started as one of several."""
+    return int(_runtime().world_size())
+
+
+def local_device_count() -> int:
+    """Devices of this process. More than one, without SPMD: each has a thread."""
+    return int(_runtime().addressable_runtime_device_count())
+
+
+def ordinal() -> int:
+    """Of the replica that this thread runs, or that this thread of autograd computes gradients of."""
+    return int(_c()._xla_get_default_device_ordinal())
+
+
+def device() -> torch.device:
+    found: torch.device = torch_xla().device()
+    return found
+
+
+# --- shardings: of dimension 0 in ``tiles`` parts, over ``devices`` in the order (part, copy of it)
+
+
+@functools.lru_cache(maxsize=4096)
+def op_sharding(devices: tuple[int, ...], tiles: int, dims: int) -> Any:
+    import numpy
+
+    if tiles == 1 or dims == 0:
+        return spmd().Mesh(numpy.array(devices), (len(devices),), ("copies",)).get_op_sharding(())
+    mesh = spmd().Mesh(numpy.array(devices), (tiles, len(devices) // tiles), ("parts", "copies"))
+    return mesh.get_op_sharding(("parts",) + (None,) * (dims - 1))
+
+
+def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
+    """Put a tensor's parts on the devices that are to hold them; the tensor stays the same object."""
+    _c()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
+
+
+def annotated(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
+    """A copy of it, sharded so."""
+    copy = tensor.clone()
+    _c()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
+    return copy
+
+
+def sharding_specs(tensors: Sequence[Tensor]) -> list[str]:
+    """How tensors are sharded, as XLA writes it; "" where nothing says."""
+    return [spec or "" for spec in _c()._get_xla_sharding_specs(list(tensors))]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor that an ``XLAShardedTensor`` stands for; any other itself."""
+    return getattr(tensor, "global_tensor", tensor) if type(tensor).__name__ == "XLAShardedTensor" else tensor
+
+
+def local_shards(tensor: Tensor) -> list[Tensor]:
+    """The part of each device of this host, on the CPU, padded to equal shapes."""
+    return [shard for shard, _ in _c()._get_local_shards([tensor])[0]]
+
+
+@dataclass(frozen=True)
+class DeviceShard:
+    """What a device of this host holds of a tensor. ``padded``: on the CPU, as large as that of each other device;
+    ``offset`` and ``size``: of the part in the tensor, without the padding."""
+
+    padded: Tensor
+    device: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether no device holds all of it."""
+    (spec,) = sharding_specs([tensor])
+    return spec not in ("", "{replicated}") and not spec.startswith("{maximal")
+
+
+def device_shards(tensor: Tensor) -> list[DeviceShard]:
+    """Of a tensor that is divided. Their memory is their own."""
+    shards, places = _c()._get_local_shards([tensor])[0], _c()._get_local_shard_replica_and_indices([tensor])[0]
+    found = []
+    for (padded, device_name), (_, slices) in zip(shards, places, strict=True):
+        if slices is Ellipsis:  # a tiling of one tile
+            slices = [slice(0, size) for size in tensor.shape]
+        offset, size = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
+        found.append(DeviceShard(padded, device_name, offset, size))
+    return found
+
+
+def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
+    """Give each device what ``device_shards`` had of it, with other values."""
+    _c()._load_local_shards(tensor, [shard.padded for shard in shards], [shard.device for shard in shards])
+
+
+# --- inside of a graph
+
+
+def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
+    part: Tensor = _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+    return part
+
+
+def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
+    copy, manual = x.clone(), _c().OpSharding([], [], [], spmd().ShardingType.MANUAL)
+    _c()._mark_manual_sharding(copy, manual)
+    sharding = op_sharding(devices, tiles, len(shape))
+    whole: Tensor = _c()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
+    return whole
+
+
+def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
+    gathered: Tensor = _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    # torch_xla has each gather wait for the last one, also that of another graph, which would then be in this one.
+    _c()._set_all_reduce_token(str(_c()._xla_get_default_device()), None)
+    return gathered
+
+
+def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:
+    part: Tensor = _c()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
+    return part
+
+
+def all_reduce(x: Tensor, groups: list[list[int]]) -> Tensor:
+    total: Tensor = _c()._xla_spmd_all_reduce("sum", x, 1.0, groups)
+    return total
+
+
+def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors]
+    _c()._xla_optimization_barrier_(copies)
+    return copies
+
+
+# --- lazy tensors
+
+
+def sync(wait: bool = False) -> None:
+    """Compute everything that is pending."""
+    torch_xla().sync(wait=wait, reset_scope=False)
+    if wait:  # not for other replicas' devices, which may be waiting for this one
+        _c()._xla_wait_device_ops([] if is_spmd() else _own_device())
+
+
+def _own_device() -> list[str]:
+    """As the client names it: ``CPU:0``."""
+    found: list[str] = importlib.import_module("torch_xla.core.xla_model").xla_real_devices([device()])
+    return found
+
+
+def pending(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of them is not computed yet."""
+    return any(_c()._check_tensor_need_materialization(list(tensors)))
+
+
+@contextlib.contextmanager
+def lazily() -> Iterator[None]:
+    with importlib.import_module("torch_xla.experimental").eager_mode_context(False):
+        yield
+
+
+def tensor_id(tensor: Tensor) -> int:
+    return int(_c()._xla_get_tensor_id(tensor))
+
+
+def seed_id() -> int:
+    """What stands for the device's own random seed among a graph's inputs."""
+    return int(_c()._get_seed_info_id())
+
+
+def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+    """Ids and values of the tensors in memory that pending tensors are computed from."""
+    ids, values = _c()._get_tensors_xla_device_data_node(list(outputs))
+    return list(ids), list(values)
+
+
+def compile_pending(outputs: Sequence[Tensor]) -> Any:
+    """Compile the graph that ``outputs`` are pending on; what ``run_compiled`` is to be given."""
+    context = importlib.import_module("torch_xla.utils.buffer_donor_context")
+    with context.alias_with_buffer_donor_config():
+        key = _c()._get_graph_hash(list(outputs))
+        _c()._xla_warm_up_cache(list(outputs), [])
+    return key
+
+
+def hlo_of(outputs: Sequence[Tensor]) -> str:
+    """HLO of the graph that ``outputs`` are pending on, before XLA's own passes."""
+    return str(_c()._get_xla_tensors_hlo(list(outputs)))
+
+
+class ProgramDroppedError(RuntimeError):
+    """torch_xla keeps the programs that ran last, all graphs and all of the lazy ones together."""
+
+
+def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    """
+    Raises:
+        ProgramDroppedError: torch_xla does not have the program any more; nothing has run.
+    """
+    try:
+        found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+    except RuntimeError as error:
+        if "Failed to get computation by hash" in str(error):
+            raise ProgramDroppedError(str(error)) from error
+        raise
+    return found
+
+
+def drop_pending() -> None:
+    """Forget what is pending on all live tensors; those in memory keep their values."""
+    _c()._clear_pending_irs(str(device()))
+
+
+def fallback_counts() -> dict[str, int]:
+    """Operator → how often it has run on the host so far, for want of an implementation on XLA."""
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
+    return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
+
+
+# --- tracing
+
+
+@contextlib.contextmanager
+def backward_compiled_with_forward() -> Iterator[None]:
+    """For a time AOTAutograd compiles backward where it compiles forward, and not when it first runs, in a thread of
+    autograd and under metrics that all threads share."""
+    kind = aot_autograd.AOTConfig
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return kind(*args, **{**kwargs, "force_non_lazy_backward_lowering": True})
+
+    with unittest.mock.patch.object(aot_autograd, "AOTConfig", eager):
+        yield
+
+
+# --- tensors without memory
+
+
+class _Wrapper(Tensor):
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        return wrapper_of(cls, shape, dtype, device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
+        raise AssertionError(f"{func} ran on a tensor without memory")
+
+
+def without_memory(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, kind: type = Tensor
+) -> Tensor:
+    """For Dynamo to trace with: it is on ``device``, and a plain tensor or an ``nn.Parameter`` for all that Python can
+    tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
+    next step.)"""
+    made: Tensor = _Wrapper(shape, dtype, device)
+    made.__class__ = kind
+    return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

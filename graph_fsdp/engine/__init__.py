@@ -1,0 +1,1 @@
+"""A forward call becomes programs: Dynamo, AOTAutograd, recompilation, and what ranks agree on."""

@@ -1,0 +1,90 @@
+"""What Dynamo is given, and what it says when it cannot trace."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_fsdp import compat
+from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.recompilation import Call
+from graph_fsdp.errors import EmptyPlaceholderError, GraphBreakError
+from graph_fsdp.module.structure import OF_BACKWARD, Structure
+
+_FORWARD = "graph_fsdp_forward"
+_forwards = itertools.count()
+
+
+def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType:
+    """A function that calls ``forward``, with a code object and a name of its own.
+
+    Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
+    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
+    compiles into them, where it would outlive the model.
+    """
+
+    def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if fullgraph and not torch.compiler.is_compiling():  # else what it reads is gathered (python_reads.py)
+            raise EmptyPlaceholderError(
+                "torch.compile is off (TORCHDYNAMO_DISABLE=1, torch.compiler.set_stance('force_eager')), and the model "
+                "would run on placeholders without memory; turn it on, or compile the model with fullgraph=False, "
+                "which gathers each unit for the code that reads it"
+            )
+        return forward(self, *args, **kwargs)
+
+    code = graph_fsdp_forward.__code__
+    name = f"{_FORWARD}_{next(_forwards)}"
+    own = code.replace(co_name=name)
+    return types.FunctionType(own, dict(globals()), name, None, graph_fsdp_forward.__closure__)
+
+
+def forget_programs(function: types.FunctionType) -> None:
+    """Dynamo takes what it has put into a function's globals out again when the code that it has made of the function
+    goes. That may stay long after the model: a process group remembers the stacks of its last 2,000 collectives
+    (``TORCH_FR_BUFFER_SIZE``), with the code that ran."""
+    scope = function.__globals__
+    for name in scope:
+        scope[name] = None
+
+
+def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
+    """What to raise for ``error``.
+
+    Raises:
+        TypeError: arguments were wrong, and the error is none of the model's.
+    """
+    inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
+    stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
+    if stack and stack[-1].filename == nn.modules.module.__file__ and (hooks := structure.hooks(*OF_BACKWARD)):
+        return GraphBreakError(
+            f"{', '.join(hooks)}: the one graph of a model has no place for it; put it on the model itself or on a "
+            "tensor (Tensor.register_hook, and register_post_accumulate_grad_hook of a parameter), or pass "
+            "fullgraph=False, which leaves that module's call to Python"
+        )
+    where = f' at {stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}: "{stack[-1].line}"' if stack else ""
+    reason = str(error).split("\n\n")[0].strip().splitlines()
+    if reason and reason[0].startswith("Observed exception"):
+        reason = ["this line raises an exception for these inputs"]
+    hooks = structure.hooks()
+    return GraphBreakError(
+        f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
+        "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
+        + (f"\n  Traced with the model: {', '.join(hooks)}." if hooks else "")
+        + entry.hint
+    )
+
+
+def traced_too_often(structure: Structure) -> GraphBreakError:
+    """Of a model with hooks, which Dynamo has traced again and again."""
+    return GraphBreakError(
+        f"{', '.join(structure.hooks())}: torch.compile has traced the model as often as it does "
+        "(torch._dynamo.config.recompile_limit) and gives up. What a hook reads and writes in Python is traced too: "
+        "a list that grows in each call is another one each time. Put the hook on the model itself, where it runs "
+        "outside of the graph, have it write to a key of a dict, or pass fullgraph=False"
+    )

@@ -1,0 +1,399 @@
+"""From a forward call to running programs: torch.compile with a backend of ours.
+
+Dynamo traces the plain model with placeholder parameters. Our backend finds them among the graph's inputs by
+identity, lets the passes turn them into shards and gathers, hands the graph to AOTAutograd, and runs the passes on
+what comes back: the joint graph, then the forward and backward graph, or the inference graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from graph_fsdp import compat
+from graph_fsdp.engine.dynamo import forget_programs, graph_break, own_code, traced_too_often
+from graph_fsdp.engine.entry import Entry, differentiable_once, entered
+from graph_fsdp.engine.owned_tensors import program_graphs
+from graph_fsdp.engine.pieces import Pieces, shared
+from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
+from graph_fsdp.engine.rank_facts import facts
+from graph_fsdp.engine.ranks import Schedules
+from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
+from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
+from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
+from graph_fsdp.module.gradients import check_unchanged
+from graph_fsdp.module.structure import NO_STRUCTURE, Structure
+from graph_fsdp.parameters.extensions import ExtendedGather
+from graph_fsdp.parameters.kept_buckets import KeptBuckets
+from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.unshard import UnshardedUnits
+from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, memory_profile
+from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.ir.spec import ModelSpec
+from graph_fsdp.passes.ir.stage import Snapshot
+from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
+from graph_fsdp.passes.repeat.repeat import Repeats
+from graph_fsdp.passes.repeat.segments import find_repeats
+from graph_fsdp.passes.repeat.trace import NotRepeatable
+from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
+from graph_fsdp.passes.transforms.unsharded import take_unsharded
+from graph_fsdp.report.failed_pass import save_failure
+from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
+from graph_fsdp.runtime.absent_gradients import find_absent
+from graph_fsdp.runtime.backends import Backend
+from graph_fsdp.runtime.comm.custom_collectives import Comms
+from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
+from graph_fsdp.runtime.kept_gradients import KeptGradients
+
+log = logging.getLogger(__name__)
+
+# Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
+_ATTEMPTS = 2
+
+# Dynamo wraps what a backend raises; these stay what they are.
+_OUR_ERRORS = (VerificationError, RankDisagreement, RankFailure, PassError, UnsupportedError, ValueError)
+
+_engines = itertools.count()
+
+
+class Engine:
+    """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        spec: ModelSpec,
+        storage: Storage,
+        pipeline: PassPipeline,
+        backend: Backend,
+        cost: CostModel | None = None,
+        *,
+        reshard_after_forward: bool | Literal["auto"] | None,
+        fullgraph: bool,
+        dynamic: bool | None,
+        whole: bool = False,
+        cuda_graphs: Callable[[GatheredBytes], ModelGraphs] | None = None,
+    ) -> None:
+        self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
+        self.reshard_after_forward, self.cost = reshard_after_forward, cost
+        self.counter = GatheredBytes()
+        self.regions, self.whole = RegionCache(backend), whole
+        self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
+        self.graphs: list[CapturedGraph] = []
+        self._traced: list[TracedGraph] = []  # by Dynamo
+        self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
+        ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
+        self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
+        self._inputs: dict[str, Tensor] = {}
+        self._call: Call | None = None
+        self._layout: Any = None  # see ``CaptureKey``
+        self.repeat_traces = True  # equal layers are traced once
+        self.run_passes_only = False  # planning: graphs end in a ``PassesHaveRun``
+        self.settings = Settings()
+        self.own_reduce_group = ""  # its name, once a process group of reductions was made
+        self.kept = KeptGradients()
+        self.wait_before_forward: Any = None  # an event
+        self.number = next(_engines)  # in this process
+        self.unsharded = UnshardedUnits(
+            storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
+        )
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
+        self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
+        self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
+        self._fullgraph = fullgraph
+        self.pieces = None if fullgraph or whole else Pieces(_weak(self))
+        self.python_reads = PythonReads(_weak(self), fullgraph)
+        storage.refusal = self.python_reads.refusal
+        self.comms = Comms()
+        self.extensions: dict[str, ExtendedGather] = {}
+        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
+        # What torch remembers of fake tensors, for good, keeps symbols of graphs, and so sizes, guards and sources: a
+        # program that makes model after model would grow.
+        self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
+
+    @property
+    def structure(self) -> Structure:
+        return self.structure_of_model() or NO_STRUCTURE
+
+    def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
+        they were again whatever happens."""
+        if self.storage.active:
+            raise RuntimeError(
+                "the forward of a graph_fsdp model was called from within itself; call submodules instead"
+            )
+        try:
+            return self._run(entry, module, *args, **kwargs)
+        except BaseException as error:
+            self.schedules.failed_outside(error, entry.name)
+            raise
+
+    def _run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.structure.check()
+        if self.wait_before_forward is not None:
+            self.wait_before_forward.wait()
+            self.wait_before_forward = None
+        self.unsharded.before_forward()
+        inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
+        hooks = self.structure.has_hooks
+        is_first = (self.settings, entry, hooks) not in self._compiled
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.storage.placeholders_registered())
+            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
+            stack.enter_context(compat.dynamo_ignores_modes())
+            stack.enter_context(entered(self.number))
+            if self.pieces is not None:
+                stack.enter_context(self.pieces.forward_call())
+            stack.enter_context(self.python_reads.forward_call())
+            if is_first:  # Dynamo traces
+                stack.enter_context(collector_paused())
+            self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
+            try:
+                outputs = self._function_compiled(entry, hooks)(module, *args, **kwargs)
+                outputs = self.storage.without_placeholders(outputs)
+                return differentiable_once(outputs, self.python_reads.before_backward())
+            except compat.BackendCompilerFailed as error:
+                cause = error.inner_exception
+                if isinstance(cause, (VerificationError, PassError)):
+                    save_failure(cause, self)
+                if isinstance(cause, _OUR_ERRORS):
+                    raise cause from cause.__cause__
+                raise
+            except compat.Unsupported as error:
+                raise graph_break(error, entry, self._call, self.structure) from error
+            except compat.FailOnRecompileLimitHit as error:
+                if hooks:
+                    raise traced_too_often(self.structure) from error
+                raise
+            finally:
+                self._inputs, self._call = {}, None
+
+    def _function_compiled(self, entry: Entry, hooks: bool) -> Callable[..., Any]:
+        """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings, and of
+        hooks only where there are some (``structure.py``).
+
+        What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
+        collector does not see it. So it must not keep the engine, which has that code object.
+        """
+        if self.settings.unsharded != self.unsharded.units:
+            self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
+        key = (self.settings, entry, hooks)
+        if key not in self._compiled:
+            backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
+            function = own_code(entry.function, self._fullgraph)
+            weakref.finalize(self, forget_programs, function).atexit = False
+            self._compiled[key] = self._compile(function, backend=backend)
+        return self._compiled[key]
+
+    def _compile_graph(
+        self, settings: Settings, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
+        ``_function_compiled``."""
+        key = CaptureKey(settings, entry.unit, entry.name, self._layout, self.structure.has_hooks)
+        cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
+        parameters = find_parameters(module, self.storage)
+        self._traced.append(traced := TracedGraph(module, parameters, self.storage))
+        run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
+
+        def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
+            if self.backend.name == "xla":
+                raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
+            again = why_run_again(cause, [p.spec.name for p in given.values()])
+            try:
+                return self._compile_with(settings, entry, again, module, inputs, given)
+            except (VerificationError, PassError) as error:  # outside of Dynamo's backend
+                save_failure(error, self)
+                raise
+
+        return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
+
+    def _compile_with(
+        self,
+        settings: Settings,
+        entry: Entry,
+        cause: Cause,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        parameters: dict[int, ShardedParameter],
+    ) -> Callable[..., Any]:
+        """A graph of Dynamo's with these parameters among its inputs, by their places."""
+        spec = self.spec
+        if settings.own_reduce_group:
+            spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
+        captured = CapturedGraph(len(self.graphs), spec, cause)
+        context = PassContext(
+            spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
+        )
+        context.extensions = self.extensions
+        self._shape_envs.add(compat.current_fake_mode().shape_env)
+        self._substitute_shards(module, inputs, parameters, context)
+        self.graphs.append(captured)
+        with collector_paused(), compat.without_dispatch_modes():
+            self.pipeline.run([Graph(module, "capture")], context)
+            return self._through_aot_autograd(module, inputs, context, captured, entry)
+
+    def _substitute_shards(
+        self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
+    ) -> None:
+        substitute_shards(module, inputs, parameters, context)
+
+    def _through_aot_autograd(
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: PassContext,
+        captured: CapturedGraph,
+        entry: Entry,
+    ) -> Callable[..., Any]:
+        groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
+        for _ in range(_ATTEMPTS):
+            if not groups:
+                break
+            try:
+                repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
+            except NotRepeatable as reason:
+                log.info("%s", reason)
+                break
+            try:
+                log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
+                with repeats.registered():
+                    return self._trace(repeats.contracted, inputs, context, captured, entry, repeats.expand)
+            except NotRepeatable as reason:
+                groups = repeats.without(reason.call)
+                which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
+                log.info("%s has no trace of others: %s", which, reason)
+        return self._trace(module, inputs, context, captured, entry, self.backend.prepare)
+
+    def _trace(
+        self,
+        module: fx.GraphModule,
+        inputs: list[Any],
+        context: PassContext,
+        captured: CapturedGraph,
+        entry: Entry,
+        prepare: Callable[[fx.GraphModule], fx.GraphModule],
+    ) -> Callable[..., Any]:
+        # See ``_function_compiled``. None of the functions below may name ``self``: torch 2.9 keeps them.
+        engine, owner = _weak(self), weakref.ref(self)
+        partitioned: list[Graph] = []  # until their regions are compiled
+        piece: list[tuple[Snapshot | None, str]] = []  # until its program is
+        alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
+
+        def partition(
+            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            alive.append(owner())
+            joint = prepare(joint)
+            primals, tangents = joint_inputs
+            context.tangents = slice(len(primals), len(primals) + len(tangents))
+            context.forward_outputs = num_fwd_outputs
+            joint_graph = Graph(joint, "joint")
+            engine.pipeline.run([joint_graph], context)
+            context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
+            kind = kind_of(joint_graph, engine.spec, context.settings) + entry.suffix
+            begin = time.perf_counter()
+            with compat.activation_memory_budget(context.activation_memory_budget):
+                forward, backward = compat.min_cut_rematerialization_partition(
+                    joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+                )
+            forward, backward = map(compat.writes_code_when_asked, (forward, backward))
+            graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+            save_as_they_were(graphs[0], num_fwd_outputs)
+            for graph in graphs:
+                add_stage(graph, context, "partition", time.perf_counter() - begin)
+            take_unsharded(graphs, context)
+            before_passes = engine._before_passes(graphs[0], entry)
+            engine._run_passes(graphs, context, captured, kind)
+            partitioned[:] = graphs
+            piece[:] = [(before_passes, kind)]
+            return forward, backward
+
+        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
+            if not engine.whole:
+                engine.regions.prepare(partitioned)
+            partitioned.clear()
+            graph = Graph(forward, "forward")
+            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, *piece.pop())
+
+        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
+                program = engine._program(Graph(backward, "backward"), context, captured)
+            alive.clear()
+            return program
+
+        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            graph = Graph(prepare(inference), "inference")
+            take_unsharded([graph], context)
+            kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
+            before_passes = engine._before_passes(graph, entry)
+            engine._run_passes([graph], context, captured, kind)
+            if not engine.whole:
+                engine.regions.prepare([graph])
+            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, before_passes, kind)
+
+        compiler = compat.aot_autograd(
+            fw_compiler=compile_forward,
+            bw_compiler=compile_backward,
+            inference_compiler=compile_inference,
+            partition_fn=partition,
+            decompositions=engine.backend.decompositions(),
+            keep_inference_input_mutations=engine.backend.keeps_mutations,
+        )
+        with compat.unlogged_graphs_unprinted():
+            run = compiler(module, inputs)
+        return run if context.absent is None else context.absent.watching(run)
+
+    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+        if not self.run_passes_only:
+            return self.schedules.run(self.pipeline, graphs, context, kind, lambda: facts(self))
+        context.plan = Plan()
+        self.pipeline.run(graphs, context)
+        for graph in graphs:
+            captured.add_graph(graph, context)
+        raise PassesHaveRun(graphs, context)
+
+    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+        graph.cost = context.cost
+        program: Program | WholeProgram
+        if self.whole:
+            program = WholeProgram(graph, self.regions, self.counter)
+        else:
+            slots = context.slots.get(graph.phase, ())
+            graphs = program_graphs(self, graph, context, captured.index)
+            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
+            if graph.phase == "backward":
+                program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
+        profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
+        captured.add_program(graph, context, program, profile)
+        self.programs[captured.index, graph.phase] = program
+        whole = context.unsharded.get(graph.phase)
+        runnable = self.unsharded.feeding(program, whole) if whole else program
+        if context.absent is not None:
+            runnable = context.absent.around(runnable, graph)
+        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context)
+        return self.kept_buckets.around(in_step, graph, self.spec)
+
+    def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
+        """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
+        return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None
+
+
+def _weak(engine: Engine) -> Engine:
+    """A proxy for it."""
+    return cast(Engine, weakref.proxy(engine))

@@ -1,0 +1,114 @@
+"""``cuda_graphs=True``: what it is refused with, and which tensors a model owns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.passes import ActivationCheckpointing, Graph, PassContext
+from graph_fsdp.runtime import GatheredBytes
+from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.runtime.cuda.capture import CAPTURES
+from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs, ProgramGraphs
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+def check_cuda_graphs(
+    value: Any,
+    device: torch.device,
+    backend: str,
+    regions: str,
+    dynamic: bool | None,
+    offload_policy: Any,
+    checkpointing: ActivationCheckpointing | None,
+) -> None:
+    """Raise for what ``cuda_graphs=True`` cannot go with."""
+    if not isinstance(value, bool):
+        raise TypeError(f"cuda_graphs must be True or False, got {value!r}")
+    if not BACKENDS[backend].captures_regions:
+        able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.captures_regions)
+        raise UnsupportedError(
+            f"cuda_graphs=True: backend {backend!r} launches no kernels that could be captured; leave cuda_graphs out, "
+            f"or pass backend={able}"
+        )
+    if device.type not in CAPTURES:
+        raise MeshError(f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}")
+    if regions == "whole":
+        raise UnsupportedError(
+            "cuda_graphs=True captures what lies between collectives, and regions='whole' leaves nothing between them; "
+            "leave one of the two out"
+        )
+    if dynamic:
+        raise ValueError(
+            "cuda_graphs=True needs fixed sizes, and dynamic=True makes graphs for all sizes; leave one of the two out"
+        )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UnsupportedError(
+            "cuda_graphs=True keeps what it reads at fixed addresses of the device, and offload_policy="
+            "CPUOffloadPolicy() copies there anew in each run; leave one of the two out"
+        )
+    if checkpointing is not None and checkpointing.offload:
+        raise UnsupportedError(
+            "cuda_graphs=True writes activations where those of the last run lay, and activation_checkpointing with "
+            "offload still copies them; leave one of the two out"
+        )
+
+
+def model_graphs(model: nn.Module, storage: Storage) -> Callable[[GatheredBytes], ModelGraphs]:
+    """What the CUDA graphs of a model share. Dynamo keeps it, so it must not keep the model, nor the storage, which
+    refers to the model."""
+    model_reference, storage_reference, device = weakref.ref(model), weakref.ref(storage), storage.device
+
+    def state() -> Iterator[Tensor]:
+        now, shards = model_reference(), storage_reference()
+        if now is None or shards is None:
+            return
+        yield from shards.buffers.values()
+        yield from now.buffers()
+        for p in now.parameters():  # those that are not sharded
+            if id(p) not in shards.by_placeholder and not isinstance(p, DTensor):
+                yield p
+
+    capture = CAPTURES[device.type](device)
+
+    def make(counter: GatheredBytes) -> ModelGraphs:
+        graphs = ModelGraphs(capture, device, counter, state)
+        shards = storage_reference()
+        assert shards is not None
+        weakref.finalize(shards, graphs.close).atexit = False
+        return graphs
+
+    return make
+
+
+def program_graphs(engine: Engine, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:
+    """The CUDA graphs of a graph's program; None without ``cuda_graphs=True``, and for a model that is whole.
+
+    Raises:
+        UnsupportedError: none of the regions of a forward graph can be captured: the option would do nothing.
+    """
+    if engine.cuda_graphs is None or context.settings.unsharded:
+        return None
+    outputs = graph.output.args[0]
+    assert isinstance(outputs, (list, tuple))
+    user_outputs = context.forward_outputs if graph.phase == "forward" else len(outputs)
+    before = engine.programs.get((index, "forward")) if graph.phase == "backward" else None
+    graphs = ProgramGraphs(engine.cuda_graphs, graph, user_outputs, getattr(before, "graphs", None))
+    reasons = graphs.choice.reasons
+    if graph.phase == "forward" and reasons and not graphs.choice.captured:
+        first, reason = next(iter(reasons.items()))
+        raise UnsupportedError(
+            f"cuda_graphs=True: no region of the forward graph can be captured: region_{first} {reason}; leave "
+            "cuda_graphs out"
+        )
+    return graphs

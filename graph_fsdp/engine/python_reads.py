@@ -1,0 +1,320 @@
+"""Parameters that code outside of graphs reads: their units are gathered whole for it.
+
+[Note: code outside of graphs]
+With ``fullgraph=False`` Dynamo leaves to Python what it cannot trace: functions that ask for it, the body of a loop
+with a graph break in it, code that it has traced too often (``torch._dynamo.config.recompile_limit``), what autograd
+calls. Such code finds placeholders in the modules. The first operator that reads one, in a forward or in its backward,
+has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place: whatever holds the
+parameter already, an ``autograd.Function`` or a list, has its values too.
+
+The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act
+on it, the verifier looks at it, ranks run it in step, and the report has it. Its backward is the reduction. To autograd
+a placeholder is a leaf, which is what lets it get memory late: its gradient arrives there, whole, and when the backward
+has ended it goes through the backward of the gather's graph to the shard.
+
+A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
+another unit is read, and to the end of the forward. A backward that comes after that has the unit gathered again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.errors import ParameterChangedError, UnsupportedError
+from graph_fsdp.parameters.placeholder import calling_line
+from graph_fsdp.parameters.shards import ShardedParameter, connected_shards
+from graph_fsdp.passes.ir.settings import Settings
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+READ_BY_PYTHON = "read outside of graphs"
+
+
+@dataclass
+class _Whole:
+    """A unit whose placeholders have memory. ``values``: the whole parameters, connected to the shards."""
+
+    members: list[ShardedParameter]
+    values: list[Tensor]
+    empty: list[Tensor]  # what the placeholders had before
+    used: set[str] = field(default_factory=set)  # parameters whose gradients have come
+
+
+@dataclass
+class _Call:
+    """A forward call, to which its backward belongs: units that it read, and the shards' versions when it did."""
+
+    grad: bool
+    units: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class PythonReads:
+    """Of one model."""
+
+    def __init__(self, engine: Engine, fullgraph: bool) -> None:
+        self._engine = engine  # a weak proxy
+        self._whole: dict[str, _Whole] = {}  # by unit, in the order in which they were gathered
+        self._call = _Call(grad=False)  # the forward that runs, or ran last
+        self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
+        self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
+        self._versions: dict[str, int] = {}  # of the placeholders, as they were found
+        self._watches = not fullgraph and engine.backend.name != "xla"
+        self._awaited = -1  # the backward whose end is awaited, by number
+        self._kept: set[str] = set()  # parameters with gradients that are not reduced yet
+        self._warned = False
+
+    # --- from outside
+
+    def refusal(self, names: Sequence[str]) -> str:
+        """Give these parameters memory, now that code outside of graphs reads them; why not, if it cannot be."""
+        engine = self._engine
+        for name in dict.fromkeys(names):
+            p = engine.storage.parameters[name]
+            if p.spec.unit in self._whole:
+                continue
+            if reason := self._unavailable(p.spec.unit):
+                return reason
+            if not engine.storage.active and p.spec.unit not in self._call.units:
+                self._call.units[p.spec.unit] = self._shard_versions(p.spec.unit)
+            self._gather(p.spec.unit, name)
+        return ""
+
+    @contextlib.contextmanager
+    def forward_call(self) -> Iterator[None]:
+        """Whatever happens in a call, what only it needs is released after it."""
+        self.release()
+        self._call = _Call(torch.is_grad_enabled())
+        if self._watches:
+            self._watch()
+        keep = False
+        try:
+            yield
+            self._check_unwritten()
+            keep = self._call.grad
+        finally:
+            if not keep:
+                self.release()
+
+    def before_backward(self) -> Callable[[Any], None] | None:
+        """What is to be called before the backward of the call that has just run; None if it read nothing."""
+        call = self._call
+        if not call.units or not call.grad:
+            return None
+
+        def gather_again(_: Any) -> None:
+            for unit, versions in call.units.items():
+                if self._shard_versions(unit) != versions:
+                    raise ParameterChangedError(
+                        f"the shards of unit {unit or 'root'!r} changed (an optimizer's step) between a forward and "
+                        "its backward, which reads parameters in code outside of graphs; run backward before"
+                    )
+                if unit not in self._whole:
+                    self._gather(unit, "")
+
+        return gather_again
+
+    def release(self, *, but: str | None = None) -> None:
+        """Placeholders without memory again, but those of one unit."""
+        for unit in [unit for unit in self._whole if unit != but]:
+            whole = self._whole.pop(unit)
+            with compat.without_torch_function():
+                for p, empty in zip(whole.members, whole.empty, strict=True):
+                    p.placeholder.data = empty
+                    # An operator that autograd has saved the parameter for must find that it is gone.
+                    compat.set_version(p.placeholder, self._versions[p.spec.name] + 1)
+
+    # --- gathering
+
+    def _members(self, unit: str) -> list[ShardedParameter]:
+        return [p for p in self._engine.storage.parameters.values() if p.spec.unit == unit]
+
+    def _shard_versions(self, unit: str) -> tuple[int, ...]:
+        return tuple(p.shard._version for p in self._members(unit))
+
+    def _unavailable(self, unit: str) -> str:
+        members = self._members(unit)
+        if not self._watches:
+            return "that is for fullgraph=False, and not for backend='xla'"
+        if any(isinstance(p.placeholder, DTensor) for p in members):
+            return "the unit is tensor parallel"
+        if any(p.spec.extended for p in members):
+            return "parameters of the unit have tensor extensions"
+        return ""
+
+    def _gather(self, unit: str, read: str) -> None:
+        grad = self._call.grad or not self._engine.storage.active
+        if not grad and unit:  # the root unit is read before and after others
+            self.release(but="" if "" in self._whole else None)
+        members = self._members(unit)
+        trains = tuple(grad and p.shard.requires_grad for p in members)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), compat.without_torch_function():
+            shards = connected_shards(members, self._engine.storage.mesh is not None)
+            used: set[str] = set()
+            values = self._program(unit, members, trains, read)(*_only_used(members, shards, used, self._kept))
+            empty = [p.placeholder.data for p in members]
+            for p, value in zip(members, values, strict=True):
+                p.placeholder.data = value.detach()
+                compat.set_version(p.placeholder, self._versions.setdefault(p.spec.name, p.placeholder._version))
+        self._whole[unit] = _Whole(members, list(values), empty, used)
+        if self._engine.storage.active:
+            self._call.units[unit] = self._shard_versions(unit)
+
+    def _program(
+        self, unit: str, members: list[ShardedParameter], trains: tuple[bool, ...], read: str
+    ) -> Callable[..., Any]:
+        """From shards to whole parameters."""
+        engine = self._engine
+        settings, grad = engine.settings, torch.is_grad_enabled()
+        key = (settings, unit, grad, trains)
+        if key not in self._programs:
+            self._warn(unit, members, read)
+            entry = Entry(unit, READ_BY_PYTHON, _nothing)
+            mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
+            with compat.tracing(compat.TracingContext(mode)):
+                module = _whole_parameters(members, mode)
+                cause = Cause("python", self._cost(unit, members, read))
+                by_place = dict(enumerate(members))
+                inputs: list[Any] = [None] * len(members)
+                self._programs[key] = engine._compile_with(settings, entry, cause, module, inputs, by_place)
+        return self._programs[key]
+
+    def _cost(self, unit: str, members: list[ShardedParameter], read: str) -> str:
+        nbytes = sum(math.prod(p.spec.shape) * p.spec.param_dtype.itemsize for p in members)
+        what = f"reads parameter {read!r}" if read else f"reads unit {unit or 'root'!r}"
+        return (
+            f"code outside of graphs {what}: its unit {unit or 'root'!r} is gathered for it, {nbytes:,} bytes, with no "
+            "compute beside the gather, and stays whole to the end of the backward"
+        )
+
+    def _warn(self, unit: str, members: list[ShardedParameter], read: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        where = calling_line()
+        warnings.warn(
+            f"{self._cost(unit, members, read)} (read at {where}); other units likewise, and the report names them "
+            "(graph_fsdp.inspect). fullgraph=True tells where graphs break",
+            stacklevel=2,
+        )
+
+    # --- gradients
+
+    def _watch(self) -> None:
+        """See the gradients of placeholders arrive; and what autograd saves of them is what it finds again."""
+        parameters = self._engine.storage.parameters
+        with compat.without_torch_function():
+            for name, version in self._versions.items():
+                compat.set_version(parameters[name].placeholder, version)
+            for name, p in parameters.items() if self._call.grad else ():
+                if p.placeholder.grad is not None:  # of a backward that raised
+                    p.placeholder.grad = None
+                if p.placeholder.requires_grad and name not in self._leaves:
+                    self._leaves[name] = node = torch.autograd.graph.get_gradient_edge(p.placeholder).node
+                    node.register_hook(self._arrived)
+
+    def _arrived(self, *_: Any) -> None:
+        if self._awaited != (backward := compat.current_backward()):  # one that raised has no end
+            self._awaited = backward
+            compat.when_backward_ends(self._reduce)
+
+    def _reduce(self) -> None:
+        """The whole gradients that have come go to the shards."""
+        self._awaited = -1
+        with compat.without_torch_function():
+            came = {p.spec.unit: None for p in self._engine.storage.parameters.values() if _gradient(p) is not None}
+            for unit in came:
+                if unit not in self._whole:  # autograd had all that it needed without the placeholders
+                    self._gather(unit, "")
+                whole = self._whole[unit]
+                pairs = [
+                    (value, grad)
+                    for p, value in zip(whole.members, whole.values, strict=True)
+                    if (grad := _gradient(p)) is not None and value.requires_grad
+                ]
+                whole.used |= {p.spec.name for p in whole.members if _gradient(p) is not None}
+                if unit in self._engine.settings.unsynced | self._engine.settings.unreplicated:
+                    self._kept |= whole.used
+                for p in whole.members:
+                    p.placeholder.grad = None
+                torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        if not self._engine.storage.active:
+            self.release()
+
+    def _check_unwritten(self) -> None:
+        for whole in self._whole.values():
+            for p in whole.members:
+                with compat.without_torch_function():
+                    written = p.placeholder._version != self._versions[p.spec.name]
+                if written:
+                    raise UnsupportedError(
+                        f"parameter {p.spec.name!r} was written by code outside of graphs in the model's forward, "
+                        "where it is a gathered copy; write to it in graph_fsdp.unsharded, outside of the forward"
+                    )
+
+
+def _gradient(p: ShardedParameter) -> Tensor | None:
+    return p.placeholder.grad
+
+
+def _nothing(*_: Any) -> None:
+    """The function of an entry that has none."""
+
+
+def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphModule:
+    """A graph whose inputs are placeholders of parameters, and its outputs what it was given."""
+    graph = fx.Graph()
+    nodes = []
+    for p in members:
+        node = graph.placeholder(f"p_{p.spec.name}".replace(".", "_"))
+        with mode:
+            node.meta["example_value"] = torch.empty(
+                p.spec.shape,
+                dtype=p.spec.param_dtype,
+                device=p.input.device,
+                requires_grad=bool(p.placeholder.requires_grad),
+            )
+        nodes.append(node)
+    graph.output(tuple(nodes))
+    return fx.GraphModule({}, graph)
+
+
+def _only_used(members: list[ShardedParameter], shards: list[Tensor], used: set[str], kept: set[str]) -> list[Tensor]:
+    """``shards``, whose gradients are none for parameters that had no gradient: the graph reduces a whole unit, and
+    has zeros for them. ``kept``: those of earlier backwards that did not reduce."""
+    if not any(shard.requires_grad for shard in shards):
+        return shards
+    return list(_OnlyUsed.apply([p.spec.name for p in members], used, kept, *shards))
+
+
+class _OnlyUsed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, names: list[str], used: set[str], kept: set[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.names, ctx.used, ctx.kept = names, used, kept
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(found := [s.detach() for s in shards if not s.requires_grad]))
+        rest = iter(found)
+        return tuple(s.detach() if s.requires_grad else next(rest) for s in shards)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.used | ctx.kept
+        ctx.kept.difference_update(name for name, grad in zip(ctx.names, grads, strict=True) if grad is not None)
+        return (
+            None,
+            None,
+            None,
+            *(grad if name in wanted else None for name, grad in zip(ctx.names, grads, strict=True)),
+        )

@@ -1,0 +1,189 @@
+"""Why a graph was captured: the first call, a failed guard, a method that changed the settings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from graph_fsdp.compat import recompiles as compat_recompiles
+from graph_fsdp.passes.ir.settings import Settings
+
+CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
+
+_INPUT = re.compile(r"\b(?:args\[(?P<index>\d+)\]|kwargs\[['\"](?P<name>\w+)['\"]\])")
+_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\[['\"](?P<name>[^'\"]+)['\"]\]")
+_MAX_VALUE = 60  # characters of a value that is no tensor
+
+
+@dataclass(frozen=True)
+class GuardFailure:
+    """``graph``: the number of the capture whose guard failed; None where it is none of this model's. ``guard``: what
+    did not hold, with the model's own names of its inputs and modules. ``where``: the line that wanted it."""
+
+    graph: int | None
+    guard: str
+    where: str | None
+
+    def __str__(self) -> str:
+        of = f"of graph {self.graph} " if self.graph is not None else ""
+        return f"a guard {of}failed: {self.guard}{f' ({self.where})' if self.where else ''}"
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What graphs are kept apart by before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded
+    over devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
+
+    settings: Settings = field(default_factory=Settings)
+    unit: str = ""
+    method: str = "forward"
+    layout: Any = None
+    hooks: bool = False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a graph was captured.
+
+    ``kind``: "first" (the first call of the model or of one of its methods), "guard" (Dynamo traced again because
+    guards of its earlier graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
+    ``set_requires_gradient_sync`` has changed what graphs are made for), "inputs" (inputs are sharded otherwise),
+    "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives
+    what other pieces gather), "parameters" (code that was compiled runs with other parameters), "python" (code outside
+    of graphs reads a parameter), "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in
+    torch's logs and in tlparse, "0/1".
+    """
+
+    kind: CauseKind
+    text: str
+    guards: tuple[GuardFailure, ...] = ()
+    compilation: str | None = None
+    key: CaptureKey = field(default_factory=CaptureKey, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+FIRST_CALL = Cause("first", "first call")
+
+
+class _Captured(Protocol):
+    @property
+    def index(self) -> int: ...
+    @property
+    def cause(self) -> Cause: ...
+    @property
+    def is_complete(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``function`` with a module, as the user wrote it."""
+
+    function: Callable[..., Any]
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def why_captured(earlier: Sequence[_Captured], key: CaptureKey, call: Call | None, *, breaks: bool = False) -> Cause:
+    """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
+    be traced in several pieces."""
+    earlier = [capture for capture in earlier if capture.is_complete]
+    compilation = compat_recompiles.current_compilation()
+    failed = compat_recompiles.failed_guards()
+    if failed:
+        numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
+        guards = tuple(GuardFailure(numbers.get(f.compilation), _readable(f.guard, call), f.where) for f in failed)
+        now = _values(" ".join(g.guard for g in guards), call)
+        text = "; ".join([*map(str, guards), *now])
+        return Cause("guard", text, guards, compilation, key)
+    kind, text = _unguarded(earlier, key, breaks)
+    return Cause(kind, text, (), compilation, key)
+
+
+def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
+    """Of programs of a graph that was captured for ``first``, with the parameters of these names."""
+    text = f"code that was compiled for other parameters runs with {', '.join(map(repr, names))}"
+    return Cause("parameters", text, (), first.compilation, first.key)
+
+
+def _unguarded(earlier: Sequence[_Captured], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:
+    of_method = [c.cause.key for c in earlier if (c.cause.key.unit, c.cause.key.method) == (key.unit, key.method)]
+    if not of_method:
+        return "first", f"first call{_of_method(key)}"
+    if key in of_method:
+        if breaks:
+            return "piece", "another piece of the model: what follows a graph break"
+        return "reset", "Dynamo's cache was emptied (torch._dynamo.reset, or torch.compiler.reset)"
+    last = of_method[-1]
+    changed = [
+        f"{f.name} from {_plain(getattr(last.settings, f.name))} to {_plain(getattr(key.settings, f.name))}"
+        for f in fields(Settings)
+        if getattr(last.settings, f.name) != getattr(key.settings, f.name)
+    ]
+    if changed:
+        return "settings", f"settings changed: {', '.join(changed)}"
+    if last.hooks != key.hooks:
+        return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
+    return "inputs", "inputs are sharded over the devices in another way"
+
+
+def _of_method(key: CaptureKey) -> str:
+    if (key.unit, key.method) == ("", "forward"):
+        return ""
+    return f" of {'.'.join(filter(None, (key.unit, key.method)))}"
+
+
+def _plain(value: Any) -> str:
+    return str(sorted(value) if isinstance(value, frozenset) else value)
+
+
+def _readable(guard: str, call: Call | None) -> str:
+    """A guard with ``x`` for ``args[0]`` and ``self.layers.3`` for ``self._modules['layers']._modules['3']``."""
+    positional = _positional(call)
+
+    def name(found: re.Match[str]) -> str:
+        if found["name"] is not None:
+            return found["name"]
+        index = int(found["index"])
+        return positional[index] if index < len(positional) else found[0]
+
+    return _MODULE.sub(r".\g<name>", _INPUT.sub(name, guard))
+
+
+def _positional(call: Call | None) -> list[str]:
+    """What the function calls its positional arguments, without the module."""
+    if call is None:
+        return []
+    try:
+        found = list(inspect.signature(call.function).parameters.values())[1:]
+    except (TypeError, ValueError):  # a callable without one
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in found if p.kind in kinds]
+
+
+def _values(text: str, call: Call | None) -> list[str]:
+    """What the inputs are that are named in a text."""
+    if call is None:
+        return []
+    values = {**dict(zip(_positional(call), call.args, strict=False)), **call.kwargs}
+    return [
+        f"{name} is {_described(value)} now"
+        for name, value in values.items()
+        if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)
+    ]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (int, float, str, bool)) or value is None:
+        return repr(value)[:_MAX_VALUE]
+    return f"of {type(value).__name__}"

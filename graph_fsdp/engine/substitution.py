@@ -1,0 +1,148 @@
+"""A graph's placeholder parameters become shards: what Dynamo traced with has full shapes, what AOTAutograd traces has
+those of this rank.
+
+[Note: a graph and its parameters]
+Dynamo traces code, and guards on what parameters look like, not on which they are: with ``fullgraph=False`` the code
+of a layer is traced once, and its graph run for every layer of that kind; and a module that was exchanged for another
+of its kind (``self.active = self.experts[1]``) passes the guards too. So a graph finds out in each call which
+parameters it was given, by the identity of their placeholders, and each combination of parameters has programs of its
+own: made of one trace by Dynamo, with gathers and reductions of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.tensor_parallel import as_model_uses_it
+from graph_fsdp.passes import PassContext
+
+Runnable: TypeAlias = Callable[..., Any]
+Compile: TypeAlias = Callable[[fx.GraphModule, list[Any], dict[int, ShardedParameter]], Runnable]
+
+# What a copy of a graph needs not: Dynamo's own values and sources, which would keep what the user passed in.
+_OF_DYNAMO = ("grapharg", "example_value")
+
+
+def find_parameters(module: fx.GraphModule, storage: Storage) -> dict[int, ShardedParameter]:
+    """Which inputs of the graph that Dynamo has just traced are placeholders of parameters."""
+    found = {}
+    for index, node in enumerate(_inputs(module)):
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        parameter = storage.by_placeholder.get(id(example)) if example is not None else None
+        if parameter is not None:
+            found[index] = parameter
+    return found
+
+
+def substitute_shards(
+    module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
+) -> None:
+    """``inputs`` gets fake shards in the places of ``parameters``, which ``context`` is told of."""
+    mode = compat.current_fake_mode()
+    nodes = _inputs(module)
+    for index, parameter in parameters.items():
+        with mode:
+            shard = torch.empty_strided(
+                parameter.spec.shard_shape,
+                parameter.input.stride(),
+                dtype=parameter.spec.dtype,
+                device=parameter.input.device,
+                requires_grad=parameter.placeholder.requires_grad,
+            )
+        context.shard_inputs[nodes[index]] = (parameter.spec, shard)
+        if isinstance(parameter.placeholder, DTensor):
+            context.as_used[nodes[index]] = as_model_uses_it(parameter.placeholder)
+        inputs[index] = shard
+
+
+class TracedGraph:
+    """A graph of Dynamo's, before the passes, and its programs by the parameters that it runs with."""
+
+    def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Storage) -> None:
+        """To be called in a Dynamo backend, before ``module`` is changed."""
+        self._storage, self._parameters = storage, parameters
+        copies: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in module.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {key: value for key, value in node.meta.items() if key not in _OF_DYNAMO}
+        self._module = compat.with_graph(module, graph, copies)
+        self._values = [node.meta.get("example_value") for node in _inputs(module)]
+        modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
+        self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
+        self._programs: dict[tuple[str, ...], Runnable] = {}
+
+    def program(self, args: Sequence[Any], compile_graph: Compile) -> tuple[Runnable, dict[int, str]]:
+        """The program for the parameters among ``args``, and which they are. ``compile_graph`` makes it of a copy of
+        the graph, fake inputs and the parameters, where there is none yet.
+
+        Raises:
+            ParameterChangedError: one of them is no parameter of the model.
+        """
+        given = {index: self._given(args[index], like) for index, like in self._parameters.items()}
+        key = tuple(p.spec.name for p in given.values())
+        if key not in self._programs:
+            with compat.tracing(compat.TracingContext(self._mode)):
+                module = self._copy()
+                self._programs[key] = compile_graph(module, list(self._values), given)
+        return self._programs[key], {index: p.spec.name for index, p in given.items()}
+
+    def _given(self, value: Any, like: ShardedParameter) -> ShardedParameter:
+        found = self._storage.by_placeholder.get(id(value))
+        if found is None:
+            raise ParameterChangedError(
+                f"a {type(value).__name__} of shape {tuple(value.shape)} stands where parameter {like.spec.name!r} "
+                "stood when this code was compiled, and is no parameter that graph_fsdp.compile has sharded; put "
+                "modules and parameters into the model before graph_fsdp.compile"
+            )
+        return found
+
+    def _copy(self) -> fx.GraphModule:
+        copies: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        for node in self._module.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        for node, value in zip((n for n in graph.nodes if n.op == "placeholder"), self._values, strict=True):
+            if value is not None:
+                node.meta["example_value"] = value
+        return compat.with_graph(self._module, graph, copies)
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def substituting(
+    run: Runnable,
+    parameters: dict[int, ShardedParameter],
+    traced: TracedGraph,
+    compile_again: Compile,
+    shards: Callable[[], dict[str, Tensor]],
+) -> Runnable:
+    """What Dynamo calls: ``run`` with the shards of now in the places of parameters where it was given those that the
+    graph was traced with, else the program for what it was given. Dynamo keeps it, so it keeps no parameter."""
+    names = {index: p.spec.name for index, p in parameters.items()}
+    placeholders = [(index, id(p.placeholder)) for index, p in parameters.items()]
+
+    def call(*args: Any) -> Any:
+        if all(id(args[index]) == number for index, number in placeholders):
+            return run(*_with_shards(args, names, shards()))
+        other, others_names = traced.program(args, compile_again)
+        return other(*_with_shards(args, others_names, shards()))
+
+    return call
+
+
+def _with_shards(args: Sequence[Any], names: dict[int, str], shards: dict[str, Tensor]) -> list[Any]:
+    values = list(args)
+    for index, name in names.items():
+        values[index] = shards[name]
+    return values

@@ -1,0 +1,219 @@
+"""Where a sharded model's values come from: its own tensors, files, the mesh's first rank, or an initialisation.
+
+Ranks agree on it through the store before the first collective: a rank whose model is on the meta device and one whose
+model has values would otherwise wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from graph_fsdp import compat
+from graph_fsdp.errors import CheckpointError, MetaDeviceError
+from graph_fsdp.initialise.materialise import ParamInitFn, find_pieces, materialise, tensor_names
+from graph_fsdp.initialise.safetensors_files import Safetensors, SafetensorsFiles
+from graph_fsdp.initialise.state_keys import Matched
+from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh
+from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared
+
+FillStorage: TypeAlias = Callable[[Storage], None]
+
+# Models started so far per mesh: its ranks count alike.
+_starts: Counter[tuple[int, ...]] = Counter()
+
+
+def initial_values(
+    model: nn.Module,
+    units: Collection[nn.Module],
+    mesh: DataParallelMesh | None,
+    device: torch.device,
+    *,
+    sync_module_states: bool,
+    param_init_fn: ParamInitFn | None,
+    shard_dims: Mapping[str, int],
+    checkpoint: Safetensors | None = None,
+) -> FillStorage:
+    """What puts the values into a storage that the model's own tensors do not have; ``install`` does the rest. Nothing
+    of the model is changed, here or by what is returned.
+
+    Raises:
+        MetaDeviceError, CheckpointError, ValueError: this rank's model cannot be given values so.
+        RankDisagreement: another rank's cannot, or ranks would get their values in different ways.
+    """
+    names = tensor_names(model)
+    fill: FillStorage = functools.partial(_move_buffers, model, device)
+    facts = _facts(names, sync_module_states, param_init_fn)
+    problem: Exception | None = None
+    try:
+        _check_references(model, names)
+        name = _on_meta(names)
+        if checkpoint is not None:
+            if sync_module_states:
+                raise ValueError(
+                    "checkpoint and sync_module_states=True both say where values come from; leave one of the two out"
+                )
+            files, matched = checkpoint.match(model)
+            facts += checkpoint_facts(files, matched)
+            pieces = find_pieces(model, units, param_init_fn, matched.key_of)
+            run = functools.partial(materialise, pieces, names, mesh, device)
+            fill = functools.partial(_load, files, matched, run if pieces else None, device, fill)
+        elif sync_module_states:
+            if name is not None and (mesh is None or mesh.is_first):
+                raise MetaDeviceError(
+                    f"sync_module_states=True gives all ranks the values of the mesh's first rank, and there {name} is "
+                    "on the meta device; build the model with values on that rank, or leave sync_module_states out: a "
+                    "model on the meta device is initialised to the same values on all ranks"
+                )
+            if mesh is not None:
+                fill = functools.partial(_synchronise, names, mesh, device)
+        elif name is not None:
+            pieces = find_pieces(model, units, param_init_fn)
+            fill = functools.partial(_materialise, functools.partial(materialise, pieces, names, mesh, device), fill)
+        if param_init_fn is not None and name is None:
+            raise ValueError(
+                "param_init_fn is for parameters and buffers on the meta device, and model has none; leave it out, or "
+                "build the model under torch.device('meta')"
+            )
+    except (ValueError, CheckpointError, ImportError) as error:
+        problem = error
+    facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in shard_dims.items()]
+    agree_on_values(mesh, facts, problem)
+    return fill
+
+
+def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn: ParamInitFn | None) -> list[str]:
+    """What ranks must have in common before values go from one to another."""
+    on_meta = _on_meta(names)
+    lines = [f"sync_module_states={sync_module_states}", f"{'a' if param_init_fn else 'no'} param_init_fn"]
+    if not sync_module_states:
+        where = f"{on_meta} is on the meta device" if on_meta else "all parameters and buffers have values"
+        lines.append(f"{where} (without sync_module_states)")
+    if sync_module_states or on_meta:
+        for tensor, name in names.items():
+            where = " on the meta device" if tensor.is_meta and not sync_module_states else ""
+            lines.append(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{where}")
+    return lines
+
+
+def checkpoint_facts(files: SafetensorsFiles, matched: Matched) -> list[str]:
+    """What ranks that read a checkpoint must have in common."""
+    entries = [(key, files.entries[key]) for key in matched.key_of.values()]
+    return [f"of the checkpoint {key!r} {list(entry.shape)} {entry.dtype}" for key, entry in entries]
+
+
+def agree_on_values(mesh: DataParallelMesh | None, facts: list[str], problem: Exception | None) -> None:
+    """Raise ``problem``, and on the other ranks that this one has it; or that the ranks' ``facts`` differ."""
+    if mesh is not None and is_shared(mesh.ranks):
+        index = _starts[mesh.ranks]
+        _starts[mesh.ranks] += 1
+        entries = facts if problem is None else [f"{type(problem).__name__}: {problem}"]
+        try:
+            agree(f"start{index}", entries, mesh.ranks, START_TIMEOUT_SECONDS)
+        except RankDisagreement as error:
+            raise (problem or error) from None
+    if problem is not None:
+        raise problem
+
+
+def _on_meta(names: Mapping[Tensor, str]) -> str | None:
+    return next((name for tensor, name in names.items() if tensor.is_meta), None)
+
+
+def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
+    """Nothing is on the meta device that cannot be given memory later."""
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and value not in names:
+                raise MetaDeviceError(
+                    f"attribute {attribute!r} of module {path!r} ({type(module).__name__}) is a tensor on the meta "
+                    "device and neither a parameter nor a buffer, so nothing can give it values; register it "
+                    "(register_buffer(…, persistent=False)), or assign a tensor with values before graph_fsdp.compile"
+                )
+    for tensor, name in names.items():
+        if tensor.is_meta:
+            twin = torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+            try:
+                compat.swap(tensor, twin)
+                compat.swap(tensor, twin)
+            except RuntimeError as error:
+                raise MetaDeviceError(
+                    f"{name} is on the meta device and cannot be given memory, as something holds on to it: {error}; "
+                    "build the model anew"
+                ) from error
+
+
+def _materialise(run: FillStorage, move_buffers: FillStorage, storage: Storage) -> None:
+    run(storage)
+    move_buffers(storage)
+
+
+def _load(
+    files: SafetensorsFiles,
+    matched: Matched,
+    initialise_others: FillStorage | None,
+    device: torch.device,
+    move_buffers: FillStorage,
+    storage: Storage,
+) -> None:
+    if initialise_others is not None:
+        initialise_others(storage)
+    move_buffers(storage)
+    wanted: list[tuple[str, Tensor]] = []
+    for tensor, key in matched.key_of.items():
+        parameter = storage.by_placeholder.get(id(tensor))
+        if parameter is not None and not storage.reads_in_place:
+            full = torch.empty(parameter.spec.shape, dtype=parameter.spec.dtype)
+            files.read([(key, full)])  # one after the other: no more than one is whole on the host
+            storage.fill(parameter, full)
+        elif parameter is not None:
+            parameter.filled = True
+            wanted.append((key, parameter.shard))
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            storage.keep_whole(tensor, value)
+            wanted.append((key, value))
+    files.read(wanted)
+
+
+def _move_buffers(model: nn.Module, device: torch.device, storage: Storage) -> None:
+    """A model on the CPU is sharded onto an accelerator: its buffers go there too."""
+    for buffer in model.buffers():
+        if buffer.device.type == "cpu" != device.type:
+            storage.keep_whole(buffer, buffer.detach().to(device))
+
+
+def _synchronise(names: Mapping[Tensor, str], mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
+    with torch.no_grad():
+        for tensor in names:
+            _receive(tensor, mesh, device, storage)
+
+
+def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
+    """The first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
+    parameter = storage.by_placeholder.get(id(tensor))
+    tensor = compat.local_part(tensor)
+    value = tensor.detach().to(device).contiguous() if mesh.is_first else None
+    if parameter is None:
+        received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if tensor.numel():
+            mesh.broadcast(received)
+        if value is None or tensor.device != device:
+            storage.keep_whole(tensor, received)
+        return
+    shard = parameter.input.to(device).contiguous()  # a process group of the device knows no shards on the CPU
+    if parameter.spec.replicated:
+        if value is not None:
+            shard.copy_(value)
+        mesh.broadcast(shard)
+    elif not parameter.spec.empty:
+        mesh.scatter(shard, None if value is None else parameter.spec.as_stored(value))
+    if shard is not parameter.input:
+        parameter.input.copy_(shard)
+    parameter.filled = True

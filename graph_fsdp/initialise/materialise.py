@@ -1,0 +1,276 @@
+"""Meta-device models: initialised piece by piece, each piece dropped again once its shards are kept.
+
+[Note: pieces]
+What is materialised together is a piece: a unit; and outside of units, the largest submodule that holds no unit. A
+module that holds units is a piece by itself, without what is below it, and so is the model. So no more than one unit
+is unsharded at a time, and of a root unit the embedding and the head come one after the other. Pieces, and the
+modules of a piece, come children first and in order of registration, as in ``nn.Module.apply``: the order does not
+depend on the units, and it is the one in which a model is built whose modules end their ``__init__`` with
+``reset_parameters``.
+
+[Note: stand-ins]
+While a piece is initialised, each of its tensors exchanges its memory with a stand-in: the tensor itself is on the
+mesh's device, wherever the model refers to it. Then its shard is copied and it goes back to the meta device. The model
+is as it was at any time between two pieces, and after an error. What has values already, in the same piece, stands in
+with a copy of them: an initialisation may read it, and what it writes there is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graph_fsdp import compat
+from graph_fsdp.errors import MetaDeviceError
+from graph_fsdp.initialise.random_numbers import first_ranks_random_numbers
+from graph_fsdp.initialise.written import Writes
+from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.shards import Storage
+
+ParamInitFn = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a user's initialisation."""
+
+    what: str
+    function: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Modules whose tensors are materialised together."""
+
+    modules: tuple[nn.Module, ...]
+    fresh: tuple[Tensor, ...]  # of theirs: get their values here
+    others: tuple[Tensor, ...]  # of theirs: have values already
+    calls: tuple[Call, ...]
+
+
+def tensor_names(model: nn.Module) -> dict[Tensor, str]:
+    """Every parameter and buffer once: ``"parameter 'head.weight'"``."""
+    names: dict[Tensor, str] = {p: f"parameter {name!r}" for name, p in model.named_parameters()}
+    return names | {b: f"buffer {name!r}" for name, b in model.named_buffers()}
+
+
+def find_pieces(
+    model: nn.Module,
+    units: Collection[nn.Module],
+    init_fn: ParamInitFn | None,
+    loaded: Collection[Tensor] = (),
+) -> list[Piece]:
+    """Who initialises what, in order. ``units``: the modules that are units. ``loaded``: get their values otherwise.
+
+    Raises:
+        MetaDeviceError: a module has a tensor on the meta device, and nobody to initialise it.
+    """
+    names = tensor_names(model)
+    missing = {tensor for tensor in names if tensor.is_meta and tensor not in loaded}
+    on_meta = frozenset(missing)
+    pieces = []
+    for modules, holds_units in _divide(model, units):
+        held = dict.fromkeys(tensor for module in modules for tensor in _own_tensors(module))
+        fresh = {tensor for tensor in held if tensor in missing}
+        missing -= fresh
+        if fresh or (holds_units and init_fn is not None and not on_meta.isdisjoint(_all_tensors(*modules))):
+            calls = _own_calls(modules, fresh, names) if init_fn is None else _calls_of(init_fn, modules, fresh)
+            in_order = tuple(tensor for tensor in held if tensor in fresh)
+            others = tuple(tensor for tensor in held if tensor not in fresh)
+            pieces.append(Piece(tuple(modules), in_order, others, tuple(calls)))
+    return pieces
+
+
+def materialise(
+    pieces: Sequence[Piece],
+    names: Mapping[Tensor, str],
+    mesh: DataParallelMesh | None,
+    device: torch.device,
+    storage: Storage,
+) -> None:
+    """Initialise the pieces one after the other, and put this rank's shards into the storage.
+
+    Raises:
+        MetaDeviceError: an initialisation raised, wrote where it must not, or left something without values.
+    """
+    writes = Writes({compat.storage_id(tensor): name for tensor, name in names.items()})
+    with torch.no_grad(), device, first_ranks_random_numbers(mesh, device):
+        for piece in pieces:
+            _initialise(piece, names, device, storage, writes)
+
+
+def _initialise(
+    piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Storage, writes: Writes
+) -> None:
+    registered = [(table, module, leaf, tensor) for module in piece.modules for table, leaf, tensor in _entries(module)]
+    stand_ins: dict[Tensor, Tensor] = {}
+    try:
+        for tensor in piece.fresh:
+            stand_ins[tensor] = _stand_in(tensor, torch.empty_like(tensor, device=device))
+            writes.allocated(tensor)
+        for tensor in piece.others:
+            value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
+            stand_ins[tensor] = _stand_in(tensor, value)
+        for call in piece.calls:
+            with writes, _named(call):
+                call.function()
+            for table, module, leaf, tensor in registered:
+                if table.get(leaf) is not tensor:
+                    _take_over(tensor, table.get(leaf), f"{call.what} replaced {names[tensor]} by", writes)
+                    _register(table, module, leaf, tensor)
+            writes.forget_all_but(piece.fresh)
+        for tensor in piece.fresh:
+            _check(tensor, stand_ins[tensor], device, names[tensor], writes)
+        for tensor in piece.fresh:
+            parameter = storage.by_placeholder.get(id(tensor))
+            if parameter is not None:
+                storage.fill(parameter, tensor)
+            value = stand_ins.pop(tensor)
+            compat.swap(tensor, value)
+            if parameter is None:
+                storage.keep_whole(tensor, value)
+    finally:
+        for tensor, value in stand_ins.items():
+            compat.swap(tensor, value)
+        for table, module, leaf, tensor in registered:
+            if table.get(leaf) is not tensor:
+                _register(table, module, leaf, tensor)
+
+
+def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
+    """Give ``tensor`` the memory of ``value``; what then holds the tensor's own."""
+    compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
+    return value
+
+
+def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
+    """An initialisation put another tensor in the place of this one: take its values."""
+    if not isinstance(found, Tensor) or found.is_meta or found.shape != tensor.shape or found.dtype != tensor.dtype:
+        raise MetaDeviceError(f"{what} {_describe(found)}; write into it, or keep its shape and dtype")
+    if writes.initialised(found):
+        tensor.copy_(found)
+        writes.unwritten.discard(compat.storage_id(tensor))
+
+
+def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, writes: Writes) -> None:
+    if (tensor.shape, tensor.dtype, tensor.device) != (original.shape, original.dtype, device):
+        raise MetaDeviceError(f"{name} was {_describe(original)} and {_describe(tensor)} after its initialisation")
+    if not writes.initialised(tensor):
+        raise MetaDeviceError(
+            f"{name} is on the meta device, and nothing has written to it when its module was initialised; give it "
+            "values in reset_parameters() of its module or in param_init_fn (only torch's operators are seen)"
+        )
+
+
+def _register(table: dict[str, Any], module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    table[leaf] = tensor
+    setattr(module, leaf, tensor)  # for modules that keep other references (nn.LSTM)
+
+
+@contextlib.contextmanager
+def _named(call: Call) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
+        raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
+
+
+# Pieces
+
+
+def _divide(model: nn.Module, units: Collection[nn.Module]) -> Iterator[tuple[dict[nn.Module, str], bool]]:
+    """The modules of each piece, with names, children first; and whether it is a module that holds units."""
+    seen: set[nn.Module] = set()
+    holds_units = {model}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module in units and module is not model:
+            path = name.split(".")
+            holds_units |= {model.get_submodule(".".join(path[:depth])) for depth in range(len(path))}
+    tops = {child for module in holds_units for child in module.children()}
+    for module, name in _children_first(model, "", set()):
+        if module in holds_units:
+            yield {module: name}, True
+        elif module in tops and module not in seen:
+            yield dict(_children_first(module, name, seen)), False
+
+
+def _children_first(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    if module not in seen:
+        for leaf, child in module.named_children():
+            yield from _children_first(child, f"{name}.{leaf}".lstrip("."), seen)
+        seen.add(module)
+        yield module, name
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """(where it is registered, its name there, parameter or buffer) of the module itself."""
+    for table in (module._parameters, module._buffers):
+        for leaf, tensor in table.items():
+            if tensor is not None:
+                yield table, leaf, tensor
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [tensor for _, _, tensor in _entries(module)]
+
+
+def _all_tensors(*modules: nn.Module) -> set[Tensor]:
+    return {tensor for top in modules for module in top.modules() for tensor in _own_tensors(module)}
+
+
+def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
+    """``init_fn`` on every module that has something to initialise in it or below it."""
+    for module, name in modules.items():
+        if not fresh or not fresh.isdisjoint(_all_tensors(module)):
+            yield Call(f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module))
+
+
+def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
+    """Each module's own initialisation, or that of the nearest module above it in the piece that has one."""
+    parents = {child: module for module in modules for child in module.children()}
+    chosen = set()
+    for module, name in modules.items():
+        tensor = next((tensor for tensor in _own_tensors(module) if tensor in fresh), None)
+        if tensor is None:
+            continue
+        by: nn.Module | None = module
+        while by is not None and _own_initialisation(by) is None:
+            by = parents.get(by)
+        if by is None:
+            raise MetaDeviceError(
+                f"{names[tensor]} is on the meta device, and {_where(module, name)} has no reset_parameters() that "
+                "gives it values; write one, or pass param_init_fn, a function that initialises a module (of a Hugging "
+                "Face model: model._init_weights)"
+            )
+        chosen.add(by)
+    return [
+        Call(f"{method.__name__}() of {_where(module, name)}", method)
+        for module, name in modules.items()
+        if module in chosen and (method := _own_initialisation(module)) is not None
+    ]
+
+
+def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
+    """``nn.MultiheadAttention`` has it under a private name."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        method: Callable[[], Any] | None = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
+
+
+def _where(module: nn.Module, name: str) -> str:
+    return f"module {name!r} ({type(module).__name__})" if name else f"the model itself ({type(module).__name__})"
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"

@@ -1,0 +1,197 @@
+"""The class that a compiled model gets: the model's own, with a forward that runs the programs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from graph_fsdp import compat
+from graph_fsdp.engine.engine import Engine
+from graph_fsdp.engine.entry import Entered, Entry
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.module import communication
+from graph_fsdp.module.gradients import GradientMethods
+from graph_fsdp.module.optimizer_steps import watch_steps
+from graph_fsdp.module.refusals import Refusals, Registry, saving_whole
+from graph_fsdp.module.structure import Structure
+from graph_fsdp.module.unit_methods import UnitMethods
+from graph_fsdp.parameters.mixed_precision import InputOutputCasts, ModulePolicies
+from graph_fsdp.parameters.shards import own_rows
+from graph_fsdp.units import Unit
+
+
+class _NotStatically(property):
+    """False as an object of its own: since torch 2.15 Dynamo looks the attribute up without calling the property, takes
+    what it finds for FSDP1's flag, and refuses the module."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
+    """Mixed into the classes of a compiled model and of its units, before their own.
+
+    It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
+    version does not have say so instead of doing nothing.
+    """
+
+    _graph_fsdp: Engine
+    _graph_fsdp_unit: str  # "" for the model's
+    _graph_fsdp_name: str  # of the module
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing a compiled model's class makes the model's own (indexing into a container does that)."""
+        original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        instance = original.__new__(original)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # This is how torch's ``register_fsdp_forward_method`` reaches us.
+        if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
+            value = _compiled_method(self._as_module(), name, method)
+        super().__setattr__(name, value)
+
+    @_NotStatically
+    def _is_fsdp_managed_module(self) -> bool:
+        """What transformers asks before it generates: whether ranks have to stop together, because each forward
+        gathers. Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._reshard_all()
+        # FSDPModule's looks for FSDP2's state; the model's own is the one to use.
+        return self._after_fsdp_module()._apply(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
+        self._reshard_all()
+        return self._after_fsdp_module().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes its
+        own rows. Nothing is communicated."""
+        self._reshard_all()
+        rows = own_rows(self._as_module(), self._graph_fsdp.storage, state_dict)
+        return self._after_fsdp_module().load_state_dict(rows, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._reshard_all()
+        return self._after_fsdp_module()._load_from_state_dict(*args, **kwargs)
+
+    def _after_fsdp_module(self) -> Any:
+        """The methods of the classes behind FSDPModule, the model's own first."""
+        return super(FSDPModule, self)
+
+    def _as_module(self) -> nn.Module:
+        """Every class that has this one among its bases has a model's too."""
+        itself: Any = self
+        model: nn.Module = itself
+        return model
+
+    def _reshard_all(self) -> None:
+        self._graph_fsdp.unsharded.release()
+
+
+def unsupported(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{name}() of FSDP2 is not available on models compiled by graph_fsdp yet")
+
+    method.__name__ = name
+    method.__doc__ = f"Not available yet: raises UnsupportedError. See ``FSDPModule.{name}``."
+    return method
+
+
+for _name, _value in vars(FSDPModule).items():
+    if callable(_value) and not _name.startswith("_") and getattr(GraphFSDPModule, _name) is _value:
+        setattr(GraphFSDPModule, _name, unsupported(_name))
+
+
+for _name, _method in communication.METHODS.items():
+    setattr(GraphFSDPModule, _name, _method)
+
+
+def original_forward(model: nn.Module) -> Callable[..., Any]:
+    """The model's forward as a function of (self, …), also where it was set on the instance."""
+    own = model.__dict__.get("forward")
+    if own is None:
+        return type(model).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    functools.update_wrapper(forward, own)
+    self_first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [self_first, *inspect.signature(own).parameters.values()]
+    vars(forward)["__signature__"] = inspect.Signature(parameters)
+    return forward
+
+
+def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, units: list[Unit]) -> None:
+    """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
+    other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
+    watch_steps()
+    names = {module: name for unit in units for name, module in unit.modules.items()} | {model: ""}
+    unit_of = {
+        module: unit.name if unit.gathered_by is None else unit.gathered_by
+        for unit in units
+        for module in unit.modules.values()
+    }
+    for module in model.modules():
+        vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
+    classes: dict[tuple[type, Callable[..., Any]], type] = {}
+    for module, name in names.items():
+        cls, forward = type(module), original_forward(module)
+        module.__dict__.pop("forward", None)
+        if (cls, forward) not in classes:
+            namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            if forward is not nn.Module.forward:  # one of a model that has none says so
+                namespace["forward"] = _entering("forward", forward, engine.number)
+            if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
+                namespace["save_pretrained"] = saving_whole(save_pretrained)
+            classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
+        module.__class__ = classes[cls, forward]
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_casts=policies.casts_of(name))
+        vars(module).update(_graph_fsdp_unit=unit_of.get(module, ""), _graph_fsdp_name=name)
+    structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
+    engine.structure_of_model = weakref.ref(structure)
+
+
+def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """``function`` as a method of the model and of units that runs compiled; ``number``: of the engine."""
+
+    @functools.wraps(function)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if Entered.engine == number:  # traced with the model: every call less is a frame less
+            return function(self, *args, **kwargs)
+        own = vars(self)
+        convert: InputOutputCasts = own["_graph_fsdp_casts"]
+        args, kwargs = convert.inputs(args, kwargs)
+        engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
+        entry = Entry(own["_graph_fsdp_name"], name, function)
+        return convert.outputs(engine.run(entry, self, *args, **kwargs))
+
+    return run
+
+
+def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the model or of a unit that the user has registered as one beside forward."""
+    own = vars(module)
+    if isinstance(method, MethodType) and method.__self__ is module:
+        function: Callable[..., Any] = method.__func__
+    else:
+
+        @functools.wraps(method)
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+    return types.MethodType(_entering(name, function, own["_graph_fsdp"].number), module)

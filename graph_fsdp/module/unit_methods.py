@@ -1,0 +1,165 @@
+"""FSDP2's methods that act on units: ``unshard``, ``reshard``, and what is set per unit after ``compile``.
+
+They are on the model and on the modules of its units. As in FSDP2, those with ``recurse`` act on all units below a
+module, the others on its own unit: on the model, on the parameters that are in no other. What is set changes the graphs
+that are captured from then on (``passes/ir/settings.py``); all ranks must set the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from graph_fsdp.engine.entry import Entered
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.parameters.unshard import Handle, InGraph
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+class UnitMethods:
+    """Mixed into the classes of models and units (``module.py``)."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this unit, in ``param_dtype``: plain tensors from then on, which the forward and its
+        backward take as they are. Until ``reshard()``, or the end of the next backward, which reshards as in FSDP2.
+
+        All ranks call it, in the same order. ``async_op``: return at once, with a handle; the parameters are whole
+        after its ``wait()``, which the next forward calls if nobody has. Writes to whole parameters are lost at
+        ``reshard()``: :func:`graph_fsdp.unsharded` keeps them.
+
+        Within the model's forward it does nothing, and neither does the handle: the graph gathers each unit before its
+        first use, as early as its schedule says (``set_modules_to_forward_prefetch``).
+        """
+        if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
+            return InGraph() if async_op else None
+        engine, unit = place(self)
+        engine.unsharded.start(unit)
+        if async_op:
+            return Handle(engine.unsharded, unit)
+        engine.unsharded.finish(unit)
+        return None
+
+    def reshard(self) -> None:
+        """The parameters of this unit are shards again. What was kept of it for a backward (``reshard_after_forward=
+        False``) is given back, and gathered again before that backward begins. All ranks call it. Within the model's
+        forward it does nothing: the graph frees each unit after its last use."""
+        if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
+            return
+        engine, unit = place(self)
+        if unit in engine.unsharded.held:
+            raise RuntimeError("reshard() was called in a block of graph_fsdp.unsharded, which reshards at its end")
+        engine.unsharded.reshard(unit)
+        engine.kept_buckets.free(unit)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their
+        next forward without gradients (an evaluation) until a backward has ended, so that evaluations gather once."""
+        check_bool("reshard_after_forward", reshard_after_forward)
+        engine, _ = place(self)
+        _check_sharded(engine, "set_reshard_after_forward")
+        now = dict(engine.settings.reshard_after_forward)
+        for unit in units_of(self, recurse):
+            now[unit] = reshard_after_forward
+            if not reshard_after_forward:
+                engine.unsharded.whole_after_forward.add(unit)
+            elif unit in engine.unsharded.whole_after_forward:
+                engine.unsharded.whole_after_forward.discard(unit)
+                if unit not in engine.unsharded.held:
+                    engine.unsharded.reshard(unit)
+        change(engine, reshard_after_forward=tuple(sorted(now.items())))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False: units are gathered before their next forward with gradients, and stay whole: over the backwards of an
+        accumulation, nothing of them is gathered again. Set True before the last of them, at whose end they are
+        resharded: the optimizer changes shards, and a forward on whole parameters that are older is an error."""
+        check_bool("reshard_after_backward", reshard_after_backward)
+        engine, _ = place(self)
+        _check_sharded(engine, "set_reshard_after_backward")
+        if not reshard_after_backward:
+            engine.unsharded.check_available("set_reshard_after_backward(False)")
+        for unit in units_of(self, recurse):
+            if reshard_after_backward:
+                engine.unsharded.whole_after_backward.discard(unit)
+            else:
+                engine.unsharded.whole_after_backward.add(unit)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Only False. With FSDP2, True keeps the address of each gathered parameter, for CUDA graphs."""
+        check_bool("keep", keep)
+        check_bool("recurse", recurse)
+        if keep:
+            raise UnsupportedError(
+                "set_keep_unsharded_storage(True) keeps gathered parameters' memory, and here buckets share slots; "
+                "for CUDA graphs compile with cuda_graphs=True; set_reshard_after_forward(False) keeps parameters whole"
+            )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward needs no parameter of this unit (an embedding's), and none is kept for it. Backward gathers
+        what it reads in any case: if it reads one, capturing the graph is a ``SettingError``."""
+        check_bool("unshard_in_backward", unshard_in_backward)
+        engine, unit = place(self)
+        units = engine.settings.not_gathered_in_backward
+        change(engine, not_gathered_in_backward=units - {unit} if unshard_in_backward else units | {unit})
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers of these units start when this one has arrived in forward. An empty list: as the pipeline has it."""
+        self._set_prefetch("forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same in backward."""
+        self._set_prefetch("backward_prefetch", modules)
+
+    def _set_prefetch(self, field: str, modules: Sequence[Any]) -> None:
+        engine, unit = place(self)
+        _check_sharded(engine, f"set_modules_to_{field}")
+        if not isinstance(modules, (list, tuple)):
+            raise TypeError(f"modules must be a list of units of the model, got {type(modules).__name__}")
+        for module in modules:
+            if getattr(module, "__dict__", {}).get("_graph_fsdp") is not engine:
+                raise ValueError(
+                    f"modules holds {type(module).__name__}, which is no unit of this model; units are the modules "
+                    "that are instances of FSDPModule (auto_wrap_policy chooses them)"
+                )
+        lists = {u: others for u, others in getattr(engine.settings, field) if u != unit}
+        if modules:
+            lists[unit] = tuple(module.__dict__["_graph_fsdp_unit"] for module in modules)
+        change(engine, **{field: tuple(sorted(lists.items()))})
+
+    def reset_iter_state(self) -> None:
+        """After an exception in a forward or backward. There is no state to reset: a run that raises leaves none. What
+        ``unshard()`` gathered is resharded, as in FSDP2."""
+        engine, unit = place(self)
+        if unit:
+            raise RuntimeError(f"reset_iter_state() is to be called on the model, and this is its unit {unit!r}")
+        engine.unsharded.release()
+
+
+def place(module: object) -> tuple[Engine, str]:
+    place: Mapping[str, Any] = vars(module)
+    return place["_graph_fsdp"], place["_graph_fsdp_unit"]
+
+
+def units_of(module: Any, recurse: bool) -> list[str]:
+    modules: list[nn.Module] = list(module.modules()) if recurse else [module]
+    return [m.__dict__["_graph_fsdp_unit"] for m in modules if "_graph_fsdp_unit" in m.__dict__]
+
+
+def change(engine: Engine, **fields: Any) -> None:
+    engine.settings = dataclasses.replace(engine.settings, **fields)
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_sharded(engine: Engine, method: str) -> None:
+    if engine.spec.world_size == 1 and engine.spec.ranks > 1:
+        raise UnsupportedError(f"{method}() is about gathers, and on this mesh every rank holds all parameters whole")

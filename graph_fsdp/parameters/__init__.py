@@ -1,0 +1,1 @@
+"""Sharded parameters: their storage, their placeholders, and what is set of them."""

@@ -1,0 +1,247 @@
+"""FSDP2's tensor extensions: parameters of a subclass that says what is gathered of them, and what becomes of that.
+
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are called while the graphs are traced, and what they compute is in
+the graphs (see ``passes/transforms/payloads.py``). So they must do the same at every call, on every rank. All that they
+may communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
+checkpoints see those.
+
+What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo traces
+the model with a plain parameter; the subclass is there when AOTAutograd traces the operators, in its own
+``__torch_dispatch__``. Python code of the model that looks at the parameter's type sees a plain one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.passes.ir.dialect import gather_param, reduce_grad, reduce_payloads
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, named_buckets, unit_runs
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class _Wrapper(Protocol):
+    """A traceable wrapper subclass of torch."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any: ...
+
+
+def _flattens(parameter: nn.Parameter) -> _Wrapper:
+    """Torch does not write down what ``check_extensions`` has found there."""
+    return cast(_Wrapper, parameter)
+
+
+def is_extended(parameter: Tensor) -> bool:
+    return hasattr(parameter, _PRE) or hasattr(parameter, _POST)
+
+
+def plain(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the tensor that an extended one wraps; the same memory."""
+    (attribute,), _ = _flattens(parameter).__tensor_flatten__()
+    return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
+
+
+def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) -> None:
+    """Refuse extended parameters that cannot be, or not together with an option. ``unsupported``: option → is set."""
+    for p, (name, *_) in names.items():
+        if not is_extended(p):
+            continue
+        what = f"parameter {name!r} is a {type(p).__name__}"
+        if not (hasattr(p, _PRE) and hasattr(p, _POST)):
+            raise ValueError(f"{what}, which has one of {_PRE} and {_POST}; define both")
+        if len(inspect.signature(getattr(p, _PRE)).parameters) not in (1, 5):
+            raise ValueError(
+                f"{what}: {_PRE} must take (mesh) or (mesh, outer_size, outer_stride, module, mp_policy), it takes "
+                f"{inspect.signature(getattr(p, _PRE))}"
+            )
+        if not hasattr(p, "__tensor_flatten__"):
+            raise UnsupportedError(f"{what} without __tensor_flatten__ and __tensor_unflatten__; define both")
+        inner = [getattr(p, attribute) for attribute in p.__tensor_flatten__()[0]]
+        if [(t.shape, t.dtype) for t in inner] != [(p.shape, p.dtype)] or type(inner[0]) not in (Tensor, nn.Parameter):
+            raise UnsupportedError(
+                f"{what}, which wraps {len(inner)} tensors; what is sharded is one plain tensor of the parameter's own "
+                "shape and dtype, of which the extension computes what is gathered"
+            )
+        if inner[0].is_meta:
+            raise UnsupportedError(f"{what} on the meta device; give it values before graph_fsdp.compile")
+        for option, is_set in unsupported.items():
+            if is_set:
+                raise UnsupportedError(f"{what} with {_PRE}, which is not available with {option}; leave one out")
+
+
+class ExtendedGather(nn.Module):
+    """Shard → full parameter, as a module of the captured graph."""
+
+    def __init__(
+        self,
+        p: ParameterSpec,
+        parameter: nn.Parameter,
+        owner: nn.Module,
+        model: ModelSpec,
+        mesh: DataParallelMesh | None,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        super().__init__()
+        self.spec, self.policy = p, policy
+        self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
+        attributes, self.context = _flattens(parameter).__tensor_flatten__()
+        self.attribute, self.subclass = attributes[0], type(_flattens(parameter))
+        # Not as submodules: the graph has their parameters as inputs of its own.
+        self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
+        self.payloads: tuple[ParameterSpec, ...] = ()
+
+    def forward(self, shard: Tensor) -> Tensor:
+        payload: Tensor = _Gather.apply(shard, self)
+        return payload
+
+    def local(self, shard: Tensor) -> Any:
+        return self.subclass.__tensor_unflatten__({self.attribute: shard}, self.context, shard.shape, shard.stride())
+
+    def pre(self, local: Any, shard: Tensor) -> tuple[list[Tensor], Any]:
+        """The payloads, at least one-dimensional and each in memory of its own, and the metadata."""
+        owner, mesh = self.__dict__["outside"]
+        arguments = [mesh]
+        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
+            size = torch.Size(self.spec.shape)
+            arguments += [size, tuple(torch.empty(size, device="meta").stride()), owner, self.policy]
+        with _OwnCollectives(self.spec.name, self.groups[0]):
+            inputs, metadata = local.fsdp_pre_all_gather(*arguments)
+        payloads: list[Tensor] = []
+        for value in inputs:
+            value = value.contiguous().reshape(-1) if value.dim() == 0 else value.contiguous()
+            payloads.append(value.clone() if value is shard or any(value is other for other in payloads) else value)
+        return payloads, metadata
+
+    def post(self, local: Any, gathered: list[Tensor], metadata: Any) -> Tensor:
+        with _OwnCollectives(self.spec.name, None):
+            full: Tensor = local.fsdp_post_all_gather(tuple(gathered), metadata, self.spec.param_dtype)[0]
+        return full if full.shape[0] == self.spec.shape[0] else full[: self.spec.shape[0]]
+
+    def trace(self, device: torch.device) -> tuple[ParameterSpec, ...]:
+        """Run both on fake tensors: what is gathered, as parameters.
+
+        Raises:
+            UnsupportedError: they communicate otherwise than by an all-reduce over the ranks that shard, before the
+                gather; or what they gather is no plain tensor. Other errors of theirs pass.
+        """
+        p = self.spec
+        with compat.FakeTensorMode():
+            shard = torch.empty(p.shard_shape, dtype=p.dtype, device=device)
+            local = self.local(shard)
+            payloads, metadata = self.pre(local, shard)
+            if any(type(v) not in (Tensor, compat.FakeTensor) for v in payloads):
+                raise UnsupportedError(f"{_PRE} of parameter {p.name!r} must return plain tensors to gather")
+            whole = [v.new_empty((v.shape[0] * self.world_size, *v.shape[1:])) for v in payloads]
+            full = self.post(local, whole, metadata)
+        traceable: bool = compat.is_traceable_wrapper_subclass(full)
+        if type(full) not in (Tensor, compat.FakeTensor) and not traceable:
+            raise UnsupportedError(
+                f"{_POST} of parameter {p.name!r} makes a {type(full).__name__} without __tensor_flatten__ and "
+                "__tensor_unflatten__, which cannot be traced; define both"
+            )
+        found, due = (tuple(full.shape), full.dtype), (p.shape, p.param_dtype)
+        if found != due:
+            raise ValueError(
+                f"{_POST} of parameter {p.name!r} makes {found[1]}{list(found[0])}, not {due[1]}{list(due[0])}"
+            )
+        return tuple(
+            ParameterSpec(
+                f"{p.name}#{index}", p.unit, tuple(v.shape), v.dtype, v.dtype, v.dtype, False, self.world_size
+            )
+            for index, v in enumerate(whole)
+        )
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, extension: ExtendedGather) -> Tensor:
+        ctx.extension, ctx.shard_shape, ctx.dtype = extension, list(shard.shape), shard.dtype
+        local = extension.local(shard)
+        payloads, metadata = extension.pre(local, shard)
+        gathered = []
+        for value, p in zip(payloads, extension.payloads, strict=True):
+            gathered.append(gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, extension.groups[0]))
+        return extension.post(local, gathered, metadata)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        p, groups = ctx.extension.spec, ctx.extension.groups
+        arguments = (ctx.shard_shape, ctx.dtype, p.reduce_dtype, p.name, groups[0], *filter(None, groups[1:]))
+        return reduce_grad(grad, *arguments), None
+
+
+class _OwnCollectives(compat.TorchDispatchMode):
+    """Turns functional all-reduces over ``group`` into the dialect's, and refuses all else that communicates."""
+
+    def __init__(self, name: str, group: str | None) -> None:
+        super().__init__()
+        self.name, self.group = name, group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return func(*args, **(kwargs or {}))
+        functional = torch.ops._c10d_functional
+        if func is functional.wait_tensor.default:  # what it waits for is there
+            return args[0]
+        if func is functional.all_reduce.default and self.group and args[2] == self.group:
+            value, op, group = args
+            return reduce_payloads([value], op, group).reshape(value.shape)
+        raise UnsupportedError(
+            f"the extension of parameter {self.name!r} communicates ({func}): ranks could start that in another "
+            f"order than their gathers; {_PRE} may all-reduce over the ranks that shard, by functional collectives, "
+            "and nothing else"
+        )
+
+
+def extend(
+    spec: ModelSpec,
+    originals: dict[str, nn.Parameter],
+    owners: dict[str, nn.Module],
+    mesh: DataParallelMesh | None,
+    policy_of: Callable[[str], MixedPrecisionPolicy],
+    device: torch.device,
+) -> tuple[ModelSpec, dict[str, ExtendedGather]]:
+    """The model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
+    gathers = {
+        name: ExtendedGather(spec.parameters[name], p, owners[name], spec, mesh, policy_of(name))
+        for name, p in originals.items()
+        if spec.parameters[name].extended
+    }
+    for gather in gathers.values():
+        gather.payloads = gather.trace(device)
+    payloads = {p.name: p for gather in gathers.values() for p in gather.payloads}
+    runs = ((f"{unit or 'root'}#payload", unit, members) for unit, members in unit_runs(payloads.values()))
+    buckets = (*spec.buckets, *named_buckets(runs))
+    return dataclasses.replace(spec, payloads=payloads, buckets=buckets), gathers
+
+
+def _mesh_of_shards(mesh: DataParallelMesh | None) -> Any:
+    """The dimension that shards, as FSDP2 gives it to extensions; None in one process."""
+    if mesh is None or mesh.mesh.ndim == 1:
+        return None if mesh is None else mesh.mesh
+    if mesh.mesh.mesh_dim_names is None:
+        raise UnsupportedError(
+            "mesh has two dimensions without names, and a tensor extension is given the one that shards; make the mesh "
+            "with mesh_dim_names"
+        )
+    return mesh.mesh[mesh.mesh.mesh_dim_names[-1]]
+
+
+def describe(gathers: dict[str, ExtendedGather]) -> Iterator[str]:
+    """What ranks must have in common."""
+    for gather in gathers.values():
+        for p in gather.payloads:
+            yield f"payload {p.name} {list(p.shape)} {p.dtype}"

@@ -1,0 +1,200 @@
+"""``reshard()`` between a forward and its backward: what was kept for backward is given back, and gathered again.
+
+A kept bucket goes from forward to backward as a tensor that autograd saves. The tensor stays, and its memory goes. When
+the backward comes that it was saved for, it is gathered into it again, before the graph begins. Every rank must have
+called ``reshard()``: gathers outside of graphs keep step as programs do, and a rank that has not is found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes import Graph
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
+from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.spec import ModelSpec
+from graph_fsdp.runtime import GatheredBytes
+from graph_fsdp.runtime.comm.collectives import start_all_gather
+from graph_fsdp.runtime.ranks.runnable_program import Runnable
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """How a bucket that forward returns, at ``output``, is gathered: from these inputs of forward."""
+
+    bucket: str
+    units: frozenset[str]
+    output: int
+    inputs: tuple[int, ...]
+    layout: GatherLayout
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+
+
+@dataclass
+class _Kept:
+    """A bucket of one forward, as long as its backward may come. ``undo``: counts its bytes again."""
+
+    gather: _Gather
+    shards: list[Tensor]
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    given_up: set[str] = field(default_factory=set)  # units that reshard() was called on
+    undo: Any = None
+
+
+class KeptBuckets:
+    """Of one model. ``begin``: called with the gathers that are about to start; ``wait``: with one that has. ``whole``:
+    graphs are compiled whole, and their bytes not counted."""
+
+    def __init__(
+        self, counter: GatheredBytes, begin: Callable[[list[str]], None], wait: Callable[[Any], None], whole: bool
+    ) -> None:
+        self._counter, self._begin, self._wait = counter, begin, wait
+        self._add: Callable[[int], None] = counter.add if not whole else lambda _: None
+        self._kept: list[_Kept] = []
+        self._freed: dict[int, _Kept] = {}  # by the number of the storage
+
+    def around(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
+        """``program``, which runs ``graph``: forward's are remembered, and backward's find what they need."""
+        if graph.phase == "backward":
+            return self._gathered_again(program, graph)
+        return self._remembered(program, graph, spec) if graph.phase == "forward" else program
+
+    def _remembered(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
+        """``program``, which runs a forward graph: what it keeps can be freed."""
+        found = _gathers(graph, spec)
+        if not found:
+            return program
+        weak = weakref.ref(self)  # what Dynamo keeps must not keep the model
+        returned_as_well: list[frozenset[int]] = []  # outputs in whose memory others lie too; after the first run
+
+        def run(args: list[Any]) -> Any:
+            shards = [[args[i] for i in gather.inputs] for gather in found]
+            outputs = program(args)
+            if not returned_as_well:
+                returned_as_well.append(_shared(outputs, [gather.output for gather in found]))
+            buckets = weak()
+            assert buckets is not None, "the model's forward runs"
+            buckets._kept = [kept for kept in buckets._kept if kept.storage() is not None]
+            for gather, given in zip(found, shards, strict=True):
+                storage = outputs[gather.output].untyped_storage()
+                if gather.output not in returned_as_well[0] and storage.resizable():
+                    buckets._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
+            return outputs
+
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
+
+    def _gathered_again(self, program: Runnable, graph: Graph) -> Runnable:
+        """``program``, which runs a backward graph, after a gather of what was freed."""
+        places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
+        if not places:
+            return program
+        weak = weakref.ref(self)
+
+        def run(args: list[Any]) -> Any:
+            buckets = weak()
+            if buckets is None or buckets._freed:  # a backward may come when the model is gone
+                _fill([args[i] for i in places], buckets)
+            return program(args)
+
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
+
+    def free(self, unit: str) -> None:
+        """Give the memory of what is kept of ``unit`` back; of a bucket of several units with the last of them."""
+        for kept in self._kept:
+            storage = kept.storage()
+            if unit not in kept.gather.units or storage is None or not storage.nbytes():
+                continue
+            kept.given_up.add(unit)
+            if kept.given_up == kept.gather.units:
+                storage.resize_(0)
+                self._add(-kept.nbytes)
+                # What counts a buffer that is dropped does so for this one, too.
+                kept.undo = weakref.finalize(storage, self._add, kept.nbytes)
+                kept.undo.atexit = False
+                self._freed[storage._cdata] = kept
+
+    def _gather(self, buffers: list[Tensor]) -> None:
+        self._freed = {number: kept for number, kept in self._freed.items() if kept.storage() is not None}
+        empty = {compat.storage_id(buffer): buffer for buffer in buffers if not buffer.untyped_storage().nbytes()}
+        found = [(buffer, self._freed.pop(number)) for number, buffer in empty.items()]
+        if not found:
+            return
+        self._begin([f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found])
+        with torch.no_grad():
+            under_way = [self._start(buffer, kept) for buffer, kept in found]
+        for pending in under_way:
+            self._wait(pending)
+
+    def _start(self, buffer: Tensor, kept: _Kept) -> Any:
+        storage = buffer.untyped_storage()
+        storage.resize_(kept.nbytes)
+        kept.undo.detach()
+        kept.given_up.clear()
+        self._add(kept.nbytes)
+        self._counter.count("all_gather")
+        # Autograd counts writes to what it has saved; this is one that it must not see.
+        whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
+
+        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            # The first allocation is the bucket's buffer, the second the landing buffer.
+            return targets.pop() if targets else torch.empty(numel, dtype=dtype, device=device)
+
+        targets = [whole]
+        gather = kept.gather
+        return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, allocate)
+
+
+def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:
+    """Gather those of ``values`` that were freed again."""
+    if buckets is not None:
+        buckets._gather(values)
+    elif not all(value.untyped_storage().nbytes() for value in values):
+        raise RuntimeError(
+            "a backward came after its model was deleted, and reshard() had freed what it reads; keep the model to the "
+            "end of the backward"
+        )
+
+
+def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
+    """Of what a forward graph gathers from its inputs and returns whole."""
+    places = {node: i for i, node in enumerate(graph.placeholders)}
+    found: dict[str, _Gather] = {}
+    for output, node in enumerate(operands(graph.output)):
+        if not isinstance(node, fx.Node) or not has_role(node, Role.GATHER_WAIT):
+            continue
+        start = operand(node)
+        shards = dialect.argument(start, "shards")
+        if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards):
+            continue  # fetched from the host, or made by a tensor extension
+        record = start.meta["fsdp"]
+        units = frozenset(spec.spec_of(name).unit for name in record.params)
+        inputs = tuple(places[shard] for shard in shards)
+        dtype, group = dialect.argument(start, "dtype"), compat.resolve_group(dialect.group_of(start))
+        found[record.bucket] = _Gather(record.bucket, units, output, inputs, layout_of(start), dtype, group)
+    return list(found.values())
+
+
+def _shared(outputs: Any, buffers: list[int]) -> frozenset[int]:
+    """Those of ``buffers``, places among outputs, in whose memory other outputs lie: a parameter that the model
+    returns."""
+    numbers = {compat.storage_id(outputs[place]): place for place in buffers}
+    return frozenset(
+        place
+        for value in outputs
+        if isinstance(value, Tensor) and (place := numbers.get(compat.storage_id(value))) is not None
+        if value is not outputs[place]
+    )

@@ -1,0 +1,175 @@
+"""Mixed precision by module: which policy parameters have, and the casts where modules begin and end.
+
+[Note: what a policy of its own means]
+A module that ``mp_policy`` names is to its policy what a module is that FSDP2 shards by itself,
+``fully_shard(module, mp_policy=…)``: the policy holds for all parameters in it, but for those in a module below that
+is named too; floating-point inputs of its forward are cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to
+``output_dtype``. It need not be a unit, and does not become one. What is not named belongs to the module around it.
+One policy for all is that of the root and of every unit. Where modules are named, units cast their inputs to the
+``param_dtype`` that holds for them, and outputs are cast only where a module was named, and at the root.
+
+Casts below the root are forward hooks, which Dynamo traces: they are operators of the captured graph. As FSDP2's, they
+run before a module's own hooks when it begins, and after them when it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from graph_fsdp.compat import tree_map_only
+
+PrecisionPolicies: TypeAlias = (
+    MixedPrecisionPolicy
+    | Mapping[type[nn.Module], MixedPrecisionPolicy]
+    | Callable[[nn.Module], MixedPrecisionPolicy | None]
+)
+_ACCEPTED = (
+    "pass one, a dict from module classes to policies, or a function that is given a module and returns its policy or "
+    "None"
+)
+
+
+@dataclass(frozen=True)
+class InputOutputCasts:
+    """``cast_forward_inputs`` and ``output_dtype`` of a module's policy, for floating-point tensors; None: no cast."""
+
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args, kwargs) if self.input_dtype is None else cast((args, kwargs), self.input_dtype)
+
+    def outputs(self, value: Any) -> Any:
+        return value if self.output_dtype is None else cast(value, self.output_dtype)
+
+
+@dataclass(frozen=True)
+class ModulePolicies:
+    """``named``: module → the policy that the user gave it by name. The model itself always has one: ``root``.
+    ``of_all``: it was given for the model and all of its units."""
+
+    model: nn.Module
+    root: MixedPrecisionPolicy
+    named: Mapping[nn.Module, MixedPrecisionPolicy]
+    of_all: bool = False
+
+    def of_module(self, name: str) -> MixedPrecisionPolicy:
+        """Of the module with this name: its own, or that of the innermost named module around it."""
+        module, found = self.model, self.root
+        for part in name.split(".") if name else ():
+            module = module.get_submodule(part)
+            found = self.named.get(module, found)
+        return found
+
+    def of_parameter(self, names: Iterable[str]) -> MixedPrecisionPolicy:
+        """Of the parameter with these names.
+
+        Raises:
+            ValueError: its modules want different dtypes.
+        """
+        found = {name: self.of_module(name.rpartition(".")[0]) for name in names}
+        (first, policy), *others = found.items()
+        for name, other in others:
+            if (other.param_dtype, other.reduce_dtype) != (policy.param_dtype, policy.reduce_dtype):
+                raise ValueError(
+                    f"mp_policy gives one parameter two policies: it is {first!r} with {policy} and {name!r} with "
+                    f"{other}; give both modules the same param_dtype and reduce_dtype"
+                )
+        return policy
+
+    def casts_of(self, unit_name: str) -> InputOutputCasts:
+        """Where the forward of a unit, or of the model (""), begins and ends."""
+        policy = self.of_module(unit_name)
+        outputs = not unit_name or self.of_all or self.model.get_submodule(unit_name) in self.named
+        return InputOutputCasts(
+            policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
+        )
+
+    def install(self, unit_names: Iterable[str]) -> None:
+        """Make named modules and units cast, but for the model, whose casts are those of the compiled forward."""
+        names = {self.model.get_submodule(name): name for name in unit_names}
+        names |= {module: name for name, module in self.model.named_modules() if module in self.named}
+        for module, name in names.items():
+            if module is self.model:
+                continue
+            casts = self.casts_of(name)
+            if casts.input_dtype is not None:
+                cast_inputs = functools.partial(_cast_inputs, casts.input_dtype)
+                module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
+            if casts.output_dtype is not None:
+                module.register_forward_hook(functools.partial(_cast_outputs, casts.output_dtype))
+
+
+def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:
+    """
+    Raises:
+        TypeError, ValueError: ``mp_policy`` is not one of these, or changes nothing.
+    """
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        return ModulePolicies(model, mp_policy, {}, of_all=True)
+    modules = [module for _, module in model.named_modules()]
+    asked: Callable[[nn.Module], Any]
+    if isinstance(mp_policy, Mapping):
+        _check_mapping(modules, mp_policy)
+        asked = functools.partial(_by_class, mp_policy)
+    elif callable(mp_policy) and not isinstance(mp_policy, (type, nn.Module)):
+        asked = mp_policy
+    else:
+        kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"
+        raise TypeError(f"mp_policy must be {kind}, got {mp_policy!r}; {_hint(mp_policy)}")
+    named = {}
+    for module in modules:
+        policy = asked(module)
+        if policy is None:
+            continue
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise TypeError(f"mp_policy gives {policy!r} for a {type(module).__name__}; {_hint(policy)}")
+        named[module] = policy
+    if not named:
+        raise ValueError("mp_policy gives no module of the model a policy; return one for some, or leave mp_policy out")
+    return ModulePolicies(model, named.get(model, MixedPrecisionPolicy()), named)
+
+
+def _check_mapping(modules: list[nn.Module], mp_policy: Mapping[Any, Any]) -> None:
+    for cls in mp_policy:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"mp_policy has the key {cls!r}, which is not a module class; {_ACCEPTED}")
+        if not any(isinstance(module, cls) for module in modules):
+            raise ValueError(f"mp_policy has a policy for {cls.__name__}, and the model has no module of that class")
+
+
+def _by_class(policies: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
+    """The policy of a module's class, or of the nearest of its base classes."""
+    return next((policies[cls] for cls in type(module).__mro__ if cls in policies), None)
+
+
+def _hint(value: Any) -> str:
+    if not isinstance(value, MixedPrecision):
+        return _ACCEPTED
+    return (
+        "that is FSDP1's class: pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…), and "
+        "cast buffers, for which it has buffer_dtype, before graph_fsdp.compile"
+    )
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """All floating-point tensors in ``value``, a tree of them, in ``dtype``. One that is in it already is not touched:
+    a layer that hands on what its cast has not changed could not be traced for its equals (``repeat.py``)."""
+    return tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
+    )
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast((args, kwargs), dtype)
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast(output, dtype)

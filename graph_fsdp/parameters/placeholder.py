@@ -1,0 +1,158 @@
+"""Guarded placeholders: whoever reads one outside of compiled code has it gathered, or gets an error.
+
+A kernel that reads a placeholder would read address zero. Two kinds of code may try: with ``fullgraph=False``, what
+Dynamo leaves to Python while the model's forward runs, and for which the parameter is gathered (``python_reads.py``);
+and, at any time, code that kept a reference to a parameter from before ``graph_fsdp.compile``. So placeholders are a
+Parameter subclass whose ``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and
+type, and has memory given to it before everything else, or refuses. With
+``fullgraph=True`` they are plain Parameters while the forward runs: nothing but compiled code runs then, and Dynamo
+need not trace through ``__torch_function__`` at every use.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import compat
+from graph_fsdp.errors import EmptyPlaceholderError
+
+# What reads no memory and returns no tensor.
+_METADATA = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_xpu",
+            "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "grad", "grad_fn",
+            "output_nr", "_version",
+        )),
+        torch.Tensor.size, torch.Tensor.stride, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.element_size,
+        torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_contiguous, torch.Tensor.nelement,
+        torch.Tensor.storage_offset, torch.Tensor.__len__, torch.Tensor.__hash__, torch.Tensor.get_device,
+        torch.is_floating_point, torch.is_complex, torch.numel,
+    }
+)  # fmt: skip
+
+
+class Reads(Protocol):
+    """What a placeholder knows of its model: whether the forward runs, and what has parameters gathered for code
+    outside of graphs ("" where it could, else why not)."""
+
+    active: bool
+    refusal: Callable[[Sequence[str]], str]
+
+
+class GuardedPlaceholder(nn.Parameter):
+    """A full-shape parameter without memory."""
+
+    _graph_fsdp: tuple[str, Reads]  # its name, and that of its model
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if compat.is_tracing() or func in _METADATA:
+            with compat.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _read(func, args, kwargs or {})
+
+
+class GuardedTensorParallelPlaceholder(DTensor):
+    """Likewise, of a tensor-parallel parameter."""
+
+    _graph_fsdp: tuple[str, Reads]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with compat.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _read(func, args, kwargs or {})
+
+
+def guard(placeholder: nn.Parameter, name: str, reads: Reads) -> None:
+    """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
+    vars(placeholder)["_graph_fsdp"] = (name, reads)
+    set_guarded(placeholder, True)
+
+
+def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
+    """Switch a placeholder's guard on or off."""
+    if isinstance(placeholder, DTensor):
+        own: type[Any] = GuardedTensorParallelPlaceholder if guarded else DTensor
+    else:
+        own = GuardedPlaceholder if guarded else nn.Parameter
+    placeholder.__class__ = own
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func``, for whose time placeholders have memory (``python_reads.py``)."""
+    by_model: dict[int, tuple[Reads, list[str]]] = {}
+    for placeholder in _placeholders(args, kwargs):
+        name, reads = placeholder._graph_fsdp
+        by_model.setdefault(id(reads), (reads, []))[1].append(name)
+    for reads, names in by_model.values():
+        _have_memory(func, reads, names)
+    with compat.without_torch_function():
+        return func(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _have_memory(func: Callable[..., Any], reads: Reads, names: list[str]) -> None:
+    if not reads.active and compat.current_backward() == -1:
+        raise EmptyPlaceholderError(
+            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} is a reference from before "
+            f"graph_fsdp.compile and has no memory any more\n  at {calling_line()}\n  Take it from the model "
+            "again, and make optimizers after graph_fsdp.compile."
+        )
+    reason = reads.refusal(names)
+    if reason:
+        raise EmptyPlaceholderError(
+            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} was used by "
+            f"{getattr(func, '__name__', func)!r} in code that was not compiled, where it cannot be gathered: {reason}"
+            f"\n  at {calling_line()}\n  A graph break made Python run this code; fullgraph=True tells where "
+            "the break is. Remove the break, or move it out of the module and of any loop over modules."
+        )
+
+
+def calling_line() -> str:
+    """The innermost line on the stack that is neither torch's nor ours."""
+    not_wanted = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(not_wanted)]
+    return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
+
+
+def _module(name: str) -> str:
+    owner = name.rpartition(".")[0]
+    return f"module {owner!r}" if owner else "the model itself"
+
+
+def _placeholders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
+    return [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
+
+
+def _flatten(values: list[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat += _flatten(list(value)) if isinstance(value, (list, tuple)) else [value]
+    return flat
+
+
+# Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
+for _function in (
+    GuardedPlaceholder.__torch_function__,
+    GuardedTensorParallelPlaceholder.__torch_function__,
+    _read,
+    _placeholders,
+    _flatten,
+):
+    compat.leave_to_python(_function)

@@ -1,0 +1,333 @@
+"""Whole parameters outside of a forward: ``unshard()``, ``reshard()``, and :func:`unsharded`.
+
+[Note: how long a unit stays whole]
+- What ``unshard()`` gathered, in the type that the forward computes in: until ``reshard()``, or the end of the next
+  backward of the model, whatever FSDP2's ``reshard_after_forward`` says.
+- A unit with ``set_reshard_after_backward(False)``: from its next forward with gradients on, over backwards.
+- A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
+- What :func:`unsharded` gathered, in the type of the shards: to the end of its block.
+
+While a unit is whole, its modules hold plain parameters, and the model's graphs take those: what the user writes to
+them is what the forward reads. Optimizers go on holding the shards. A shard that changes makes the whole parameter
+stale, which is an error at the next forward, and not another collective: a rank that noticed alone would wait for the
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.errors import ParameterChangedError, UnsupportedError
+from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.passes.ir.spec import BucketSpec, ParameterSpec
+from graph_fsdp.runtime import GatheredBytes
+from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
+
+
+@dataclasses.dataclass
+class _Gathering:
+    """The gathers of a unit that are under way: buckets with the parameters of the unit in them."""
+
+    buckets: list[tuple[Pending, BucketSpec, list[ShardedParameter]]]
+    full_precision: bool
+
+
+class UnshardedUnits:
+    """Which units of a model are whole, and their parameters."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        counter: GatheredBytes,
+        begin: Callable[[str, list[str]], None],
+        failed: Callable[[BaseException], Exception | None],
+    ) -> None:
+        """``begin``: called with a unit and its gathers before they start; it keeps the ranks in step. ``failed``:
+        called with what waiting for them raised; what to raise in its place, if anything."""
+        self.storage, self.counter, self._begin, self._failed = storage, counter, begin, failed
+        self.members: dict[str, list[ShardedParameter]] = {}
+        for p in storage.parameters.values():
+            self.members.setdefault(p.spec.unit, []).append(p)
+        self.units: frozenset[str] = frozenset()
+        self.refused = ""  # why, where another engine than this one's runs the model
+        self.held: set[str] = set()  # by ``unsharded``, to the end of its block
+        self.whole_after_backward: set[str] = set()
+        self.whole_after_forward: set[str] = set()
+        self._gathering: dict[str, _Gathering] = {}
+        self._versions: dict[str, int] = {}
+
+    @property
+    def sharded(self) -> frozenset[str]:
+        """Units of which a forward gathers something."""
+        return frozenset(self.members) - self.units if self.storage.spec.world_size > 1 else frozenset()
+
+    def unavailable(self) -> str:
+        """Why units of this model cannot be whole; "" where they can."""
+        parameters, offload = self.storage.parameters.values(), self.storage.spec.offload
+        if self.refused:
+            return self.refused
+        if any(isinstance(p.placeholder, DTensor) for p in parameters):
+            return "its parameters are tensor parallel"
+        if any(p.spec.extended for p in parameters):
+            return "parameters of it have tensor extensions"
+        if any(p.spec.shard_dim for p in parameters):
+            return "shard_placement_fn shards parameters of it on another dimension than the first"
+        if offload is not None and offload.device.type != "cpu":
+            return "its shards are on the CPU (offload_policy)"
+        return ""
+
+    def check_available(self, what: str) -> None:
+        if reason := self.unavailable():
+            raise UnsupportedError(f"{what} is not available on this model: {reason}")
+
+    # --- gathering
+
+    def start(self, unit: str, *, full_precision: bool = False) -> None:
+        """Start gathering a unit; nothing where it is whole, or about to be."""
+        self.check_available("unshard()")
+        if self.storage.active:
+            raise RuntimeError("unshard() was called while the model's forward runs; call it before")
+        if unit in self.units or unit in self._gathering or unit not in self.members:
+            return
+        self.storage.refresh()
+        spec = self.storage.spec
+        found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in spec.buckets}
+        members = {b: ps for b, ps in found.items() if ps} if spec.world_size > 1 else {}
+        dtypes = {b: b.parameters[0].dtype if full_precision else b.parameters[0].param_dtype for b in members}
+        self._begin(unit, [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members])
+        with torch.inference_mode(False), torch.no_grad():
+            buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
+        self._gathering[unit] = _Gathering(buckets, full_precision)
+
+    def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype) -> Pending:
+        offsets = [bucket.offsets[p.spec.name] for p in members]
+        numels = [p.spec.shard_numel for p in members]
+        layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
+        group = compat.resolve_group(self.storage.spec.group)
+        self.counter.count("all_gather")
+        return start_all_gather([p.input for p in members], layout, dtype, group)
+
+    def finish(self, unit: str) -> None:
+        """Wait for the gathers of a unit, and put the whole parameters into its modules."""
+        gathering = self._gathering.pop(unit, None)
+        if gathering is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            whole: dict[str, Tensor] = {}
+            for pending, bucket, members in gathering.buckets:
+                self.wait(pending)
+                for p in members:
+                    whole[p.spec.name] = _cut_out(pending.buffer, p.spec, bucket.offsets[p.spec.name])
+            for p in self.members[unit]:
+                value = whole.get(p.spec.name)
+                if value is None:  # on all ranks alike: a scalar, an empty parameter, or nothing is sharded
+                    dtype = p.spec.dtype if gathering.full_precision else p.spec.param_dtype
+                    value = p.local.detach().to(dtype, copy=True).reshape(p.spec.shape)
+                # ``data``: parameters of one buffer do not share the counter of writes to them.
+                parameter = nn.Parameter(value.data, requires_grad=p.shard.requires_grad)
+                parameter.__dict__.update({k: v for k, v in p.shard.__dict__.items() if not k.startswith("_")})
+                self.storage.set_whole(p, parameter)
+                self._versions[p.spec.name] = p.shard._version
+        self.units |= {unit}
+
+    def wait(self, pending: Pending) -> None:
+        try:
+            pending.finish()
+        except BaseException as error:
+            cause = self._failed(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+    def before_forward(self) -> None:
+        """Gather what is to be whole in this forward, and see that nothing whole is stale."""
+        wanted = self.whole_after_backward if torch.is_grad_enabled() else self.whole_after_forward
+        if wanted is self.whole_after_forward and wanted and self.unavailable():
+            wanted = set()  # evaluations gather as they go
+        for unit in self.members if wanted else ():
+            if unit in wanted:
+                self.start(unit)
+        for unit in list(self._gathering):
+            self.finish(unit)
+        for unit in self.members if self.units else ():
+            if unit in self.units:
+                self.check_fresh(unit)
+
+    def check_fresh(self, unit: str) -> None:
+        for p in self.members[unit]:
+            # The parameter's counter of writes; that of its memory is the whole storage's.
+            if p.shard.requires_grad and p.shard._version != self._versions[p.spec.name]:
+                raise ParameterChangedError(
+                    f"the shard of parameter {p.spec.name!r} changed (an optimizer's step, a loaded checkpoint) after "
+                    f"its unit {unit or 'root'!r} was unsharded, and the whole parameter is out of date; "
+                    "call reshard() before (as set_reshard_after_backward(True) does at the end of a backward)"
+                )
+
+    # --- giving back
+
+    def reshard(self, unit: str) -> None:
+        """The shards stand in the unit's modules again. What was written to whole parameters is lost."""
+        self.finish(unit)
+        if unit not in self.units:
+            return
+        for p in self.members[unit]:
+            assert p.whole is not None
+            if p.whole.grad is not None:
+                warnings.warn(
+                    f"the gradient of parameter {p.spec.name!r} is lost: it was computed while the parameter was "
+                    "whole, by a module that was called outside of the model's forward",
+                    stacklevel=2,
+                )
+            if p.whole.requires_grad != p.shard.requires_grad:
+                p.shard.requires_grad_(p.whole.requires_grad)
+            self.storage.set_whole(p, None)
+        self.units -= {unit}
+
+    def release(self) -> None:
+        """Reshard what no block of :func:`unsharded` holds."""
+        for unit in self.members:
+            if unit not in self.held:
+                self.reshard(unit)
+
+    def after_backward(self) -> None:
+        for unit in sorted(self.units - self.held - self.whole_after_backward):
+            self.reshard(unit)
+
+    def write_back(self, unit: str) -> None:
+        """Each rank copies its part of the whole parameters into its shards."""
+        for p in self.members[unit]:
+            whole = self.storage.checked_whole(p)
+            with torch.no_grad():
+                self.storage.fill(p, whole)
+
+    # --- in a forward
+
+    def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The graph's inputs, with a node before them whose backward comes when the model's has ended."""
+        names = [name for name, value in inputs.items() if value.requires_grad] if self.units else []
+        if not names or not torch.is_grad_enabled():
+            return inputs
+        values = _WhenBackwardEnds.apply(self.after_backward, *(inputs[name] for name in names))
+        return {**inputs, **dict(zip(names, values, strict=True))}
+
+    def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
+        """``program`` with the whole parameters of these names behind its other inputs."""
+        parameters = [self.storage.parameters[name] for name in names]
+
+        def run(args: list[Any]) -> Any:
+            args.extend(map(self._value, parameters))
+            return program(args)
+
+        vars(run)["_boxed_call"] = True  # see Program
+        vars(run).update({name: getattr(program, name) for name in ("source", "graph") if hasattr(program, name)})
+        return run
+
+    def _value(self, p: ShardedParameter) -> Tensor:
+        value = self.storage.checked_whole(p).detach()
+        return (value if value.dtype is p.spec.param_dtype else value.to(p.spec.param_dtype)).contiguous()
+
+
+def _cut_out(buffer: Tensor, p: ParameterSpec, offset: int) -> Tensor:
+    """A view of one parameter in a gathered bucket."""
+    begin, padded = offset * p.world_size, (p.chunk_rows * p.world_size, *p.shape[1:])
+    return buffer[begin : begin + p.shard_numel * p.world_size].view(padded)[: p.shape[0]]
+
+
+class _WhenBackwardEnds(torch.autograd.Function):
+    """Identity. Autograd runs a node when all gradients of its outputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call()
+        return (None, *grads)
+
+
+class Handle(UnshardHandle):
+    """What ``unshard(async_op=True)`` returns. The next forward waits by itself."""
+
+    def __init__(self, units: UnshardedUnits, unit: str) -> None:
+        self._units, self._unit = units, unit
+
+    def wait(self) -> None:
+        self._units.finish(self._unit)
+
+
+class InGraph(UnshardHandle):
+    """What it returns within the model's forward, where the graph gathers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+    """For the time of a block, the parameters of a compiled model are whole, plain tensors in the type of the shards.
+
+    All ranks enter it together. In it, ``state_dict()`` is that of the plain model, submodules can be called, and the
+    model's forward gathers nothing (``model.generate()`` needs no rank to wait for another). FSDP1's
+    ``summon_full_params``.
+
+    Args:
+        module: a compiled model, one of its units, or a module that holds such.
+        recurse: also the units below ``module``; False: those parameters only that ``module``'s own unit holds.
+        writeback: keep what the block writes to parameters. Ranks must write the same. When the block raises, nothing
+            is kept.
+
+    Raises:
+        TypeError: ``module`` is no unit of a compiled model and holds none.
+        ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that.
+    """
+    found = _units_of(module, recurse)
+    for units, _ in found:
+        units.check_available("graph_fsdp.unsharded")
+    entered = [(units, unit) for units, unit in found if unit in units.members and unit not in units.held]
+    for units, unit in entered:
+        units.reshard(unit)
+    try:
+        for units, unit in entered:
+            units.held.add(unit)
+            units.start(unit, full_precision=True)
+        for units, unit in entered:
+            units.finish(unit)
+        yield
+        for units, unit in entered if writeback else ():
+            units.check_fresh(unit)
+        for units, unit in entered if writeback else ():
+            units.write_back(unit)
+    finally:
+        for units, unit in entered:
+            units.held.discard(unit)
+            units.reshard(unit)
+
+
+def _units_of(module: nn.Module, recurse: bool) -> list[tuple[UnshardedUnits, str]]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    modules = list(module.modules()) if recurse else [module]
+    places: list[Mapping[str, Any]] = [m.__dict__ for m in modules if "_graph_fsdp" in m.__dict__]
+    if not places:
+        raise TypeError(
+            f"module: {type(module).__name__} is no unit of a model compiled by graph_fsdp and holds none; pass the "
+            "model or one of its units"
+        )
+    return [(place["_graph_fsdp"].unsharded, place["_graph_fsdp_unit"]) for place in places]

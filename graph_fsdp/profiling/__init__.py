@@ -1,0 +1,1 @@
+"""``graph_fsdp.profile``: measured beside predicted times."""

@@ -1,0 +1,339 @@
+"""``graph_fsdp.profile``: what the regions and collectives of a running model take, for the cost model to compute with.
+
+After DeepCompile (Tanaka et al. 2025), whose passes schedule by profiled times of operators and collectives; here
+whole compute regions are timed as they were compiled, and their times are spread over the nodes in them.
+
+[Note: times that all ranks share]
+What a schedule is made of must be equal on all ranks, and what they measure is not. So the first rank says what it has
+run, and each piece of that is averaged over the ranks that have run the same: the same computation on the same shapes
+(a rank with another batch shape has other regions, and the first rank is the one whose graphs decide the plan). A
+collective ends for all ranks at once, so what a rank measures is the collective and the wait for the rank that comes
+last: of each run, the shortest time over the ranks counts. From these figures the first rank makes the profile, and all
+ranks get it. In all four small collectives per mesh dimension, on what one rank has run, however many ranks there are:
+of the slowest rank, too, only its number and its time are told.
+
+What a rank has measured of its own schedule stays with it: a trace of it is one rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from graph_fsdp import compat
+from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.passes import CostModel, Measurements
+from graph_fsdp.passes.analysis.cost import collective_key, op_key
+from graph_fsdp.passes.analysis.kernels import Kind, kind_of
+from graph_fsdp.passes.analysis.simulate import Timeline, simulate
+from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.profiling.measured_schedule import (
+    median_runs,
+    median_waits,
+    slices_as_measured,
+    slices_as_predicted,
+    typical,
+)
+from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime, Schedule
+from graph_fsdp.report.report import ROW_KINDS, engine_of
+from graph_fsdp.runtime import Program
+from graph_fsdp.runtime.observe.schedule_times import ProgramRun, ScheduleRecorder
+from graph_fsdp.runtime.observe.timing import Place, Recorder
+from graph_fsdp.runtime.ranks.agreement import digest, is_shared
+from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
+
+_NO_RANK = 2**31  # higher than any
+
+
+def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **kwargs: Any) -> Profile:
+    """Run ``model(*batch, **kwargs)`` and its backward, and time each compute region and each collective.
+
+    All ranks must call it at once, as they would call the model; they get equal profiles, each with the schedule that
+    it has measured itself (:meth:`Profile.save_trace`). In half of the steps collectives are waited for where they
+    start, which takes longer than training: then nothing runs beside them, and their times are their own. In the other
+    half the model runs as in training, with marks around regions, starts and waits.
+
+    A model in training mode runs forward and backward: of the output, if it is a tensor, of its ``loss``, if it has
+    one, else of all its tensors; the sum of it is differentiated. In evaluation mode, under ``torch.no_grad()`` and
+    under ``torch.inference_mode()``, its inference graph runs alone. Gradients, buffers and the state of torch's random
+    number generators are afterwards what they were, and nothing calls an optimizer: hooks that run after a gradient was
+    accumulated do not run. What the model keeps elsewhere is not restored.
+
+    Times of a graph with symbolic sizes count for the sizes that it was traced with: profile with such a batch.
+
+    Args:
+        model: compiled by graph_fsdp. It may be called for the first time here.
+        steps: timed calls of each kind, 1 or more; the median over them counts.
+        warmup: calls before these, 1 or more: graphs are captured and compiled in the first one.
+
+    Raises:
+        TypeError: ``model`` was not compiled by graph_fsdp, or the batch does not fit its forward.
+        ValueError: ``steps`` or ``warmup`` is below 1, or the model ran no graph.
+        UnsupportedError: ``model`` was compiled with ``regions="whole"``.
+    """
+    engine = engine_of(model)
+    if engine.whole:
+        raise UnsupportedError(
+            "model: it was compiled with regions='whole', and what runs as one function cannot be timed by region; "
+            "profile it compiled with regions='cut', whose profile a pipeline takes for either"
+        )
+    _check_count("steps", steps)
+    _check_count("warmup", warmup)
+    device = engine.storage.device
+    recorder, schedules = Recorder(device), ScheduleRecorder(device)
+    with _restored(model, device):
+        for _ in range(warmup):
+            _step(model, batch, kwargs)
+        with recorder.timing(engine.programs.values()):
+            for _ in range(steps):
+                _step(model, batch, kwargs)
+                recorder.read()
+        with schedules.recording(engine.programs.values()):
+            for _ in range(steps):
+                _step(model, batch, kwargs)
+                schedules.end_step()
+    if not recorder.seconds:
+        raise ValueError(
+            f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
+        )
+    ran = _Ran.of(recorder, engine.programs)
+    ran.add_schedule(schedules.steps)
+    groups = _groups(engine)
+    ran.share(groups, device)
+    made = ran.profile(engine.cost, len(engine.schedules.ranks), steps) if _decides(engine) else None
+    if groups:
+        made = Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
+    assert made is not None
+    return dataclasses.replace(made, schedule=_schedule(engine, recorder, schedules))
+
+
+def _schedule(engine: Any, recorder: Recorder, schedules: ScheduleRecorder) -> Schedule:
+    runs, spec = typical(schedules.steps), engine.spec
+    alone = {place: statistics.median(seconds) for place, seconds in recorder.seconds.items()}
+    rank = dist.get_rank() if is_shared(engine.schedules.ranks) else 0
+    return Schedule(rank, slices_as_measured(runs, alone, spec), slices_as_predicted(runs, engine.cost, spec))
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of calls, 1 or more, got {value!r}")
+
+
+# Running the model
+
+
+def _step(model: nn.Module, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and model.training):
+        sums = [t.sum() for t in _differentiated(model(*batch, **kwargs)) if t.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if sums and parameters:
+            # Not backward(): nothing is accumulated, in parameters as in the tensors that made the batch.
+            torch.autograd.grad(sums, parameters, allow_unused=True)
+
+
+def _differentiated(output: Any) -> list[Tensor]:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return [loss]
+    tensors: list[Tensor] = []
+    compat.tree_map_only(Tensor, tensors.append, output)
+    return tensors
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers and random number generators as they were, whatever happens."""
+    saved = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    generators: dict[str, Any] = (
+        {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    )
+    with torch.random.fork_rng(**generators):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in saved:
+                    module._buffers[name] = buffer
+                    if buffer is not None and value is not None:
+                        buffer.copy_(value)
+
+
+# What ran
+
+
+class _Ran:
+    """What a rank has run, by names that other ranks which ran the same have too. ``means``: name → median seconds,
+    of regions, and of waits for collectives and of whole runs in steps as in training. ``collectives``: name → seconds
+    of each run. ``slowest``: name of a region → the rank on which it took longest, and its seconds there."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Program, tuple[int, Phase]] = {}
+        self.steps: dict[str, tuple[Program, int, Step]] = {}
+        self.means: dict[str, float] = {}
+        self.collectives: dict[str, list[float]] = {}
+        self.slowest: dict[str, tuple[int, float]] = {}
+
+    @classmethod
+    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> _Ran:
+        ran = cls()
+        ran.graphs = {program: graph for graph, program in programs.items()}
+        cuts: dict[Program, list[Step]] = {}
+        for (program, index), seconds in recorder.seconds.items():
+            steps = cuts.setdefault(program, cut(program.graph))
+            order = list(cuts).index(program)
+            ran._add(f"{order} {program.graph.phase}", (program, index), steps[index], seconds)
+        return ran
+
+    def _add(self, graph: str, place: Place, step: Step, seconds: list[float]) -> None:
+        count = len(self.steps)
+        if isinstance(step, Region):
+            name = f"{graph} region {count} {digest([op_key(n) for n in step.nodes if n.op == 'call_function'])}"
+            self.means[name] = statistics.median(seconds)
+        else:
+            name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
+            self.collectives[name] = seconds
+        self.steps[name] = (*place, step)
+
+    def add_schedule(self, steps: Sequence[Sequence[ProgramRun]]) -> None:
+        waits, runs = median_waits(steps), median_runs(steps)
+        for name in self.collectives:
+            self.means[f"wait {name}"] = waits.get(self.steps[name][:2], 0.0)
+        for program, seconds in runs.items():
+            self.means[self._run_name(program)] = seconds
+
+    def _run_name(self, program: Program) -> str:
+        """By what was run first in it: another rank may have captured this graph as another of its graphs."""
+        return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
+
+    def share(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
+        """Replace this rank's seconds by those of all. See *times that all ranks share*."""
+        rank = dist.get_rank() if groups else 0
+        if not groups:
+            self.slowest = {name: (rank, self.means[name]) for name in self.steps if name in self.means}
+            return
+        runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
+        names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
+        counted = [float(name in self.means) for name in names]
+        summed = [self.means.get(name, 0.0) for name in names]
+        own = [self.means.get(name, -1.0) for name in names]
+        longest = _all_reduce(own, dist.ReduceOp.MAX, groups, device)
+        ranks = [rank if mine == most else _NO_RANK for mine, most in zip(own, longest, strict=True)]
+        totals = _all_reduce(summed + counted, dist.ReduceOp.SUM, groups, device)
+        shortest = [runs.get(n, float("inf")) for n in run_names]
+        least = _all_reduce([*map(float, ranks), *shortest], dist.ReduceOp.MIN, groups, device)
+        if names == list(self.means) and run_names == list(runs):  # as on the first rank, which makes the profile
+            means = [total / count for total, count in zip(totals[: len(names)], totals[len(names) :], strict=True)]
+            self.means = dict(zip(names, means, strict=True))
+            found = zip(names, least, longest, strict=False)
+            self.slowest = {name: (int(slow), seconds) for name, slow, seconds in found if name in self.steps}
+            values = iter(least[len(names) :])
+            self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
+
+    def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
+        """``cost``: what the running program was scheduled with. Seconds are spread by the model alone: its scale is
+        what they give."""
+        model = CostModel(cost.hardware, cost.groups, fused=cost.fused)
+        modelled: dict[Program, dict[fx.Node, float]] = {}
+        predicted: dict[Program, dict[fx.Node, float]] = {}
+        compute: dict[str, list[float]] = {}
+        regions: list[RegionTime] = []
+        total = measured = 0.0
+        for name, (program, index, region) in self.steps.items():
+            if not isinstance(region, Region):
+                continue
+            seconds = self.means[name]
+            if program not in modelled:
+                modelled[program] = model.graph_seconds(program.graph)
+                predicted[program] = cost.graph_seconds(program.graph)
+            shares = {node: modelled[program][node] for node in region.nodes if modelled[program][node] > 0}
+            region_total = sum(shares.values())
+            total, measured = total + region_total, measured + (seconds if shares else 0.0)
+            own = [n for n in shares if not cost.fused or kind_of(n) is Kind.KERNEL]  # others have none to be looked up
+            for node in own:
+                compute.setdefault(op_key(node), []).append(seconds * shares[node] / region_total)
+            expected = sum(predicted[program][node] for node in region.nodes)
+            first = next((node for node in region.nodes if node in shares), region.nodes[0])
+            what = (*self.graphs[program], index, unit_of(region), first.name)
+            regions.append(RegionTime(*what, expected, seconds, *self.slowest[name]))
+        timelines = {program: simulate(program.graph, cost) for program in self._programs()}
+        graphs = [
+            GraphTime(*self.graphs[program], timeline.seconds, self.means[self._run_name(program)])
+            for program, timeline in timelines.items()
+        ]
+        collectives, by_key = self._collective_times(cost, timelines)
+        return Profile(
+            Measurements(_means(compute), _means(by_key), measured / total if measured and total else 1.0),
+            regions,
+            collectives,
+            graphs,
+            hardware=cost.hardware.name,
+            ranks=ranks,
+            steps=steps,
+        )
+
+    def _programs(self) -> list[Program]:
+        return list(dict.fromkeys(program for program, _, _ in self.steps.values()))
+
+    def _collective_times(
+        self, cost: CostModel, timelines: Mapping[Program, Timeline]
+    ) -> tuple[list[CollectiveTime], dict[str, list[float]]]:
+        exposed = {event.node: event.exposed for timeline in timelines.values() for event in timeline.events}
+        rows: list[CollectiveTime] = []
+        by_key: dict[str, list[float]] = {}
+        for name, runs in self.collectives.items():
+            program, _, node = self.steps[name]
+            assert isinstance(node, fx.Node)
+            seconds, record = statistics.median(runs), node.meta["fsdp"]
+            by_key.setdefault(collective_key(node), []).append(seconds)
+            what = (*self.graphs[program], ROW_KINDS[record.role], record.bucket, record.nbytes)
+            times = (cost.collective_seconds(node), seconds, exposed[node], self.means[f"wait {name}"])
+            rows.append(CollectiveTime(*what, *times))
+        return rows, by_key
+
+
+def _means(values: dict[str, list[float]]) -> dict[str, float]:
+    return {key: statistics.fmean(value) for key, value in values.items()}
+
+
+# Ranks
+
+
+def _groups(engine: Any) -> list[dist.ProcessGroup]:
+    """The process groups of each mesh dimension that together join all ranks of the model; none for one rank."""
+    if not is_shared(engine.schedules.ranks):
+        return []
+    mesh = engine.storage.mesh.mesh
+    return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+
+def _decides(engine: Any) -> bool:
+    return not is_shared(engine.schedules.ranks) or dist.get_rank() == engine.schedules.ranks[0]
+
+
+def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:
+    """The first rank's text: along each dimension in turn, from the first rank of it."""
+    value: list[Any] = [text]
+    for group in groups:
+        dist.broadcast_object_list(value, dist.get_process_group_ranks(group)[0], group=group)
+    return str(value[0])
+
+
+def _all_reduce(
+    values: list[float], op: Callable[..., Any], groups: list[dist.ProcessGroup], device: torch.device
+) -> list[float]:
+    vector = torch.tensor(values, dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(vector, op=op, group=group)
+    return vector.tolist()

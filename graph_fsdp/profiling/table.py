@@ -1,0 +1,306 @@
+"""What ``graph_fsdp.profile`` returns: measured beside predicted seconds, to read, to keep and to schedule with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from graph_fsdp.passes import Measurements
+from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.report.files import write_text
+from graph_fsdp.report.trace_events import Process, Slice, trace_of
+
+_FORMAT = "graph_fsdp.Profile"
+
+
+@dataclass(frozen=True)
+class RegionTime:
+    """A compute region of one captured graph. ``region``: its number in the printed program (``region_3``).
+    ``unit``: whose parameters it computes with. ``node``: the first that takes time. Times in seconds, of the region
+    with nothing beside it: the mean over ranks, and that of the slowest rank."""
+
+    graph: int
+    phase: Phase
+    region: int
+    unit: str
+    node: str
+    predicted_seconds: float
+    seconds: float
+    slowest_rank: int
+    slowest_seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A collective of one captured graph, with packing and unpacking. ``kind``: "gather", "reduce" or "replicate"
+    (reduced again over replicas). ``nbytes``: of the gathered buffer, or of what is reduced to. Times in seconds.
+
+    ``seconds``: with nothing beside it. ``exposed_seconds``: in a step as in training, how long the program took to
+    wait for it, with unpacking. Where the host waits (gloo) that is the host's time, elsewhere the device's."""
+
+    graph: int
+    phase: Phase
+    kind: str
+    bucket: str
+    nbytes: int
+    predicted_seconds: float
+    seconds: float
+    predicted_exposed_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class GraphTime:
+    """A run of one captured graph in a step as in training, in seconds."""
+
+    graph: int
+    phase: Phase
+    predicted_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step as ``rank`` has run it, and the same as it was predicted. Seconds from its beginning."""
+
+    rank: int
+    measured: Sequence[Slice]
+    predicted: Sequence[Slice]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Equal on all ranks but for ``schedule``. ``default_pipeline(measured=profile)`` schedules with it.
+
+    measurements: what the cost model takes from it. regions, collectives, graphs: in the order in which they ran;
+    regions of views alone are left out. hardware: what the predictions were computed with. ranks, steps: over which the
+    times are averages. schedule: what this rank has measured; None in a profile that was loaded. The predictions are
+    those that the running program was scheduled by.
+    """
+
+    measurements: Measurements
+    regions: Sequence[RegionTime]
+    collectives: Sequence[CollectiveTime]
+    graphs: Sequence[GraphTime]
+    hardware: str
+    ranks: int
+    steps: int
+    schedule: Schedule | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of all regions together, as measured."""
+        return sum(row.seconds for row in self.regions)
+
+    @property
+    def predicted_compute_seconds(self) -> float:
+        return sum(row.predicted_seconds for row in self.regions)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Of all collectives, one after the other, as measured."""
+        return sum(row.seconds for row in self.collectives)
+
+    @property
+    def predicted_collective_seconds(self) -> float:
+        return sum(row.predicted_seconds for row in self.collectives)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """For which programs waited for collectives, as measured."""
+        return sum(row.exposed_seconds for row in self.collectives)
+
+    @property
+    def predicted_exposed_seconds(self) -> float:
+        return sum(row.predicted_exposed_seconds for row in self.collectives)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of all graphs of a step as in training, as measured; without the optimizer, and what Python does between."""
+        return sum(row.seconds for row in self.graphs)
+
+    @property
+    def predicted_step_seconds(self) -> float:
+        return sum(row.predicted_seconds for row in self.graphs)
+
+    def stragglers(self, above: float = 1.1) -> list[RegionTime]:
+        """Regions that take their slowest rank more than ``above`` times as long as the mean rank, the worst first.
+
+        Raises:
+            ValueError: ``above`` is below 1.
+        """
+        if not above >= 1:
+            raise ValueError(f"above must be a factor, 1 or more, got {above!r}")
+        found = [row for row in self.regions if row.slowest_seconds > above * row.seconds]
+        return sorted(found, key=lambda row: row.seconds - row.slowest_seconds)
+
+    def save_trace(self, path: str | PathLike[str], *, predicted: bool = False) -> None:
+        """Write one step of this rank as a trace that Perfetto and chrome://tracing open, with the lanes and the names
+        of ``GraphReport.save_trace``: the step of median duration, as in training. When a collective ended is known
+        where compute waited for it, else estimated: its slice says which. ``predicted``: with the predicted schedule
+        above it, as another process of the trace.
+
+        Raises:
+            LookupError: the profile was loaded, and a saved one has no schedule.
+            OSError: the file cannot be written.
+        """
+        if self.schedule is None:
+            raise LookupError(
+                "profile: it was loaded from a file, which has no schedule of a rank; save the trace of the profile "
+                "that graph_fsdp.profile returned"
+            )
+        found = [Process(f"measured, rank {self.schedule.rank} of {self.ranks}", self.schedule.measured)]
+        if predicted:
+            found.insert(0, Process(f"predicted on {self.hardware}", self.schedule.predicted))
+        write_text(path, json.dumps(trace_of(found)))
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that ``json.dumps`` takes."""
+        return {
+            "format": _FORMAT,
+            "hardware": self.hardware,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "measurements": self.measurements.to_json(),
+            "regions": [asdict(row) for row in self.regions],
+            "collectives": [asdict(row) for row in self.collectives],
+            "graphs": [asdict(row) for row in self.graphs],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """What ``to_json`` gave. Raises ValueError on anything else."""
+        expected = {"format", *(field.name for field in fields(cls) if field.name != "schedule")}
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT or set(data) != expected:
+            raise ValueError("profile: this is not what graph_fsdp.Profile.save wrote; save the profile again")
+        return cls(
+            Measurements.from_json(data["measurements"]),
+            [RegionTime(**row) for row in data["regions"]],
+            [CollectiveTime(**row) for row in data["collectives"]],
+            [GraphTime(**row) for row in data["graphs"]],
+            hardware=data["hardware"],
+            ranks=data["ranks"],
+            steps=data["steps"],
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile as JSON, without ``schedule``. It is the same on all ranks: one of them may do so."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Profile:
+        """What ``save`` wrote. Raises ValueError on another file, OSError where there is none."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"path: {str(path)!r} is not a saved profile: {error}") from error
+
+    def __str__(self) -> str:
+        lines = [
+            f"graph_fsdp profile: {self.steps} step{'s' if self.steps > 1 else ''} on {self.ranks} "
+            f"rank{'s' if self.ranks > 1 else ''}, predicted for {self.hardware}; milliseconds",
+            *_columns([("", *_HEADER), *((name, *_times(*times)) for name, times in self._totals().items())], left=1),
+        ]
+        for graph in self.graphs:
+            title = f"graph {graph.graph}, {graph.phase}"
+            regions, collectives = self._rows(graph)
+            lines += ["", *_columns([("", *_HEADER), (title, *_times(graph.predicted_seconds, graph.seconds))], left=1)]
+            lines += _columns([("region", "unit", "first node", *_HEADER, *_SLOWEST), *regions], left=3)
+            lines += _columns([("collective", "bucket", "bytes", *_HEADER, *_EXPOSED), *collectives], left=2)
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """What ``str`` has, as a table of rich: one row for each region and collective."""
+        titles = {name: f"{_times(*times)[0]} → {_times(*times)[1]}" for name, times in self._totals().items()}
+        table = Table(
+            title=f"predicted for {self.hardware} → measured, in ms: " + _listed(titles), title_justify="left"
+        )
+        table.add_column("graph")
+        table.add_column("what")
+        table.add_column("unit")
+        table.add_column("node, bytes")
+        for name in (*_HEADER, *_EXPOSED, *_SLOWEST):
+            table.add_column(name, justify="right")
+        for graph in self.graphs:
+            regions, collectives = self._rows(graph)
+            title, nothing = f"{graph.graph} {graph.phase}", ("", "")
+            table.add_row(title, "graph", "", "", *_times(graph.predicted_seconds, graph.seconds))
+            for row in regions:
+                table.add_row(title, *row[:6], *nothing, *row[6:])
+            for row in collectives:
+                table.add_row(title, *row)
+            table.add_section()
+        return table
+
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        """The first two by themselves, the others as in training."""
+        return {
+            "compute": (self.predicted_compute_seconds, self.compute_seconds),
+            "collectives": (self.predicted_collective_seconds, self.collective_seconds),
+            "exposed": (self.predicted_exposed_seconds, self.exposed_seconds),
+            "step": (self.predicted_step_seconds, self.step_seconds),
+        }
+
+    def _rows(self, graph: GraphTime) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        key = (graph.graph, graph.phase)
+        regions: list[tuple[str, ...]] = [
+            (
+                f"region_{row.region}",
+                row.unit or "-",
+                row.node,
+                *_times(row.predicted_seconds, row.seconds),
+                _milliseconds(row.slowest_seconds),
+                str(row.slowest_rank),
+            )
+            for row in self.regions
+            if (row.graph, row.phase) == key
+        ]
+        collectives: list[tuple[str, ...]] = [
+            (
+                row.kind,
+                row.bucket,
+                f"{row.nbytes:,}",
+                *_times(row.predicted_seconds, row.seconds),
+                _milliseconds(row.predicted_exposed_seconds),
+                _milliseconds(row.exposed_seconds),
+            )
+            for row in self.collectives
+            if (row.graph, row.phase) == key
+        ]
+        return regions, collectives
+
+
+_HEADER = ("predicted", "measured", "ratio")
+_EXPOSED = ("exposed: predicted", "measured")
+_SLOWEST = ("slowest", "rank")
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _times(predicted: float, measured: float) -> tuple[str, str, str]:
+    ratio = f"{measured / predicted:.2f}" if predicted > 0 else "-"
+    return _milliseconds(predicted), _milliseconds(measured), ratio
+
+
+def _columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    """Rows as lines, under the first of them; the first ``left`` columns are text. None without other rows."""
+    if len(rows) == 1:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,1 @@
+"""Reports: captured graphs as data, text, pages, traces and files."""

@@ -1,0 +1,135 @@
+"""Reports in files: JSON of one version, to be printed again or to be made a page of, on any machine."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from graph_fsdp.report import text as report_text
+from graph_fsdp.report.data import GraphData, ReportData, stage_texts
+from graph_fsdp.report.files import write_text
+from graph_fsdp.report.page import Schedule, html_page
+
+FORMAT = "graph_fsdp.GraphReport"
+VERSION = 1  # of the file; no other is read
+_PAGES = (".html", ".htm")
+_KEYS = ("report", "schedule")
+
+
+def is_page(path: str | PathLike[str]) -> bool:
+    """Whether a report is to be saved as a page, or as data.
+
+    Raises:
+        ValueError: the suffix says neither.
+    """
+    suffix = Path(fspath(path)).suffix.lower()
+    if suffix not in (*_PAGES, ".json"):
+        raise ValueError(f"path: a report is saved as .html or .json, and {fspath(path)!r} ends in neither")
+    return suffix in _PAGES
+
+
+class SavedReport:
+    """A report without the model: what :func:`graph_fsdp.load_report` returns. It prints as the report does, and saves
+    as page or data; ``data`` is what it knows, ``error`` what ended the capture, where something did."""
+
+    def __init__(self, data: ReportData, schedule: Schedule | None) -> None:
+        self.data, self.schedule = data, schedule
+
+    @property
+    def error(self) -> str | None:
+        """The error of a report that was saved when a pass or the verifier failed."""
+        found = self.data["error"]
+        return None if found is None else f"{found['kind']}: {found['message']}"
+
+    def stages(self, phase: str, capture: int | None = None) -> dict[str, str]:
+        """Pass → the graph after it, as Python. ``capture``: its number; None for the latest with such a graph.
+
+        Raises:
+            KeyError: there is no such graph.
+        """
+        return stage_texts(self._graph(phase, capture)["stages"])
+
+    def diff(self, stage: str, phase: str, capture: int | None = None) -> str:
+        """Unified diff of a graph after the pass ``stage`` against the one before.
+
+        Raises:
+            KeyError: there is no such graph or stage.
+        """
+        texts = self.stages(phase, capture)
+        names = list(texts)
+        if stage not in texts:
+            raise KeyError(f"the {phase} graph has no stage {stage!r}; it has {', '.join(names)}")
+        index = names.index(stage)
+        title, before = (names[index - 1], texts[names[index - 1]]) if index else ("(nothing)", "")
+        return "\n".join(
+            difflib.unified_diff(before.splitlines(), texts[stage].splitlines(), title, stage, lineterm="", n=1)
+        )
+
+    def _graph(self, phase: str, capture: int | None) -> GraphData:
+        for found in reversed(self.data["captures"]):
+            for graph in found["graphs"]:
+                if graph["phase"] == phase and graph["stages"] and capture in (None, found["index"]):
+                    found_graph: GraphData = graph
+                    return found_graph
+        which = f"capture {capture} of the report" if capture is not None else "report"
+        known = ", ".join(f"{c['index']}: {g['phase']}" for c in self.data["captures"] for g in c["graphs"])
+        raise KeyError(f"the {which} has no {phase} graph; it has {known or 'none'}")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it, by the suffix of ``path``: ``.html`` or ``.json``.
+
+        Raises:
+            ValueError: the suffix is neither.
+            OSError: the file cannot be written.
+        """
+        write_text(path, html_page(self.data, self.schedule) if is_page(path) else self.to_json())
+
+    def to_json(self) -> str:
+        document = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
+        return json.dumps({**document, "report": self.data, "schedule": self.schedule}, separators=(",", ":"))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return report_text.report_parts(self.data)
+
+    def __str__(self) -> str:
+        return report_text.plain_text(report_text.report_parts(self.data))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def load_report(path: str | PathLike[str]) -> SavedReport:
+    """A report that ``report.save("….json")`` wrote, or that was saved when a pass failed. Reads data only.
+
+    Raises:
+        ValueError: it is another file, or a report of another version.
+        OSError: it cannot be read.
+    """
+    name = fspath(path)
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        hint = (
+            "; a page is for browsers, and the report is saved as .json for this" if Path(name).suffix in _PAGES else ""
+        )
+        raise ValueError(f"path: {name!r} is not JSON, and so no saved report ({error}){hint}") from error
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        raise ValueError(f"path: {name!r} is no saved report; one is written by report.save('report.json')")
+    if document.get("version") != VERSION:
+        raise ValueError(
+            f"path: {name!r} is a report of version {document.get('version')!r}, and this graph_fsdp reads version "
+            f"{VERSION}; read it with the graph_fsdp that wrote it, or save the report again"
+        )
+    found = SavedReport(cast(ReportData, document.get("report")), cast(Any, document.get("schedule")))
+    try:
+        str(found), html_page(found.data, found.schedule)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
+        raise ValueError(f"path: {name!r} is a damaged report ({error!r}); save it again") from error
+    return found

@@ -1,0 +1,141 @@
+"""``GraphReport.find``: the whole life of one parameter in the graphs of a model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_fsdp.passes.analysis.kernels import is_view
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, record
+from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+from graph_fsdp.report.source_lines import SourceLine, source_line
+
+USE = "use"
+GRADIENT = "gradient"
+
+# Where the parameter's values are found under no other record.
+_VALUES = (Role.UNPACK, Role.UNSHARDED, Role.SHARD)
+
+
+@dataclass(frozen=True)
+class LifeEvent:
+    """What one node does with the parameter. ``kind``: the role of a node of the dialect (``"gather_start"``), or
+    ``"use"``: it computes with the parameter, or ``"gradient"``: it computes the parameter's whole gradient.
+    ``position``: the node's index in the graph after all passes. ``source``: the line of the model, of uses and
+    gradients."""
+
+    graph: int
+    phase: Phase
+    position: int
+    kind: str
+    node: str
+    source: SourceLine | None
+
+
+@dataclass(frozen=True)
+class ParameterLife:
+    """A parameter, and what happens to it: graph by graph, in the order of each."""
+
+    parameter: ParameterSpec
+    bucket: str | None  # None where it is whole on every rank
+    events: tuple[LifeEvent, ...]
+
+    def of_kind(self, *kinds: str) -> list[LifeEvent]:
+        return [event for event in self.events if event.kind in kinds]
+
+    def __str__(self) -> str:
+        p = self.parameter
+        dtype = str(p.dtype).removeprefix("torch.")
+        where = f"in bucket {self.bucket}" if self.bucket is not None else "in no bucket"
+        held = (
+            "whole on every rank" if p.replicated else f"{dtype}{list(p.shard_shape)} on each of {p.world_size} ranks"
+        )
+        lines = [f"{p.name}: {dtype}{list(p.shape)} of unit {p.unit or 'root'} {where}, {held}"]
+        if not self.events:
+            lines += ["no graph that was captured uses it"]
+        width = max((len(event.kind) for event in self.events), default=0)
+        names = max((len(event.node) for event in self.events), default=0)
+        graph: tuple[int, Phase] | None = None
+        for event in self.events:
+            if (event.graph, event.phase) != graph:
+                graph = (event.graph, event.phase)
+                lines += ["", f"graph {event.graph}, {event.phase}"]
+            source = f"  {event.source}" if event.source is not None else ""
+            lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
+        return "\n".join(lines)
+
+
+def find_life(name: str, spec: ModelSpec, graphs: Iterable[tuple[int, Graph]]) -> ParameterLife:
+    """The life of the parameter ``name`` in ``graphs``, after all passes, each with the number of its capture.
+
+    Raises:
+        KeyError: there is no parameter of this name; says which names are like it.
+    """
+    if name not in spec.parameters:
+        close = difflib.get_close_matches(name, spec.parameters, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
+        raise KeyError(f"name: the model has no sharded parameter {name!r}{hint} (a tied one has its first name)")
+    return lives(spec, graphs, only=name)[name]
+
+
+def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:
+    """Name → life, of all parameters or of one. One walk per graph."""
+    names = spec.parameters if only is None else [only]
+    events: dict[str, list[LifeEvent]] = {name: [] for name in names}
+    for index, graph in graphs:
+        for name, found in _events(index, graph, events.keys()).items():
+            events[name] += found
+    buckets = {name: bucket.name for bucket in spec.buckets for name in bucket.offsets}
+    return {name: ParameterLife(spec.parameters[name], buckets.get(name), tuple(events[name])) for name in names}
+
+
+def _events(index: int, graph: Graph, names: Collection[str]) -> dict[str, list[LifeEvent]]:
+    kinds: dict[str, dict[fx.Node, str]] = {}
+    for node in graph.fx_graph.nodes:
+        found = record(node)
+        for name in found.params if found is not None else ():
+            if name not in names:
+                continue
+            assert found is not None
+            of_name = kinds.setdefault(name, {})
+            of_name[node] = found.role.value
+            if found.role in _VALUES:
+                of_name.update({use: USE for use in _computing_users(node)})
+            if found.role is Role.REDUCE_START:
+                gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
+                of_name.setdefault(gradient, GRADIENT)
+    positions = graph.positions()
+    return {
+        name: [
+            LifeEvent(index, graph.phase, positions[node], kind, node.name, _source(node, kind))
+            for node, kind in sorted(of_name.items(), key=lambda item: positions[item[0]])
+        ]
+        for name, of_name in kinds.items()
+    }
+
+
+def _source(node: fx.Node, kind: str) -> SourceLine | None:
+    return source_line(node) if kind in (USE, GRADIENT) else None
+
+
+def _computing_users(value: fx.Node) -> Iterable[fx.Node]:
+    """What computes with a value or with a view of it."""
+    for user in value.users:
+        if user.op == "output" or record(user) is not None:
+            continue
+        if is_view(user):
+            yield from _computing_users(user)
+        else:
+            yield user
+
+
+def _computed(gradient: fx.Node) -> fx.Node:
+    """What computed a gradient that may be a view."""
+    while is_view(gradient) and gradient.all_input_nodes:
+        gradient = gradient.all_input_nodes[0]
+    return gradient

@@ -1,0 +1,34 @@
+"""``backend="xla"``: compile a model for all devices of an XLA program, and shard what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.xla.mesh import XlaMesh
+from graph_fsdp.xla.replicas import ShardMetadata, full_state_dict, shard_metadata
+
+__all__ = ["ShardMetadata", "full_state_dict", "shard_batch", "shard_metadata"]
+
+
+def shard_batch(batch: Any, mesh: Any = None) -> Any:
+    """Give each device of ``mesh`` its rows of every tensor in ``batch``, a tree of tensors on the CPU or on XLA, with
+    the rows first. Tensors without dimensions stay whole. ``mesh``: as for ``graph_fsdp.compile``."""
+    parallel, device = mesh if isinstance(mesh, XlaMesh) else XlaMesh.of(mesh), compat_xla.device()
+    place = parallel.batch
+
+    def shard(tensor: Tensor) -> Tensor:
+        tensor = compat_xla.plain(tensor).to(device)
+        if tensor.dim() and place.tiles > 1:
+            if tensor.shape[0] % place.tiles:
+                raise ValueError(
+                    f"batch has a tensor of shape {tuple(tensor.shape)}, whose {tensor.shape[0]} rows cannot be "
+                    f"divided equally among {place.tiles} devices"
+                )
+            compat_xla.mark_sharding(tensor, place.devices, place.tiles)
+        return tensor
+
+    return compat.tree_map_only(Tensor, shard, batch)

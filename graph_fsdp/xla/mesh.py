@@ -1,0 +1,137 @@
+"""Meshes of XLA devices: which axis shards, which replicates.
+
+One process drives all devices of its host, so nothing here is about ranks: a device is what a rank is elsewhere.
+
+| mesh | strategy |
+|---|---|
+| a torch_xla ``Mesh`` with an axis ``fsdp`` (FSDPv2's name), ``shard`` or ``dp_shard`` | sharded over that axis |
+| and an axis ``replicate``, ``dp_replicate``, ``dcn`` or ``data`` | likewise, and replicated over this one (HSDP) |
+| a ``DeviceMesh`` of device type ``xla``, of one or two dimensions | as on other devices |
+
+Other axes must have size 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.errors import MeshError
+from graph_fsdp.mesh_names import REPLICATE_NAMES, SHARD_NAMES
+from graph_fsdp.passes import GroupShape
+from graph_fsdp.runtime.xla.placement import Placement
+
+_REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
+
+
+@dataclass(frozen=True)
+class XlaMesh:
+    """``devices``: ordinals, one row per replica, and in it one device per shard."""
+
+    devices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, mesh: Any) -> XlaMesh:
+        """
+        Raises:
+            TypeError, MeshError: it is no mesh of all XLA devices, or does not say which axis shards.
+        """
+        if mesh is None:
+            return cls((tuple(range(compat_xla.device_count())),))
+        if compat_xla.is_mesh(mesh):
+            names = mesh.axis_names
+            return cls._of(mesh.get_logical_mesh(), names, dict(zip(names or (), mesh.mesh_shape, strict=False)))
+        if isinstance(mesh, DeviceMesh) and mesh.device_type == "xla":
+            return cls._of_device_mesh(mesh)
+        raise TypeError(
+            "mesh must be a torch_xla Mesh with an axis named 'fsdp', a DeviceMesh of device type 'xla', or None for "
+            f"all devices, got {mesh!r}; with backend='xla' there are no others"
+        )
+
+    @classmethod
+    def _of(cls, array: Any, names: tuple[str, ...] | None, sizes: dict[str, int]) -> XlaMesh:
+        if names is None:
+            raise MeshError("mesh has no axis names; name one 'fsdp': Mesh(ids, shape, ('fsdp', …))")
+        shards = [name for name in names if name in SHARD_NAMES]
+        replicates = [name for name in names if name in _REPLICATE_NAMES and (sizes[name] > 1 or not shards)]
+        others = [name for name in names if name not in (*shards, *replicates) and sizes[name] > 1]
+        described = f"mesh has the axes {', '.join(f'{name!r} of size {size}' for name, size in sizes.items())}"
+        if len(shards) != 1 or len(replicates) > 1:
+            raise MeshError(f"{described}; one axis must be named 'fsdp', and at most one 'replicate'")
+        if others:
+            raise MeshError(f"{described}; parameters are sharded over 'fsdp' alone, so {others[0]!r} must have size 1")
+        order = [names.index(name) for name in (*replicates, *shards)]
+        rest = [dim for dim in range(len(names)) if dim not in order]
+        rows = array.transpose([*rest, *order]).reshape(-1, sizes[shards[0]])
+        return cls(tuple(tuple(int(d) for d in row) for row in rows))
+
+    @classmethod
+    def _of_device_mesh(cls, mesh: DeviceMesh) -> XlaMesh:
+        if mesh.ndim > 2:
+            raise MeshError(f"mesh has {mesh.ndim} dimensions; one shards, or the first of two replicates")
+        array = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+        found = cls(tuple(map(tuple, array)))
+        if len(found.ranks) != compat_xla.device_count():
+            raise MeshError(
+                f"mesh has {len(found.ranks)} devices and the XLA program {compat_xla.device_count()}; make the mesh "
+                "of all XLA devices: torch_xla's Mesh(range(n), (n,), ('fsdp',))"
+            )
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """Devices over which a parameter is sharded."""
+        return len(self.devices[0])
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    @property
+    def size(self) -> int:
+        return self.world_size * self.replicas
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All devices."""
+        return tuple(device for row in self.devices for device in row)
+
+    @property
+    def group(self) -> str:
+        return "fsdp"
+
+    @property
+    def replicate_group(self) -> str:
+        return "replicate" if self.replicas > 1 else ""
+
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """Group name → its groups of devices, which communicate at the same time."""
+        columns = [list(column) for column in zip(*self.devices, strict=True)]
+        return {"fsdp": [list(row) for row in self.devices], "replicate": columns}
+
+    def group_shapes(self) -> dict[str, GroupShape]:
+        """For the cost model."""
+        shapes = {"fsdp": GroupShape(self.world_size, 1)}
+        if self.replicas > 1:
+            shapes["replicate"] = GroupShape(self.replicas, self.world_size)
+        return shapes
+
+    @property
+    def whole(self) -> Placement:
+        """The same on every device."""
+        return Placement(self.ranks)
+
+    @property
+    def sharded(self) -> Placement:
+        """Of parameters, their gradients and so the optimizer's state."""
+        by_shard = tuple(device for column in zip(*self.devices, strict=True) for device in column)
+        return Placement(by_shard, self.world_size)
+
+    @property
+    def batch(self) -> Placement:
+        """Of inputs, and of what is computed from them: each device has its own rows."""
+        return Placement(self.ranks, self.size)

@@ -1,0 +1,305 @@
+"""The cost model: seconds of every node of a graph and of every collective, from shapes alone. Runs nothing.
+
+**Compute** (Williams et al. 2009, the roofline). A kernel takes the longer of its arithmetic and its memory traffic:
+
+    seconds = max(FLOPs / (peak(dtype) · efficiency), bytes / (memory_bandwidth · memory_efficiency)) + launch
+
+What a kernel is, and what it reads and writes, ``kernels.py`` says. The efficiency is that of matrix multiplications,
+or of attention, forward or backward, whose FLOPs are those that a causal mask leaves.
+
+**Collectives** (Thakur, Rabenseifner, Gropp 2005). A group of n ranks lies on m islands with l = n / m of it on each.
+An all-gather of B bytes brings (n-1)/n · B to every rank, and (n-l)/n · B to every island, through the adapters of
+its l ranks:
+
+    bytes:  t(B)  = max((n-1)/n · B / intra, (n-l)/n · B / (l · inter))    (the slower of the two; l = 1: no intra)
+    ring:   (n-m) · a_intra + (m-1) · a_inter + t(B)
+    log:    ⌈log₂ l⌉ · a_intra + ⌈log₂ m⌉ · a_inter + 2 · t(B)
+
+plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latency``. *Ring* is NCCL's, its steps
+counted as in NCCL's ``src/graph/tuning.cc``; *log* stands for the algorithms of few steps (recursive doubling, PAT in
+NCCL 2.23, trees), which run with NCCL's low-latency protocol where messages are small, and that sends a flag with
+every four bytes: half of the bandwidth. A reduce-scatter is an all-gather backwards; an all-reduce is one after the
+other. Bandwidths are ``Link.sustained``. Other groups that use the same adapters at the same time are not seen.
+
+Symbolic sizes count by the values that they had when traced, which can differ between ranks: what all ranks must
+decide alike has to come from one rank's numbers, or from shapes that are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.analysis.hardware import Hardware
+from graph_fsdp.passes.analysis.kernels import Arithmetic, Kind, Work, graph_work, value_nbytes
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import argument_names
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Where the ranks of a process group lie: ``size`` of them, ``stride`` apart in global rank. On a mesh, the stride
+    of a dimension is the product of the sizes of the later ones."""
+
+    size: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("size", "stride"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"GroupShape: {name} must be a whole number of ranks, 1 or more, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Seconds that were measured, where the model would else estimate them.
+
+    compute: ``op_key`` → seconds of a kernel of its own. With fusion, pointwise operators and reductions have no
+    seconds of their own, and keys of them are not looked up. collectives: ``collective_key`` → seconds.
+    scale: measured over modelled seconds, for compute that has no measurement.
+    """
+
+    compute: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"Measurements: scale must be above 0, got {self.scale!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that ``json.dumps`` takes, in the order of its keys."""
+        return {
+            "compute": dict(sorted(self.compute.items())),
+            "collectives": dict(sorted(self.collectives.items())),
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Measurements:
+        """What ``to_json`` gave. Raises ValueError on anything else."""
+        if not isinstance(data, Mapping) or set(data) != {"compute", "collectives", "scale"}:
+            got = sorted(data) if isinstance(data, Mapping) else repr(data)
+            raise ValueError(f"measurements: must be a dict of compute, collectives and scale, got {got}")
+        return cls(dict(data["compute"]), dict(data["collectives"]), float(data["scale"]))
+
+
+def op_key(node: fx.Node) -> str:
+    """A call by its operator, input and output tensors: equal for equal work in every trace, process and rank."""
+    inputs = ", ".join(_describe(source.meta.get("val")) for source in _tensor_inputs(node))
+    return f"{node.target}({inputs}) -> {_describe(node.meta.get('val'))}"
+
+
+def collective_key(node: fx.Node) -> str:
+    """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
+    names = argument_names(node)
+    ranks = dialect.argument(node, "world_size" if "world_size" in names else "ranks")
+    dtype = _dtype_name(node.meta["val"].dtype)
+    return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
+
+
+def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))  # repeated inputs repeat
+    return [n for n in found if next(iterate_tensors(n.meta.get("val")), None) is not None]
+
+
+def _describe(value: Any) -> str:
+    tensors = [f"{_dtype_name(t.dtype)}{list(map(compat.size_hint, t.shape))}" for t in iterate_tensors(value)]
+    return tensors[0] if len(tensors) == 1 else f"({', '.join(tensors)})"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _full_nbytes(node: fx.Node, size: int) -> int:
+    """Bytes of the whole buffer of a collective: what an all-gather gives and a reduce-scatter takes."""
+    return value_nbytes(node.meta["val"]) * (size if node.target is dialect.reduce_scatter_start else 1)
+
+
+@dataclass(frozen=True)
+class _Algorithm:
+    """Seconds of a collective on B bytes: ``steps + B · per_byte``."""
+
+    steps: float
+    per_byte: float
+
+
+class CostModel:
+    """Seconds on given hardware.
+
+    Args:
+        hardware: of every rank.
+        groups: process group name, as in the graph's collectives → its shape.
+        measured: seconds that take the place of modelled ones.
+        fused: whether the backend fuses pointwise operators and reductions (Inductor, XLA) or runs each alone (eager).
+        combining: whether the backend's compiler joins small collectives itself, as XLA's combiners do.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        groups: Mapping[str, GroupShape],
+        *,
+        measured: Measurements | None = None,
+        fused: bool = True,
+        combining: bool = False,
+    ) -> None:
+        self.hardware, self.groups, self.fused, self.combining = hardware, dict(groups), fused, combining
+        self.measured = measured or Measurements()
+
+    # compute
+
+    def graph_seconds(self, graph: Graph) -> dict[fx.Node, float]:
+        """Compute seconds of every node; 0.0 for inputs, views and the communication of the dialect. Linear.
+
+        A fused kernel's seconds are spread over its nodes: its launch is on the first of them, its reads and writes
+        on those that read and write.
+        """
+        return {node: self._compute_seconds(node, work) for node, work in graph_work(graph, fused=self.fused).items()}
+
+    def _compute_seconds(self, node: fx.Node, work: Work) -> float:
+        if work.kind is Kind.FREE:
+            return 0.0
+        if self.measured.compute and (work.kind is Kind.KERNEL or not self.fused):
+            seconds = self.measured.compute.get(op_key(node))
+            if seconds is not None:
+                return seconds
+        hardware = self.hardware
+        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * self._efficiency(work))
+        traffic = self._traffic_seconds(work.read + work.written)
+        return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale
+
+    def _efficiency(self, work: Work) -> float:
+        hardware = self.hardware
+        if work.arithmetic is Arithmetic.MATMUL:
+            return hardware.matmul_efficiency
+        forward = work.arithmetic is Arithmetic.ATTENTION
+        own = hardware.attention_efficiency if forward else hardware.attention_backward_efficiency
+        return own or hardware.matmul_efficiency / 2
+
+    def _traffic_seconds(self, nbytes: int) -> float:
+        return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)
+
+    def copy_seconds(self, nbytes: int) -> float:
+        """Seconds of a kernel that reads ``nbytes`` and writes as many."""
+        return self._traffic_seconds(2 * nbytes) + self.hardware.launch
+
+    def node_seconds(self, graph: Graph) -> dict[fx.Node, float]:
+        """Compute seconds of every node, and of nodes that start a collective the collective's."""
+        seconds = self.graph_seconds(graph)
+        for node in seconds:
+            if node.target in dialect.STARTS:
+                seconds[node] = self.collective_seconds(node)
+            elif node.target is dialect.reduce_payloads:  # nothing runs beside it: it is waited for at once
+                seconds[node] = self.all_reduce_seconds(node.meta["fsdp"].nbytes, dialect.group_of(node))
+            elif node.target in dialect.COPY_STARTS:
+                seconds[node] = self.transfer_seconds(node.meta["fsdp"].nbytes)
+        return seconds
+
+    def transfer_seconds(self, nbytes: int) -> float:
+        """Seconds of a copy of ``nbytes`` between the CPU's memory and the device's."""
+        return self.hardware.host.latency + nbytes / self.hardware.host.sustained
+
+    # collectives
+
+    def all_gather_seconds(self, nbytes: int, group: str) -> float:
+        """Seconds of an all-gather; ``nbytes`` of the gathered buffer. 0 on a group of one rank."""
+        algorithms = self._algorithms(group)
+        if not algorithms:
+            return 0.0
+        return self.hardware.collective_launch + min(a.steps + nbytes * a.per_byte for a in algorithms)
+
+    def reduce_scatter_seconds(self, nbytes: int, group: str) -> float:
+        """Seconds of a reduce-scatter; ``nbytes`` of the buffer before it is scattered. 0 on a group of one rank."""
+        return self.all_gather_seconds(nbytes, group)
+
+    def all_reduce_seconds(self, nbytes: int, group: str) -> float:
+        """Seconds of an all-reduce; ``nbytes`` of the buffer. 0 on a group of one rank."""
+        return max(0.0, 2 * self.all_gather_seconds(nbytes, group) - self.hardware.collective_launch)
+
+    def collective_seconds(self, node: fx.Node) -> float:
+        """Seconds of the collective that a node of ``dialect.STARTS`` starts, without packing its inputs (see
+        ``copy_seconds``). What neither gathers nor scatters is an all-reduce of its value. Raises ValueError on another
+        node or on a group that the model was not given."""
+        if node.target not in dialect.STARTS:
+            raise ValueError(f"{node.name}: {node.target} starts no collective; see dialect.STARTS")
+        measured = self.measured.collectives.get(collective_key(node)) if self.measured.collectives else None
+        if measured is not None:
+            return measured
+        group = dialect.argument(node, "group")
+        nbytes = _full_nbytes(node, self._shape(group).size)
+        if node.target is dialect.all_gather_start:
+            return self.all_gather_seconds(nbytes, group)
+        if node.target is dialect.reduce_scatter_start:
+            return self.reduce_scatter_seconds(nbytes, group)
+        return self.all_reduce_seconds(nbytes, group)
+
+    def saturating_bytes(self, group: str, efficiency: float = 0.9) -> int:
+        """The smallest gathered buffer, in bytes, whose all-gather moves at ``efficiency`` (in (0, 1)) of the
+        bandwidth that an endless one reaches. 0 on a group of one rank."""
+        if not 0 < efficiency < 1:
+            raise ValueError(f"efficiency must be above 0 and below 1, got {efficiency!r}")
+        algorithms = self._algorithms(group)
+        best = min((a.per_byte for a in algorithms), default=0.0)
+        # B · best = efficiency · (launch + steps + B · per_byte), for the algorithm that gets there first
+        return min(
+            (
+                math.ceil(efficiency * (self.hardware.collective_launch + a.steps) / (best - efficiency * a.per_byte))
+                for a in algorithms
+                if best > efficiency * a.per_byte
+            ),
+            default=0,
+        )
+
+    def message_seconds(self, group: str) -> float:
+        """What one more message in a grouped (coalesced) all-gather costs besides its bytes: messages of a group
+        share a launch, and each has its steps. Nothing where the compiler joins them: it can also not join those that
+        need not wait for each other, and cannot take a copy out again."""
+        if self.combining:
+            return 0.0
+        return min((a.steps for a in self._algorithms(group)), default=0.0)
+
+    def levels(self, group: str) -> frozenset[str]:
+        """The levels of the network that the group's collectives use: "intra", "inter"."""
+        size, local = self._shape(group).size, self._local(group)
+        return frozenset(name for name, used in (("intra", local > 1), ("inter", size > local)) if used)
+
+    def _local(self, group: str) -> int:
+        """Ranks of a group that lie on one island."""
+        shape = self._shape(group)
+        return max(1, min(shape.size, self.hardware.island // shape.stride))
+
+    def _shape(self, group: str) -> GroupShape:
+        if group not in self.groups:
+            known = ", ".join(map(repr, self.groups)) or "none"
+            raise ValueError(f"group: the cost model was given no process group {group!r}; it has {known}")
+        return self.groups[group]
+
+    def _algorithms(self, group: str) -> tuple[_Algorithm, ...]:
+        shape, hardware = self._shape(group), self.hardware
+        n, local = shape.size, self._local(group)
+        if n == 1:
+            return ()
+        islands = -(-n // local)
+        intra, inter = hardware.intra, hardware.inter
+        inside = (n - 1) / n / intra.sustained if local > 1 else 0.0
+        outside = (n - local) / n / (local * inter.sustained)
+        per_byte = max(inside, outside)
+        ring = (n - islands) * intra.latency + (islands - 1) * inter.latency
+        log = _log2(local) * intra.latency + _log2(islands) * inter.latency
+        return _Algorithm(ring, per_byte), _Algorithm(log, 2 * per_byte)
+
+
+def _log2(count: int) -> int:
+    return (count - 1).bit_length()

@@ -1,0 +1,332 @@
+"""Which kernels a graph becomes, and what each node of it computes, reads and writes.
+
+Three kinds of nodes:
+
+- free: inputs, outputs, views, allocations, and the communication of the dialect;
+- fusible: pointwise operators, lookups, constants and reductions. With fusion (Inductor) a *fusion group* is one
+  kernel: a connected set of fusible nodes that have equally many kernels before them. Equally many, or a node could be
+  in one kernel with what is computed from its result by way of a matrix multiplication. A group reads each value from
+  outside once and writes what is used outside; of a large group Inductor makes several kernels, which move as much;
+- kernels of their own: whatever torch has a FLOP formula for (matrix multiplications, convolutions, attention), and
+  operators that nothing fuses with (sorts, scatters, whatever computes with complex numbers, for which Inductor
+  generates no code).
+
+Without fusion (the eager backend) each node that is not free is a kernel.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.operands import argument_names
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _packets(namespace: Any, names: str) -> frozenset[Any]:
+    """Operators by name, of those that this torch has."""
+    return frozenset(getattr(namespace, name) for name in names.split() if hasattr(namespace, name))
+
+
+_ALLOCATIONS = _packets(aten, "empty empty_like empty_strided new_empty new_empty_strided") | _packets(
+    prims, "empty_strided"
+)
+# Reads of its first argument what its indices say.
+_LOOKUPS = _packets(aten, "embedding index index_select gather _unsafe_index")
+_REDUCTIONS = _packets(
+    aten,
+    "sum mean amax amin max min var var_mean std std_mean prod any all argmax argmin logsumexp linalg_vector_norm norm"
+    " _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
+    " native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward"
+    " nll_loss_forward nll_loss_backward cumsum",
+)
+# Pointwise in what they do, though torch does not tag them so.
+_POINTWISE = _packets(
+    aten,
+    "clone _to_copy copy copy_ cat stack constant_pad_nd fill fill_ zero_ native_dropout repeat flip roll slice_scatter"
+    " select_scatter as_strided_scatter diagonal_scatter tril triu threshold_backward",
+) | _packets(prims, "convert_element_type device_put")
+# Write into their first argument only where their indices say.
+_SCATTERS = _packets(
+    aten,
+    "index_put index_put_ _unsafe_index_put scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add"
+    " _unsafe_masked_index_put_accumulate",
+)
+
+
+def _cpu_attention_formulas() -> dict[Any, Any]:
+    """Attention on CPU computes what it does elsewhere; torch has had the formulas since 2.15."""
+    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    on_cpu = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+    return {
+        getattr(aten, cpu): compat.flop_registry[getattr(aten, name)] for cpu, name in zip(on_cpu, names, strict=True)
+    }
+
+
+CPU_ATTENTION_FORMULAS = _cpu_attention_formulas()
+
+
+_ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
+    aten,
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
+    " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward"
+    " _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward",
+)
+
+
+_IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
+
+
+class Kind(enum.Enum):
+    FREE = "free"
+    FUSIBLE = "fusible"
+    KERNEL = "kernel"
+
+
+class Arithmetic(enum.Enum):
+    """Which efficiency of the hardware a kernel's arithmetic has."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+
+
+@dataclass
+class Work:
+    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in; ``executed`` the
+    part of them that a kernel computes, which is half under a causal mask; ``read`` and ``written`` are bytes;
+    ``launches`` is 1 on the first node of each kernel."""
+
+    kind: Kind
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+    arithmetic: Arithmetic = Arithmetic.MATMUL
+    executed: float = 1.0
+    read: int = 0
+    written: int = 0
+    launches: int = 0
+
+
+def packet(node: fx.Node) -> Any:
+    """The operator of a call, whatever its overload."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def value_nbytes(value: Any) -> int:
+    """Bytes of the tensors in a value, symbolic sizes by their hints."""
+    return sum(math.prod(map(compat.size_hint, t.shape)) * t.dtype.itemsize for t in iterate_tensors(value))
+
+
+def is_view(node: fx.Node) -> bool:
+    """The value is memory of an input, and nothing is computed."""
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    return bool(aliased_inputs(node)) and (not mutated_inputs(node) or node.target in dialect.WAITS)
+
+
+def kind_of(node: fx.Node) -> Kind:
+    free = node.op != "call_function" or node.target in dialect.EXECUTED or is_view(node)
+    operator = packet(node)
+    if free or operator in _ALLOCATIONS or not _has_tensor(node):
+        return Kind.FREE
+    if _flop_formula(operator) is not None or operator in _SCATTERS:
+        return Kind.KERNEL
+    if isinstance(node.target, compat.HigherOrderOperator) or _is_complex(node):
+        return Kind.KERNEL
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
+    constant = not any(map(_has_tensor, node.all_input_nodes))
+    fusible = pointwise or constant or operator in _REDUCTIONS or operator in _LOOKUPS
+    return Kind.FUSIBLE if fusible else Kind.KERNEL
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    return next(iterate_tensors(node.meta.get("val")), None) is not None
+
+
+def _is_complex(node: fx.Node) -> bool:
+    return any(
+        tensor.is_complex() for n in (node, *node.all_input_nodes) for tensor in iterate_tensors(n.meta.get("val"))
+    )
+
+
+def _flop_formula(operator: Any) -> Any:
+    return compat.flop_registry.get(operator) or CPU_ATTENTION_FORMULAS.get(operator)
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating point operations of a call by torch's formulas (``torch.utils.flop_counter``), 0 where it has none.
+
+    Attention is counted without its mask, as torch does: twice what a causal kernel executes (``Work.executed``).
+    """
+    formula = _flop_formula(packet(node)) if node.op == "call_function" else None
+    if formula is None:
+        return 0
+    found = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
+    args: Sequence[Any] = found[0]
+    if packet(node) in _ATTENTION:
+        args = _with_equal_heads(args)
+    return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
+
+
+def _is_causal(node: fx.Node) -> bool:
+    names = argument_names(node)
+    index = names.index("is_causal")
+    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", False))
+
+
+def _with_hints(value: Any) -> Any:
+    """The value with numbers for symbolic sizes, so that a formula guards on nothing."""
+    if isinstance(value, torch.SymInt):
+        return compat.size_hint(value)
+    if isinstance(value, (list, tuple)):
+        return [_with_hints(item) for item in value]
+    if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
+        return value
+    return torch.empty([compat.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
+    """Grouped-query attention has fewer heads of keys and values; torch 2.9 has formulas for equally many alone."""
+    heads = max(value.shape[1] for value in args if isinstance(value, torch.Tensor) and value.dim() == 4)
+
+    def expanded(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.shape[1] == heads or heads % value.shape[1]:
+            return value
+        return torch.empty(value.shape[0], heads, *value.shape[2:], dtype=value.dtype, device="meta")
+
+    return [expanded(value) for value in args]
+
+
+def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
+    """The work of every node. Linear in the graph."""
+    nodes = graph.nodes
+    work = {node: Work(kind_of(node)) for node in nodes}
+    roots = _roots(nodes)
+    kernels = _fusion_groups(nodes, work, roots) if fused else {node: node for node in nodes}
+    launched: set[fx.Node] = set()
+    used_outside: set[fx.Node] = set()
+    left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
+    sizes = {node: value_nbytes(node.meta.get("val")) for node in nodes}
+    for node in nodes:
+        mine = work[node]
+        if node.op == "output" or node.target in dialect.EXECUTED:
+            used_outside.update(roots[source] for source in node.all_input_nodes)
+        if mine.kind is Kind.FREE:
+            continue
+        kernel = kernels[node]
+        mine.launches = int(kernel not in launched)
+        launched.add(kernel)
+        if mine.kind is Kind.KERNEL:
+            mine.flops, mine.dtype = node_flops(node), _compute_dtype(node)
+            if packet(node) in _ATTENTION:
+                backward = packet(node) in _IN_BACKWARD
+                mine.arithmetic = Arithmetic.ATTENTION_BACKWARD if backward else Arithmetic.ATTENTION
+                mine.executed = 0.5 if _is_causal(node) else 1.0
+        for source, most in _reads(node, sizes):
+            root = roots[source]
+            if kernels[root] is kernel:
+                continue
+            used_outside.add(root)
+            if work[root].kind is Kind.FREE and packet(root) in _ALLOCATIONS:
+                continue
+            rest = left.get((kernel, root), sizes[root])
+            read = min(most, rest)
+            mine.read += read
+            left[kernel, root] = rest - read
+        mine.written = _written(node, sizes, fused=fused)
+    if fused:
+        for node in nodes:
+            if work[node].kind is Kind.FUSIBLE and node not in used_outside and not mutated_inputs(node):
+                work[node].written = 0
+    return work
+
+
+def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Node → the node that computed its value, through views and the items of a tuple."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        roots[node] = roots[aliased_inputs(node)[0]] if is_view(node) else node
+    return roots
+
+
+def _fusion_groups(
+    nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Node → the node that stands for its kernel."""
+    levels = _levels(nodes, work, roots)
+    group = {node: node for node in nodes}
+
+    def find(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            group[node] = node = group[group[node]]
+        return node
+
+    for node in nodes:
+        for root in (roots[source] for source in node.all_input_nodes if work[node].kind is Kind.FUSIBLE):
+            if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
+                group[find(root)] = find(node)
+    return {node: find(node) for node in nodes}
+
+
+def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """Node → how many kernels come before it. A kernel or a collective: on the longest path to it. A fusible node: as
+    many as its first use allows, for what is recomputed in backward is computed where it is used."""
+    ends_fusion = {n for n in nodes if work[n].kind is Kind.KERNEL or n.target in dialect.EXECUTED}
+    levels: dict[fx.Node, int] = {}
+    for node in nodes:
+        inputs = {roots[source] for source in node.all_input_nodes}
+        levels[node] = max((levels[root] + (root in ends_fusion) for root in inputs), default=0)
+    latest: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        fusible = work[node].kind is Kind.FUSIBLE
+        if fusible:
+            levels[node] = latest.get(node, levels[node])
+        if fusible or node in ends_fusion:
+            for root in (roots[source] for source in node.all_input_nodes):
+                latest[root] = min(latest.get(root, levels[node]), levels[node])
+    return levels
+
+
+def _reads(node: fx.Node, sizes: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:
+    """The inputs that a node reads, and how many bytes of each at most."""
+    operator, first = packet(node), node.args[0] if node.args else None
+    for source in node.all_input_nodes:
+        if source is first and operator in _LOOKUPS:
+            yield source, min(sizes[source], sizes[node])
+        elif source is first and operator in _SCATTERS:
+            continue  # counted with what is written
+        elif source is first and mutated_inputs(node) == [source] and packet(node) in _POINTWISE:
+            continue  # overwritten
+        else:
+            yield source, sizes[source]
+
+
+def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
+    if packet(node) not in _SCATTERS:
+        return sizes[node]
+    # Each value is added to what is there: a read and a write of as many bytes. Inductor does so in place; in eager
+    # the whole target is copied first.
+    updates = max((sizes[source] for source in node.all_input_nodes if source is not node.args[0]), default=0)
+    copied = 0 if fused or mutated_inputs(node) else 2 * sizes[node]
+    return 2 * updates + copied
+
+
+def _compute_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype that a kernel computes in: that of its first floating point input."""
+    for source in node.all_input_nodes:
+        for tensor in iterate_tensors(source.meta.get("val")):
+            if tensor.dtype.is_floating_point:
+                return tensor.dtype
+    return torch.float32

@@ -1,0 +1,1 @@
+"""What passes read and write: the dialect, graphs, records, specifications."""

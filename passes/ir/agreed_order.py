@@ -1,0 +1,104 @@
+"""The plan: what all ranks of a model decide alike, made once and kept by every later graph.
+
+Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same
+collectives in the same order. So the first rank of the mesh decides, the others read what it decided, and whoever
+compiles again keeps to it. An entry belongs to a *kind* of graph: the phases that are scheduled together, and the
+buckets that they gather and reduce. Recompilations for other shapes are of the same kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import STARTS, Role, has_role
+from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.ir.spec import ModelSpec
+
+SlotsOfBuckets = dict[str, tuple[int | None, int | None]]  # bucket → slot of its buffer, of its landing buffer
+Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
+
+
+@dataclass
+class Plan:
+    """Decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered from
+    forward to backward, None before the reshard pass has decided; ``slots``: per phase, those of gathered buffers."""
+
+    collectives: dict[Phase, Sequence] = field(default_factory=dict)
+    kept: list[str] | None = None
+    slots: dict[Phase, SlotsOfBuckets] = field(default_factory=dict)
+
+    def keep(self, graph: Graph) -> bool:
+        """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
+        pass that schedules ends with it. True where nothing is planned yet; False where the graph cannot keep the
+        plan: the ranks then have to agree on another."""
+        planned = self.collectives.get(graph.phase)
+        return planned is None or follow(graph, planned)
+
+    def copy(self) -> Plan:
+        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept), dict(self.slots))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        value = json.loads(text)
+        collectives = {phase: [(k, b) for k, b in entries] for phase, entries in value["collectives"].items()}
+        slots = {phase: {b: tuple(pair) for b, pair in buckets.items()} for phase, buckets in value["slots"].items()}
+        return cls(collectives, value["kept"], slots)
+
+
+def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
+    """Equal for graphs that share a plan: a digest of what a joint or inference graph gathers and reduces, and of what
+    the user has set."""
+    parts: list[str] = [graph.phase, settings.key()]
+    for target in (dialect.gather_param, dialect.reduce_grad):
+        names = {str(node.args[4]) for node in graph.fx_graph.nodes if node.target is target}
+        parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
+        parts.append("")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def follow(graph: Graph, planned: Sequence) -> bool:
+    """Move starts until they stand in the planned order: gathers up where that is enough, else reductions down, and
+    gathers down as far as their waits. False, and the order as it is, where the graph has other collectives or
+    needs them in another order."""
+    starts = {_entry(node): node for node in graph.fx_graph.nodes if node.target in STARTS}
+    if sorted(starts) != sorted(planned):
+        return False
+    ordered = [starts[entry] for entry in planned]
+    positions = graph.positions()
+    if ordered == sorted(ordered, key=positions.__getitem__):
+        return True
+    order = list(graph.fx_graph.nodes)
+    moved: dict[fx.Node, float] = {}
+    limit = float(len(order))
+    for node in reversed(ordered):  # a gather that stands behind its successor moves up to just before it
+        place = float(positions[node])
+        if place > limit and has_role(node, Role.GATHER_START):
+            place = limit
+        moved[node] = place
+        limit = min(limit, place)
+    earliest = -1.0
+    for node in ordered:  # what stands before its predecessor moves down to just behind it
+        place = max(moved[node], earliest)
+        if place > max(positions[node], moved[node]) and place >= min(positions[user] for user in node.users):
+            return False
+        moved[node] = earliest = place
+    # Starts that share a place keep the planned order; behind the node that stands there, if that is their own place.
+    rank = {node: index for index, node in enumerate(ordered)}
+    keys = {node: (moved.get(node, float(positions[node])), node in moved, rank.get(node, 0)) for node in order}
+    graph.reorder(sorted(order, key=keys.__getitem__))
+    return True
+
+
+def _entry(node: fx.Node) -> tuple[str, str]:
+    record = node.meta["fsdp"]
+    return record.role.value, record.bucket

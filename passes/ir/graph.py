@@ -1,0 +1,298 @@
+"""A graph as the passes see it: an FX graph with a phase, typed accessors, dependencies and reordering."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import networkx as nx
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
+from graph_fsdp.passes.ir.fake_values import evaluate as evaluate  # this module's users find it here
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.analysis.cost import CostModel
+    from graph_fsdp.passes.ir.accessors import BucketNodes, Gather, Reduction
+
+Phase = Literal["capture", "joint", "forward", "backward", "inference"]
+
+# A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
+# of the input, ``Tensor(a -> *)``, that its memory goes into a container.
+_IN_LIST = "*"
+# Views whose schemas do not say so.
+_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What an operator does with the memory of its arguments. Arguments are (position, name)."""
+
+    aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
+    mutated: tuple[tuple[int, str], ...] = ()
+    unknown: bool = False  # no schema says: any input may be aliased
+
+
+@functools.cache
+def _memory(target: Any) -> _Memory:
+    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
+    if target in _UNANNOTATED_VIEWS:
+        return _Memory(aliased=((0, ""),))
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return _Memory(unknown=isinstance(target, compat.HigherOrderOperator))
+    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
+    arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
+    return _Memory(
+        aliased=tuple(
+            place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set
+        ),
+        mutated=tuple(place for place, alias in arguments if alias.is_write),
+    )
+
+
+def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    args = node.args
+    for index, name in places:
+        value = args[index] if index < len(args) else node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, fx.Node)]
+    return found
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
+    a call that has no schema (higher-order operators)."""
+    if node.op != "call_function":
+        return []
+    memory = _memory(node.target)
+    if memory.unknown:
+        return list(node.all_input_nodes)
+    return _nodes_at(node, memory.aliased) if memory.aliased else []
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
+    if node.op != "call_function":
+        return []
+    mutated = _memory(node.target).mutated
+    return _nodes_at(node, mutated) if mutated else []
+
+
+class Graph:
+    """One FX graph on its way through the passes.
+
+    ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
+    ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
+    """
+
+    def __init__(self, module: fx.GraphModule, phase: Phase) -> None:
+        self.module = module
+        self.phase: Phase = phase
+        self.cost: CostModel | None = None
+
+    @property
+    def fx_graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.fx_graph.nodes)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.fx_graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output(self) -> fx.Node:
+        found: fx.Node = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
+        return found
+
+    def with_role(self, *roles: Role) -> list[fx.Node]:
+        """Nodes of these roles, in graph order."""
+        return [node for node in self.fx_graph.nodes if dialect.has_role(node, *roles)]
+
+    @property
+    def collectives(self) -> list[tuple[str, str]]:
+        """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
+        starts = self.with_role(*dialect.STARTING)
+        return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
+
+    @property
+    def gathers(self) -> list[Gather]:
+        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
+        from graph_fsdp.passes.ir import accessors
+
+        return accessors.find_gathers(self)
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
+        from graph_fsdp.passes.ir import accessors
+
+        return accessors.find_reductions(self)
+
+    @property
+    def buckets(self) -> dict[str, BucketNodes]:
+        """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
+        from graph_fsdp.passes.ir import accessors
+
+        return accessors.find_buckets(self)
+
+    def positions(self) -> dict[fx.Node, int]:
+        return {node: index for index, node in enumerate(self.fx_graph.nodes)}
+
+    def next_communication(self) -> dict[fx.Node, fx.Node]:
+        """Node → the next start or wait behind it, or the output: where the compute regions are cut anyway."""
+        found: dict[fx.Node, fx.Node] = {}
+        upcoming = self.output
+        for node in reversed(self.fx_graph.nodes):
+            found[node] = upcoming
+            if node.target in dialect.STARTS or node.target in dialect.WAITS:
+                upcoming = node
+        return found
+
+    def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""
+        roots: dict[fx.Node, frozenset[fx.Node]] = {}
+        for node in self.fx_graph.nodes:
+            inputs = aliased_inputs(node)
+            if len(inputs) == 1:
+                roots[node] = roots[inputs[0]]
+            else:
+                roots[node] = frozenset().union(*(roots[i] for i in inputs)) if inputs else frozenset({node})
+        return roots
+
+    def dependencies(self, cost: CostModel | None = None) -> nx.DiGraph:
+        """The dependency DAG: an edge from a node to each node that must come after it.
+
+        Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
+        memory through any alias and before every later one, collectives keep their order among themselves, and so
+        do operators that draw random numbers and the model's own collectives (of tensor parallelism). Edges carry
+        ``kind``: "data", "memory", "collective", "random" or "model_collective", and
+        ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
+
+        Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
+        by ``cost``, which is the graph's own where it is not given; 0.0 without one.
+        """
+        cost = cost or self.cost
+        seconds = cost.node_seconds(self) if cost is not None else {}
+        dag = nx.DiGraph()
+        roots = self.alias_roots()
+        last_write: dict[fx.Node, fx.Node] = {}
+        uses_since: dict[fx.Node, list[fx.Node]] = {}
+        previous: dict[str, fx.Node] = {}
+        sizes: dict[fx.Node, int] = {}
+
+        def edge(before: fx.Node, after: fx.Node, kind: str) -> None:
+            if before is not after and not dag.has_edge(before, after):
+                dag.add_edge(before, after, kind=kind, nbytes=sizes[before] if kind == "data" else 0)
+
+        for node in self.fx_graph.nodes:
+            sizes[node] = nbytes(node.meta.get("val"))
+            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=sizes[node])
+            for source in node.all_input_nodes:
+                edge(source, node, "data")
+            written = {root for n in mutated_inputs(node) for root in roots[n]}
+            for root in {root for n in node.all_input_nodes for root in roots[n]}:
+                if root in last_write:
+                    edge(last_write[root], node, "memory")
+                if root in written:
+                    for use in uses_since.pop(root, ()):
+                        edge(use, node, "memory")
+                    last_write[root] = node
+                else:
+                    uses_since.setdefault(root, []).append(node)
+            kind = _ordered_kind(node)
+            if kind is not None:
+                if kind in previous:
+                    edge(previous[kind], node, kind)
+                previous[kind] = node
+            if node.op == "output":  # what nothing reads (frees, in-place updates) still comes before it
+                for sink in [n for n, degree in dag.out_degree if degree == 0 and n is not node]:
+                    edge(sink, node, "memory")
+        return dag
+
+    def reorder(self, order: Sequence[fx.Node]) -> None:
+        """Put the nodes into this order (all of them, placeholders first, output last). Linear."""
+        if len(order) != len(self.fx_graph.nodes) or set(order) != set(self.fx_graph.nodes):
+            raise ValueError(
+                f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
+            )
+        previous = None
+        for node in order:
+            if previous is not None and previous.next is not node:
+                previous.append(node)
+            elif previous is None and node is not next(iter(self.fx_graph.nodes)):
+                next(iter(self.fx_graph.nodes)).prepend(node)
+            previous = node
+
+    def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
+        """Each use of a key becomes one of its value, and the keys are erased. Linear, also where one node (the
+        output) uses thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
+        for user in dict.fromkeys(user for node in new for user in node.users):
+            user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
+            user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))
+        for node in new:
+            self.fx_graph.erase_node(node)
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        like: fx.Node | None = None,
+    ) -> fx.Node:
+        """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
+        trace, module path), so that a line of the graph still leads to a line of the model. ``name`` is for readers
+        of the printed graph only."""
+        node = self.fx_graph.create_node("call_function", target, args, kwargs, name=name)
+        if like is not None:
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):
+                if key in like.meta:
+                    node.meta[key] = like.meta[key]
+        node.meta["val"] = VALUES.of(node)
+        return node
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of the tensors in a node's value; 0 where a size is symbolic."""
+    total = 0
+    for tensor in iterate_tensors(value):
+        numel = tensor.numel()
+        total += numel * tensor.dtype.itemsize if isinstance(numel, int) else 0
+    return total
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Views, casts and pointwise operators: what costs next to nothing and fuses into its neighbours."""
+    if node.op != "call_function" or node.target in dialect.EXECUTED:
+        return False
+    return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _ordered_kind(node: fx.Node) -> str | None:
+    """The kind of nodes that keep their order among themselves, None for all others."""
+    if node.target in dialect.STARTS or node.target is dialect.reduce_payloads:
+        return "collective"
+    if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
+        return "model_collective"
+    return "random" if is_random(node) else None
+
+
+def is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

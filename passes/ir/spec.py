@@ -1,0 +1,246 @@
+"""What the passes know of a model: parameters, how they are sharded, and how they lie in a bucket.
+
+All of it follows from shapes, dtypes and the world size, so every rank computes the same.
+
+Layout. A parameter of ``n`` rows over ``W`` ranks has chunks of ``ceil(n / W)`` rows (DTensor's ``Shard(0)``); the
+last chunks may hold fewer rows or none and are padded in storage, so that all ranks hold equal shapes. A parameter
+that is sharded on another dimension lies in storage with that dimension first, and its rows are those. The chunks
+of a bucket's parameters lie one behind the other, each start aligned to ``ALIGNMENT`` bytes. A gathered bucket is
+parameter-major: the parameter at element ``o`` of the shard lies at element ``W * o``, whole and contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+import torch
+
+from graph_fsdp.passes.ir.dialect import ALIGNMENT as ALIGNMENT  # of the storage too
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter: shapes in elements, sizes in elements of ``dtype`` unless bytes are said."""
+
+    name: str  # canonical fully qualified name
+    unit: str  # name of its unit, "" for the root
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the shard
+    param_dtype: torch.dtype  # of the gathered parameter
+    reduce_dtype: torch.dtype  # of the gradient's reduction
+    trainable: bool
+    world_size: int
+    shard_dim: int = 0
+    extended: bool = False  # travels as payloads, which a tensor extension computes of it (payloads.py)
+
+    @property
+    def replicated(self) -> bool:
+        """A scalar has no dimension to shard: every rank holds it, its gradient is all-reduced."""
+        return not self.shape
+
+    @property
+    def empty(self) -> bool:
+        return math.prod(self.shape) == 0
+
+    @property
+    def rows(self) -> int:
+        """Size of the dimension that is sharded."""
+        return self.shape[self.shard_dim]
+
+    @property
+    def chunk_rows(self) -> int:
+        return -(-self.rows // self.world_size)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
+        others = self.shape[: self.shard_dim] + self.shape[self.shard_dim + 1 :]
+        return () if self.replicated else (self.rows, *others)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of a rank's padded shard, equal on all ranks."""
+        return () if self.replicated else (self.chunk_rows, *self.stored_shape[1:])
+
+    @property
+    def used_shard_shape(self) -> tuple[int, ...]:
+        """The same with its dimensions in the parameter's order: a shard lies in memory in this shape."""
+        return (
+            ()
+            if self.replicated
+            else tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
+        )
+
+    @property
+    def shard_numel(self) -> int:
+        return math.prod(self.shard_shape)
+
+    def local_rows(self, rank: int) -> int:
+        """Rows of the parameter that ``rank`` holds, without padding."""
+        return max(0, min(self.chunk_rows, self.rows - rank * self.chunk_rows))
+
+    def as_stored(self, value: torch.Tensor) -> torch.Tensor:
+        """A view of a parameter, or of a part of one, as it is stored."""
+        return value.movedim(self.shard_dim, 0) if self.shard_dim else value
+
+    def as_used(self, stored: torch.Tensor) -> torch.Tensor:
+        """The reverse of ``as_stored``."""
+        return stored.movedim(0, self.shard_dim) if self.shard_dim else stored
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """``numel`` rounded up to a multiple of ALIGNMENT bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // step) * step
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Parameters of one dtype that are gathered, freed and reduced together. ``unit`` is the name of the unit, or of
+    the first and last one where a bucket holds several."""
+
+    name: str
+    unit: str
+    parameters: tuple[ParameterSpec, ...]
+    # (begin, numel) in the bucket's shard of each message that it is gathered in, in order; () for one of all. A
+    # parameter that is a message by itself lands where it is used; what shares a message is unpacked after it.
+    messages: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Parameter name → element at which its chunk starts in the bucket's shard."""
+        offsets, end = {}, 0
+        for parameter in self.parameters:
+            offsets[parameter.name] = end
+            end += aligned(parameter.shard_numel, parameter.dtype)
+        return offsets
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
+
+    def message_arguments(self, scale: int = 1) -> list[int]:
+        """``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
+        alone = self.parameters[0].shard_numel  # without the padding that follows it
+        messages = self.messages or (((0, alone),) if len(self.parameters) == 1 else ())
+        return [] if messages == ((0, self.shard_numel),) else [scale * value for pair in messages for value in pair]
+
+    def reduced_in(self, parameters: Sequence[ParameterSpec]) -> list[int]:
+        """``messages`` of a ``reduce_scatter_start`` of the gradients of these parameters, which are in the bucket's
+        order: as they share messages when they are gathered."""
+        begins = [begin for begin, _ in self.messages]
+        shared = Counter(bisect_right(begins, self.offsets[p.name]) for p in parameters)
+        return list(shared.values()) if len(shared) > 1 else []
+
+    @property
+    def world_size(self) -> int:
+        return self.parameters[0].world_size
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the bucket gathered whole."""
+        return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Shards, and their gradients, are kept on the CPU. ``device``: what they are gathered and reduced on.
+    ``pin_memory``: the CPU's memory is page-locked, so that copies run beside compute."""
+
+    device: torch.device
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The parameters of a model, its buckets in storage order, and the groups of ranks.
+
+    ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
+    group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
+    shards between forward and backward; 0 where there is no such group. ``own_reduce_group``: another group of the
+    ranks of ``group``, for reductions, so that gathers do not queue with them; "" where they do. ``offload``: None
+    where shards are kept on the device that they are gathered on. ``payloads``: what extended parameters travel as;
+    they are in ``buckets``, too.
+    """
+
+    parameters: dict[str, ParameterSpec]
+    buckets: tuple[BucketSpec, ...]
+    group: str  # name of the process group
+    world_size: int
+    replicate_group: str = ""
+    replicas: int = 1
+    reshard_group: str = ""
+    reshard_size: int = 0
+    own_reduce_group: str = ""
+    offload: Offload | None = None
+    payloads: dict[str, ParameterSpec] = field(default_factory=dict)
+    bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
+        object.__setattr__(self, "bucket_of", table)
+
+    def spec_of(self, name: str) -> ParameterSpec:
+        """The parameter or the payload of this name."""
+        return self.payloads[name] if name in self.payloads else self.parameters[name]
+
+    @property
+    def ranks(self) -> int:
+        return self.world_size * self.replicas
+
+    @property
+    def reduce_group(self) -> str:
+        """The group of the ranks that shard, for their gradients."""
+        return self.own_reduce_group or self.group
+
+    @property
+    def reduce_groups(self) -> tuple[str, ...]:
+        """The groups over which a gradient is reduced, in order."""
+        groups = ((self.reduce_group, self.world_size), (self.replicate_group, self.replicas))
+        return tuple(name for name, size in groups if size > 1)
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Parameter name → its place among the model's parameters."""
+        return {name: index for index, name in enumerate(self.parameters)}
+
+
+def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
+    """A model with one bucket per unit, split where dtypes differ."""
+    specs = {p.name: p for p in parameters}
+    return ModelSpec(specs, unit_buckets(specs.values()), group, world_size)
+
+
+def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
+    """One bucket per run of parameters of one unit and dtype. What comes before the units inside a unit and what comes
+    after them are runs of their own: a root's embedding and its head, used at the two ends of a step. Scalars and empty
+    parameters need no gather: they are in none."""
+    return named_buckets((unit or "root", unit, members) for unit, members in unit_runs(parameters))
+
+
+def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
+    """(unit, consecutive parameters of it), each combination of dtypes by itself."""
+    kinds: dict[tuple[torch.dtype | bool, ...], list[ParameterSpec]] = {}
+    for p in parameters:
+        if not p.replicated and not p.empty:
+            kinds.setdefault((p.dtype, p.param_dtype, p.reduce_dtype, p.extended), []).append(p)
+    return [(u, tuple(run)) for members in kinds.values() for u, run in groupby(members, key=lambda p: p.unit)]
+
+
+def named_buckets(
+    buckets: Iterable[tuple[str, str, tuple[ParameterSpec, ...]]],
+) -> tuple[BucketSpec, ...]:
+    """(label, unit, parameters) → buckets; labels that come again are numbered: ``root``, ``root#1``."""
+    seen: dict[str, int] = {}
+    found = []
+    for label, unit, members in buckets:
+        index = seen.get(label, 0)
+        seen[label] = index + 1
+        found.append(BucketSpec(label + (f"#{index}" if index else ""), unit, members))
+    return tuple(found)

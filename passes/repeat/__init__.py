@@ -1,0 +1,1 @@
+"""Equal layers are traced once."""

@@ -1,0 +1,185 @@
+"""Segments of Dynamo's graph that compute the same: what ``repeat.py`` has traced once.
+
+A segment runs from the first use of a unit's parameters to that of the next unit's, and takes the gathers that nothing
+else reads. Two are equal when they are so up to the names of nodes and parameters: operators, constants, and all
+metadata of all values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.operands import replaced
+from graph_fsdp.passes.ir.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+WORTH = 3  # equal segments: to trace one by itself costs about what it costs within the model
+
+_SET_GRAD = compat.set_grad_enabled
+# Without a value, and without effect on how the operators that follow are traced. Anything else might have one.
+_WITHOUT_EFFECT = frozenset({compat.log_api_usage})
+
+
+@dataclass
+class Segment:
+    """Nodes of Dynamo's graph, in its order; ``inputs`` in the order of their first use."""
+
+    unit: str
+    nodes: list[fx.Node] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters that are gathered in it, in the order of their gathers."""
+        return [str(node.args[4]) for node in self.nodes if node.target is dialect.gather_param]
+
+
+def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
+    """Groups of equal segments, large enough to be worth it, after gathers were inserted. Linear."""
+    segments = _segments(graph, model)
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    groups: dict[Hashable, list[Segment]] = {}
+    for segment in segments:
+        _complete(segment)
+        try:
+            _check_gradients(segment, positions)
+            groups.setdefault(_key(segment), []).append(segment)
+        except Unequal as reason:
+            log.info("%s is traced by itself: %s", segment.unit, reason)
+    found = [group for group in groups.values() if len(group) >= WORTH]
+    if not found:
+        log.info("no %d of %d layers are equal: each is traced by itself", WORTH, len(segments))
+    return found
+
+
+class Unequal(Exception):
+    """A segment is not comparable with others. The message says why."""
+
+
+def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
+    """Consecutive nodes. A node that is traced in other ways than as an operator on tensors ends a segment."""
+    found: list[Segment] = []
+    seen: set[str] = set()
+    current: Segment | None = None
+    ambient = as_here = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output") or node.target is dialect.gather_param:
+            continue
+        units = _units(node.all_input_nodes, model)
+        if units - seen or "" in units:
+            current = None
+            if as_here == ambient and len(units) == 1 and "" not in units:
+                current = Segment(next(iter(units)))
+                found.append(current)
+        seen |= units
+        if node.target is _SET_GRAD:
+            as_here = node.args[0]
+            current = None
+        elif next(iterate_tensors(node.meta.get("example_value")), None) is None:
+            current = None
+            if node.target not in _WITHOUT_EFFECT:
+                log.info("from %s on, layers are traced one by one: it has no tensor as its value", node)
+                break
+        elif isinstance(node.target, compat.HigherOrderOperator) or node.op == "call_module":
+            log.info("%s is traced by itself: it is no operator", node)
+            current = None
+        elif current is not None:
+            current.nodes.append(node)
+    return [segment for segment in found if segment.nodes]
+
+
+def _units(sources: Iterable[fx.Node], model: ModelSpec) -> set[str]:
+    """The units whose parameters are read; the root is ``""``."""
+    return {model.spec_of(str(s.args[4])).unit for s in sources if s.target is dialect.gather_param}
+
+
+def _complete(segment: Segment) -> None:
+    """Add the gathers that nothing else reads, and find what goes in and comes out."""
+    inside = set(segment.nodes)
+    sources = [source for node in segment.nodes for source in node.all_input_nodes]
+    gathers = {s: None for s in sources if s.target is dialect.gather_param and inside.issuperset(s.users)}
+    segment.nodes = [*gathers, *segment.nodes]
+    inside.update(gathers)
+    sources = [source for node in segment.nodes for source in node.all_input_nodes]
+    segment.inputs = list(dict.fromkeys(source for source in sources if source not in inside))
+    segment.outputs = [node for node in segment.nodes if not inside.issuperset(node.users)]
+
+
+def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
+    """Gradients of a value are added up in the reverse order of its uses, and those of a segment by themselves. That
+    is the same order only where no other use comes behind it; sums of floating-point numbers differ otherwise."""
+    inside, end = set(segment.nodes), positions[segment.nodes[-1]]
+    for node in segment.inputs:
+        if not _requires_grad(node):
+            continue
+        for user in node.users:
+            if positions[user] > end and user not in inside:
+                raise Unequal(f"it reads {node}, which is read again behind it, by {user}")
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value")))
+
+
+class _Name:
+    """A node within its segment, whatever it is called."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _key(segment: Segment) -> Hashable:
+    """Equal for equal segments.
+
+    Raises:
+        Unequal: there is more to a value of it than a key says.
+    """
+    names: dict[fx.Node, _Name] = {}
+    parts: list[Hashable] = []
+    for node in segment.inputs:
+        parts.append(_described(node))
+        names[node] = _Name(len(names))
+    for node in segment.nodes:
+        args = node.args[:4] + node.args[5:] if node.target is dialect.gather_param else node.args
+        named = replaced(args, node.kwargs, names.__getitem__)
+        parts.append((node.op, node.target, repr(named), _described(node)))
+        names[node] = _Name(len(names))
+    for node in segment.outputs:
+        if not isinstance(node.meta.get("example_value"), torch.Tensor):
+            raise Unequal(f"{node}, which is read outside, is no tensor")
+    return tuple(parts), tuple(names[node].index for node in segment.outputs)
+
+
+def _described(node: fx.Node) -> Hashable:
+    try:
+        return _description(node.meta.get("example_value"))
+    except TypeError as reason:
+        raise Unequal(f"{node} is {reason}") from None
+
+
+def _description(value: Any) -> Hashable:
+    """All that is known of a value. Raises TypeError, with what it is, where that is more than is written down here."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_description(item) for item in value)
+    if type(value) is not compat.FakeTensor or value.layout is not torch.strided:
+        raise TypeError(f"a {type(value).__name__}, not an ordinary tensor")
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if any(type(size) is not int for size in sizes):
+        raise TypeError("of symbolic size")
+    if value.constant is not None or value.is_conj() or value.is_neg():
+        raise TypeError("a constant, or a view that is conjugated or negated when it is read")
+    return (len(value.shape), sizes, value.dtype, value.device, value.requires_grad)

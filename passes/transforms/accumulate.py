@@ -1,0 +1,94 @@
+"""Gradients that are kept and not reduced, and what else a user sets of reductions after compile.
+
+A graph that does not reduce a unit's gradients (``set_requires_gradient_sync(False)``) ends each of them in an
+``accumulate_grad`` where the reduction would start, so that the compute regions are those of the graph that reduces.
+Whole gradients are kept, as many bytes as the unit's parameters have in the type of the reduction. Where replicas
+alone are left out (``set_requires_all_reduce(False)``) gradients are reduced over the ranks that shard, and their
+shards are kept. The next graph that reduces a parameter's gradient adds what is kept to it (in the executor: on which
+rank anything is kept changes no collective).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
+from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.spec import ParameterSpec
+from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.transforms.offload import HOST
+
+
+def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
+    """Whether a gradient is kept as it is. Where nothing is sharded, the replicas are all that it is reduced over."""
+    settings = context.settings
+    return p.unit in settings.unsynced or (context.model.world_size == 1 and p.unit in settings.unreplicated)
+
+
+def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
+    """Whether a gradient is kept after its reduction over the ranks that shard."""
+    model = context.model
+    return model.replicas > 1 and model.world_size > 1 and p.unit in context.settings.unreplicated
+
+
+def accumulate(
+    graph: Graph, context: PassContext, reductions: list[fx.Node], positions: dict[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Keep the gradients of one bucket's ``reductions``, where the last of them exists; reduction → what replaces
+    it."""
+    grads: dict[fx.Node, fx.Node] = {node: operand(node) for node in reductions}
+    last = max(grads.values(), key=positions.__getitem__)
+    if last.op == "placeholder":
+        last = graph.placeholders[-1]
+    with graph.fx_graph.inserting_before(last.next):
+        return {
+            node: keep(graph, grad, context, node.meta["fsdp"].params[0], node.meta["fsdp"].bucket)
+            for node, grad in grads.items()
+        }
+
+
+def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
+    """``grad``: whole, or this rank's shard of it."""
+    p = context.model.parameters[parameter]
+    on_the_cpu = [HOST] if context.model.offload is not None else []
+    arguments = (grad, list(p.shard_shape), p.dtype, p.reduce_dtype, p.name, *on_the_cpu)
+    node = graph.call(dialect.accumulate_grad, arguments, name=f"{p.name}.kept")
+    return set_record(node, NodeRecord(Role.ACCUMULATE, p.unit, bucket, (p.name,), nbytes(grad.meta["val"])))
+
+
+def reduction_options(parameters: list[ParameterSpec], bucket: str, context: PassContext) -> dict[str, Any]:
+    """Keyword arguments of the collectives that reduce these parameters' gradients, and ``unit`` of the hook that sees
+    the result, if there is one.
+
+    Raises:
+        ValueError: the units of the bucket differ in what the user has set.
+    """
+    settings, found = context.settings, []
+    for unit in dict.fromkeys(p.unit for p in parameters):
+        options: dict[str, Any] = {}
+        if (factor := settings.divide_factor(unit)) is not None:
+            options["factor"] = factor
+        if unit in settings.summed:
+            options["summed"] = True
+        if unit in settings.hooked:
+            options["unit"] = unit
+        found.append(options)
+    if any(options != found[0] for options in found):
+        units = ", ".join(repr(name) for name in dict.fromkeys(p.unit for p in parameters))
+        raise ValueError(
+            f"the gradients of the units {units} are reduced together, in bucket {bucket!r}, and are to be divided, "
+            "summed or hooked in different ways; set the same for all of them, or compile with "
+            "passes=default_pipeline(bucket='unit')"
+        )
+    return found[0]
+
+
+def call_hook(graph: Graph, reduced: fx.Node, unit: str) -> fx.Node:
+    """Show what a reduction has left to the user's function."""
+    hook = graph.call(dialect.reduce_hook, (reduced, unit), name=f"hook_{unit or 'root'}")
+    record = reduced.meta["fsdp"]
+    return set_record(hook, NodeRecord(Role.REDUCE_HOOK, record.unit, record.bucket, record.params, record.nbytes))

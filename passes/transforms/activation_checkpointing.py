@@ -1,0 +1,291 @@
+"""The joint graph: which activations of units are saved for backward, and which are computed again.
+
+The partitioner recomputes what is tagged so; this pass writes the tags that ``torch.utils.checkpoint`` leaves under
+torch.compile, per call of a unit (``unit_calls.py``) and without wrapping a module. Three policies:
+
+- ``"unit"``: all of a unit is computed again. Saved is what it reads from outside (besides parameters, which are
+  gathered) and what others read of it.
+- ``"selective"``, or a collection of operators: likewise, but the results of these operators are saved.
+- a number: the partitioner chooses, within this part of the memory between saving inputs only (0) and what it saves
+  by itself (1). What goes from one unit to another is saved, so that no unit's recomputation needs another's
+  parameters; and so are random numbers, which the partitioner would draw anew.
+
+What ranks do alike. Tags follow from the traced graph alone. The partitioner's choice under a number may depend on
+sizes, and ranks may have different ones; so that it cannot decide which parameters backward gathers, what reads a
+bucket that no gradient needs is saved.
+
+Recomputed random numbers are forward's: the partitioner saves the generator's state in front of each.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from graph_fsdp.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.graph import Graph, is_random, mutated_inputs
+from graph_fsdp.passes.ir.unit_calls import unit_calls
+from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
+from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
+from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
+
+Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
+Recompute: TypeAlias = Literal["unit", "selective"] | float | Collection[Operator] | None
+
+_OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
+_ACCEPTED = (
+    "'unit' (computed again, per unit), 'selective' (all but matrix multiplications and attention), 'offload' (copied "
+    "to the CPU), a collection of operators that are saved, such as [torch.ops.aten.mm], a memory budget from 0 to 1, "
+    "or a graph_fsdp.ActivationCheckpointing"
+)
+_SMALLEST_BUDGET = 1e-6  # at 0 itself the partitioner saves nothing but inputs, whatever is tagged
+
+aten = torch.ops.aten
+# What costs most to compute again: matrix multiplications, convolutions and attention.
+_SELECTED = (
+    *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten.convolution),
+    *(getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product_")),
+    *(
+        getattr(aten, name)
+        for name in dir(aten)
+        if name in ("_flash_attention_forward", "_efficient_attention_forward")
+    ),
+)
+_SELECTED_HIGHER_ORDER = ("flex_attention",)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """What becomes of the activations that units save for backward.
+
+    recompute: ``"unit"``, ``"selective"``, a collection of operators (OpOverload, OpOverloadPacket or
+        HigherOrderOperator) whose results are saved, a memory budget from 0 to 1, or None: nothing is computed again
+        but what the partitioner chooses.
+    offload: what is saved for backward is copied to the CPU after forward has used it last, and back before backward
+        does. The unit that backward needs first stays.
+
+    Raises:
+        ValueError, TypeError: ``recompute`` or ``offload`` is none of these.
+    """
+
+    recompute: Recompute = "unit"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.offload, bool):
+            raise TypeError(f"ActivationCheckpointing: offload must be True or False, got {self.offload!r}")
+        if isinstance(self.recompute, Collection) and not isinstance(self.recompute, str):
+            object.__setattr__(self, "recompute", tuple(self.recompute))
+        _check(self.recompute)
+
+    @classmethod
+    def of(cls, value: Any) -> ActivationCheckpointing | None:
+        """The option of ``compile`` as one of these; None for None. Raises as the constructor does."""
+        if value is None or isinstance(value, ActivationCheckpointing):
+            return value
+        return cls(None, offload=True) if isinstance(value, str) and value == "offload" else cls(value)
+
+
+def _check(recompute: Any) -> None:
+    def say(what: str) -> str:
+        return f"activation_checkpointing: {what}; pass {_ACCEPTED}"
+
+    if recompute is None or (isinstance(recompute, str) and recompute in ("unit", "selective")):
+        return
+    if isinstance(recompute, (int, float)) and not isinstance(recompute, bool):
+        if not 0 <= recompute <= 1:  # and not NaN
+            raise ValueError(say(f"a memory budget lies between 0 and 1, got {recompute!r}"))
+    elif isinstance(recompute, str):
+        raise ValueError(say(f"there is no {recompute!r}"))
+    elif isinstance(recompute, tuple):
+        if not recompute:
+            raise ValueError(say("the collection of operators is empty"))
+        for op in recompute:
+            if not isinstance(op, _OPERATORS):
+                raise TypeError(say(f"the collection holds {op!r}, which is no operator"))
+    else:
+        raise TypeError(say(f"got {recompute!r}"))
+
+
+class CheckpointActivations(GraphPass):
+    """Tags the joint graph. ``recompute``: as in :class:`ActivationCheckpointing`, without None."""
+
+    name = "activation_checkpointing"
+    phases = ("joint",)
+    requires = ("recompute_tagged",)
+    provides = ("activations_tagged",)
+
+    def __init__(self, recompute: Recompute = "unit") -> None:
+        policy = ActivationCheckpointing(recompute)
+        if policy.recompute is None:
+            raise ValueError("CheckpointActivations: recompute must not be None; leave the pass out")
+        self.budget = float(policy.recompute) if isinstance(policy.recompute, (int, float)) else None
+        self._save: tuple[Operator, ...] = ()
+        if policy.recompute == "selective":
+            self._save = _SELECTED
+        elif isinstance(policy.recompute, tuple):
+            self._save = policy.recompute
+        self._named = policy.recompute if isinstance(policy.recompute, str) else ""
+        # As ranks compare them: with the names of operators, which are their own on each rank.
+        self.policy = self._named or self.budget or ", ".join(sorted(map(str, self._save)))
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        context.recomputes_activations = True
+        joint = _Joint(graph, context)
+        if self.budget is not None:
+            return self._within_budget(joint, context)
+        saved = [node for node in joint.calls if self._is_saved(node)]
+        if self._save and not self._named and not saved:
+            warnings.warn(
+                f"activation_checkpointing: no unit calls any of {', '.join(map(str, self._save))}, so that all of "
+                f"each unit is computed again; what units call: {', '.join(joint.called())}",
+                stacklevel=2,
+            )
+        first_id = joint.first_free_id()
+        tagged = 0
+        for node, call in joint.calls.items():
+            node.meta["ac_graph_id"] = first_id + call.index
+            if node.target is operator.getitem:  # as what it is an element of
+                continue
+            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and joint.can_be_recomputed(node):
+                tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                tagged += 1
+        for node in (*saved, *joint.borders()):
+            save(node)
+        calls = len(set(joint.calls.values()))
+        return f"{tagged} nodes of {calls} calls of units are recomputed in backward, {len(saved)} of them saved"
+
+    def _is_saved(self, node: fx.Node) -> bool:
+        packet = getattr(node.target, "overloadpacket", node.target)
+        if node.target in self._save or packet in self._save:
+            return True
+        return self._named == "selective" and str(node.target) in _SELECTED_HIGHER_ORDER
+
+    def _within_budget(self, joint: _Joint, context: PassContext) -> str:
+        assert self.budget is not None
+        context.activation_memory_budget = max(self.budget, _SMALLEST_BUDGET)
+        kept = [*joint.borders(), *joint.random(), *joint.readers_of_unneeded_buckets()]
+        kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
+        for node in kept:
+            save(node)
+        return f"the partitioner chooses within {self.budget:g} of the activations; {len(kept)} nodes not recomputed"
+
+
+def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationCheckpointing) -> PassPipeline:
+    """The pipeline with the passes that carry out ``policy``, behind the one that provides ``recompute_tagged``.
+
+    Raises:
+        ValueError: it has such a pass already, or no place for one.
+    """
+    tagging = [p.name for p in pipeline if "recompute_tagged" in p.provides]
+    if not tagging:
+        raise ValueError("activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none")
+    if policy.recompute is not None:
+        _check_absent(pipeline, CheckpointActivations)
+        pipeline = pipeline.insert_after(tagging[-1], CheckpointActivations(policy.recompute))
+    if policy.offload:
+        for kind in (SaveBases, OffloadActivations):
+            _check_absent(pipeline, kind)
+        freeing = [p.name for p in pipeline if "freed" in p.provides]  # every pipeline has one
+        last = next((p.name for p in pipeline if isinstance(p, CheckpointActivations)), tagging[-1])
+        pipeline = pipeline.insert_after(last, SaveBases()).insert_before(freeing[0], OffloadActivations())
+    return pipeline
+
+
+def _check_absent(pipeline: PassPipeline, kind: type[GraphPass]) -> None:
+    if any(p.name == kind.name for p in pipeline):
+        raise ValueError(
+            f"activation_checkpointing is given, and passes has a pass {kind.name!r} already; leave one of the two out"
+        )
+
+
+class _Joint:
+    """What the pass asks of a joint graph. ``calls``: operators that forward computes, or backward without gradients,
+    by the call of a unit that they belong to."""
+
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        self.graph, self.context = graph, context
+        nodes = graph.nodes
+        self.of_gradients = gradient_nodes(graph, context)
+        self.forward = forward_nodes(graph, context)
+        # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
+        self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
+        # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
+        # by then, and tags of different units would have it saved.)
+        self.constants = _constants(nodes)
+        left_out = self.of_gradients | self.of_parameters | self.constants
+        calls = unit_calls(graph, context.model)
+        self.calls = {n: call for n, call in calls.items() if n not in left_out and _is_tensor(n)}
+        for node in nodes:  # what backward computes of a unit's activations alone, for its gradients
+            if node.op == "call_function" and node not in self.forward and node not in left_out and _is_tensor(node):
+                of = {self.calls[source] for source in node.all_input_nodes if source in self.calls}
+                if node not in self.calls and len(of) == 1:
+                    self.calls[node] = of.pop()
+
+    def can_be_recomputed(self, node: fx.Node) -> bool:
+        """Not what writes, and no collective of the user's: all ranks would run it a second time."""
+        return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
+
+    def first_free_id(self) -> int:
+        ids = [
+            n.meta["ac_graph_id"] for n in self.graph.nodes if "ac_graph_id" in n.meta and n not in self.of_parameters
+        ]
+        return max(ids, default=0) + 1
+
+    def borders(self) -> list[fx.Node]:
+        """What forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
+        found = []
+        for node in self.graph.fx_graph.nodes:
+            if node.op != "call_function" or node not in self.forward or not _is_tensor(node):
+                continue
+            if node in self.of_parameters or node in self.constants:
+                continue
+            own = self.calls.get(node)
+            given = own is not None and self.graph.output in node.users
+            if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
+                found.append(node)
+        return found
+
+    def random(self) -> list[fx.Node]:
+        return [node for node in self.graph.fx_graph.nodes if node in self.forward and is_random(node)]
+
+    def readers_of_unneeded_buckets(self) -> list[fx.Node]:
+        """What reads parameters of buckets of which no gradient reads any."""
+        names: dict[fx.Node, frozenset[str]] = {}
+        for node in self.graph.fx_graph.nodes:
+            if has_role(node, Role.GATHER):
+                names[node] = frozenset({node.meta["fsdp"].bucket})
+            elif node in self.of_parameters:
+                names[node] = frozenset().union(*(names.get(source, ()) for source in node.all_input_nodes))
+        needed = {b for node in self.of_gradients for source in node.all_input_nodes for b in names.get(source, ())}
+        return [
+            node
+            for node in self.graph.fx_graph.nodes
+            if node in self.forward
+            and node not in self.of_parameters
+            and any(not names.get(source, frozenset()) <= needed for source in node.all_input_nodes)
+        ]
+
+    def called(self) -> list[str]:
+        return sorted({str(node.target) for node in self.calls if node.target is not operator.getitem})
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return next(iterate_tensors(node.meta.get("val")), None) is not None
+
+
+def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in nodes:
+        computed = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or (computed and not is_random(node) and not mutated_inputs(node)):
+            found.add(node)
+    return found

@@ -1,0 +1,158 @@
+"""Which parameters share a bucket, and in which messages a bucket is gathered. Decided once, before anything is traced.
+
+All of it follows from the parameters' shapes, the mesh and the hardware's description, which ranks share: the shards
+lie in storage as the buckets do, so that a bucket is one slice of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from graph_fsdp.passes.ir.spec import (
+    BucketSpec,
+    ModelSpec,
+    ParameterSpec,
+    aligned,
+    named_buckets,
+    unit_buckets,
+    unit_runs,
+)
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.analysis.cost import CostModel
+
+BucketSize = Literal["unit", "none", "auto"] | int
+
+_Members = list[ParameterSpec]
+
+_PARTS, _WORTH = 4, 0.75  # see _divide_first
+
+
+def arrange_buckets(
+    model: ModelSpec, size: BucketSize, cost: CostModel | None = None, budget: int | None = None
+) -> ModelSpec:
+    """``model`` with buckets of ``size``:
+
+    - ``"unit"``: one per unit, and see :func:`_divide_first`;
+    - ``"none"``: one per parameter;
+    - a number of gathered bytes that a bucket of several parameters does not exceed;
+    - ``"auto"``: the smallest such number at which an all-gather reaches nine tenths of the link's bandwidth by the
+      cost model. Where that is more than the largest unit it is the largest unit; with a ``budget`` it is at most half
+      of that (one bucket in use, one under way).
+    """
+    if size == "unit":
+        buckets = unit_buckets(model.parameters.values())
+        if cost is not None and cost.hardware.overlaps and model.world_size > 1:
+            buckets = _divide_first(buckets, cost, model.group)
+    elif size == "none":
+        sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
+        buckets = named_buckets((p.name, p.unit, (p,)) for p in sharded)
+    else:
+        buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
+    if cost is not None and model.world_size > 1:
+        buckets = tuple(_in_messages(bucket, cost, model.group) for bucket in buckets)
+    return dataclasses.replace(model, buckets=buckets)
+
+
+def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) -> tuple[BucketSpec, ...]:
+    """The first unit's bucket in about four, where that is worth its launches. No compute comes before its gather in
+    forward and none after its reduction in backward to hide them; a part of it is there sooner, and all but the last
+    part is reduced earlier. Worth it: the first part takes at most three quarters of the whole's time."""
+    first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
+    if first is None:
+        return buckets
+    whole = buckets[first]
+    nbytes = sum(map(gathered_nbytes, whole.parameters))
+    parts = _fill([[p] for p in whole.parameters], nbytes // _PARTS)
+    seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
+    if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
+        return buckets
+    divided = named_buckets((whole.name, whole.unit, tuple(part)) for part in parts)
+    return (*buckets[:first], *divided, *buckets[first + 1 :])
+
+
+def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | None) -> int:
+    if cost is None:
+        raise ValueError("bucket='auto' needs a cost model; give the pipeline a hardware description")
+    # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
+    group = model.group if model.world_size > 1 else model.replicate_group
+    size = cost.saturating_bytes(group) if model.ranks > 1 else 0
+    units = [sum(map(gathered_nbytes, run)) for _, run in unit_runs(model.parameters.values())]
+    return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
+
+
+def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
+    """Parameters in order of registration, each dtype by itself. A unit that exceeds the cap is divided, always in
+    the same way, so that equal units stay equal; units that do not are put together."""
+    chosen: list[_Members] = []
+    small: list[_Members] = []  # whole units in a row, of one dtype
+    for _, run in unit_runs(model.parameters.values()):
+        pieces = _fill([[p] for p in run], cap)
+        if (small and _dtypes(small[0]) != _dtypes(pieces[0])) or len(pieces) > 1:
+            chosen += _fill(small, cap)
+            small = []
+        if len(pieces) > 1:
+            chosen += pieces
+        else:
+            small += pieces
+    chosen += _fill(small, cap)
+    return named_buckets((*_label(members), tuple(members)) for members in chosen)
+
+
+def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
+    """Consecutive parts put together while they stay within ``cap`` bytes."""
+    filled: list[_Members] = []
+    room = 0
+    for part in parts:
+        nbytes = sum(gathered_nbytes(p) for p in part)
+        if filled and nbytes <= room:
+            filled[-1] += part
+            room -= nbytes
+        else:
+            filled.append(list(part))
+            room = cap - nbytes
+    return filled
+
+
+def _dtypes(members: _Members) -> tuple[torch.dtype | bool, ...]:
+    return members[0].dtype, members[0].param_dtype, members[0].reduce_dtype, members[0].extended
+
+
+def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:
+    units = list(dict.fromkeys(p.unit for p in members))
+    if len(units) == 1:
+        return units[0] or "root", units[0]
+    label = f"{units[0] or 'root'}..{units[-1] or 'root'}"
+    return label, label
+
+
+def gathered_nbytes(p: ParameterSpec) -> int:
+    """Bytes that a parameter takes of its gathered bucket, padding included."""
+    return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
+
+
+def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
+    """A parameter gets a message of its own where that costs less than unpacking it from a common one. The others come
+    last in the bucket and share one, so that there is but one of these; unless unpacking all of them costs more than a
+    message for each, of which one would be the common one (two parameters that are nearly dear enough). () where one
+    message does it all."""
+    alone: _Members = []
+    shared: _Members = []
+    for p in bucket.parameters:
+        unpacking = cost.copy_seconds(gathered_nbytes(p))
+        (alone if unpacking > cost.message_seconds(group) else shared).append(p)
+    unpacking = cost.copy_seconds(sum(map(gathered_nbytes, shared)))
+    if shared and unpacking > (len(shared) - 1) * cost.message_seconds(group):
+        alone, shared = [*alone, *shared], []
+    if not alone or len(bucket.parameters) == 1:
+        return bucket
+    bucket = dataclasses.replace(bucket, parameters=(*alone, *shared))
+    messages = [(bucket.offsets[p.name], p.shard_numel) for p in alone]
+    if shared:
+        begin, last = bucket.offsets[shared[0].name], shared[-1]
+        messages.append((begin, bucket.offsets[last.name] + last.shard_numel - begin))
+    return dataclasses.replace(bucket, messages=tuple(messages))

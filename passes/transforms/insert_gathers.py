@@ -1,0 +1,61 @@
+"""Dynamo's graph: a full-shape parameter input becomes a shard input and a gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+
+
+class InsertGathers(GraphPass):
+    """Every parameter input is retyped to the local shard; ``gather_param`` makes the full parameter of it.
+
+    The gathers stand together before the graph's first operator: where they run is for later passes to say. What is
+    sharded on another dimension than the first comes out of its gather with that dimension first; a copy puts it back,
+    as the model may rely on a parameter's strides.
+    """
+
+    name = "insert_gathers"
+    phases = ("capture",)
+    requires = ("captured",)
+    provides = ("gathered",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
+        for node, (parameter, shard) in context.shard_inputs.items():
+            full = node.meta["example_value"]
+            with graph.fx_graph.inserting_before(after_inputs):
+                gather = value = _gather(graph, node, parameter, context)
+                if dim := parameter.shard_dim:
+                    moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
+                    value = graph.fx_graph.call_method("contiguous", (moved,))
+                if node in context.as_used:
+                    value = graph.fx_graph.call_function(context.as_used[node], (value,))
+            for user in [user for user in node.users if user is not gather]:
+                user.replace_input_with(node, value)
+            value.meta["example_value"] = full
+            node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
+        return f"{len(context.shard_inputs)} parameters gathered"
+
+
+def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
+    if p.name in context.extensions:
+        target = f"gather_{p.name.replace('.', '_')}"
+        graph.module.add_submodule(target, context.extensions[p.name])
+        return graph.fx_graph.call_module(target, (shard,))
+    arguments = (shard, list(p.stored_shape), p.param_dtype, p.reduce_dtype, p.name, context.model.group)
+    return graph.fx_graph.call_function(dialect.gather_param, (*arguments, *_last_arguments(context.model)))
+
+
+def _last_arguments(model: ModelSpec) -> list[Any]:
+    """The group of replicas and the device, where there is a use for them."""
+    replicate_group = model.replicate_group if model.replicas > 1 else ""
+    if model.offload is not None:
+        return [replicate_group, model.offload.device]
+    return [replicate_group] if replicate_group else []

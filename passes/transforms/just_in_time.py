@@ -1,0 +1,157 @@
+"""What the partitioner put at one end of a graph moves to where the rest of its unit is.
+
+Backward. The partitioner puts everything that backward recomputes before its first gradient, in forward order. In that
+order all buckets would be gathered at once, the first unit's first. Walking the gradient nodes in autograd's order and
+emitting each one's inputs just before it gives the order in which an eager backward would run.
+
+Forward. What backward computes without its gradients (a layer norm's ``rstd / n``) may be computed in forward, and
+saved in place of what it is computed from. The partitioner puts it behind the last unit, for all units: the last
+compute region would then grow with the model's depth. Each such node moves up to behind the last of its inputs.
+
+Both. What several units read and none of them computes from its own parameters or from what these yield (rotary
+embeddings, a mask) stands in front of the first of them, so that it computes what the others do and no more. It is
+in memory from a unit earlier on.
+
+All linear.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.transforms.recompute import forward_nodes
+
+# What fewer units read is of these units: an activation, read by the unit that made it and the one behind.
+_SHARED = 3
+
+
+class JustInTime(GraphPass):
+    name = "just_in_time"
+    phases = ("forward", "backward")
+    requires = ("partitioned",)
+    provides = ("just_in_time",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        before = list(graph.fx_graph.nodes)
+        graph.reorder(_behind_inputs(graph, context) if graph.phase == "forward" else _before_uses(graph))
+        graph.reorder(order := _before_units(graph))
+        moved = sum(a is not b for a, b in zip(before, order, strict=True))
+        return f"{moved} of {len(order)} nodes change place"
+
+
+def _before_uses(graph: Graph) -> list[fx.Node]:
+    positions = graph.positions()
+    placeholders = graph.placeholders
+    from_gradient: set[fx.Node] = set(graph.with_role(Role.TANGENT))
+    roots = []
+    for node in graph.fx_graph.nodes:
+        if any(i in from_gradient for i in node.all_input_nodes):
+            from_gradient.add(node)
+            roots.append(node)
+    if not roots or roots[-1] is not graph.output:
+        roots.append(graph.output)
+    order = list(placeholders)
+    emitted = set(placeholders)
+    for root in roots:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in emitted:
+                stack.pop()
+                continue
+            missing = [i for i in node.all_input_nodes if i not in emitted]
+            if missing:
+                stack += sorted(missing, key=positions.__getitem__, reverse=True)
+                continue
+            stack.pop()
+            emitted.add(node)
+            order.append(node)
+    # Nothing reads them, but they write (in-place updates of buffers): they stay, before the output.
+    unread = [node for node in graph.fx_graph.nodes if node not in emitted]
+    order[-1:-1] = unread
+    return order
+
+
+def _behind_inputs(graph: Graph, context: PassContext) -> list[fx.Node]:
+    for_user = forward_nodes(graph, context)
+    positions = graph.positions()
+    parameters = _of_parameters(graph)
+    behind: dict[fx.Node, fx.Node] = {}  # what moves → the node behind which it stands
+    moved: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.fx_graph.nodes:
+        if mutated_inputs(node):
+            break  # nothing moves over a write
+        # What reads a parameter stays: it would be gathered sooner.
+        if node in for_user or not _is_movable(node) or not parameters.isdisjoint(node.all_input_nodes):
+            continue
+        computed = [behind.get(source, source) for source in node.all_input_nodes if source.op != "placeholder"]
+        if computed:
+            behind[node] = last = max(computed, key=positions.__getitem__)
+            moved.setdefault(last, []).append(node)
+    return [n for node in graph.fx_graph.nodes if node not in behind for n in (node, *moved.get(node, ()))]
+
+
+def _before_units(graph: Graph) -> list[fx.Node]:
+    nodes = graph.nodes
+    parameters = _of_parameters(graph)
+    begins: dict[int, fx.Node] = {}  # unit, counted as they are used → its first node
+    gathered: set[tuple[str, str]] = set()
+    unit_of: dict[fx.Node, int] = {}
+    independent: set[fx.Node] = set()  # of its own unit
+    unit = 0
+    for node in nodes:
+        inputs = node.all_input_nodes
+        used = {(s.meta["fsdp"].bucket, s.meta["fsdp"].unit) for s in inputs if has_role(s, Role.GATHER)}
+        if not used <= gathered:
+            gathered |= used
+            unit += 1
+            if all(name for _, name in used):  # not the root: there is one of it
+                begins[unit] = node
+        unit_of[node] = unit
+        if mutated_inputs(node):
+            break
+        own = [source for source in inputs if unit_of[source] == unit and source.op != "placeholder"]
+        if _is_movable(node) and parameters.isdisjoint((node, *inputs)) and independent.issuperset(own):
+            independent.add(node)
+    moved: dict[int, list[fx.Node]] = {}
+    needed: set[fx.Node] = set()
+    readers: dict[fx.Node, set[int]] = {}  # units that read a node's value or a view of it
+    for node in reversed(nodes):
+        users = [user for user in node.users if user.op != "output"]
+        readers[node] = {unit_of.get(user, unit) for user in users}.union(*(readers[u] for u in users if _is_view(u)))
+        if node not in independent or unit_of[node] not in begins:
+            continue
+        shared = len(readers[node]) >= _SHARED and not _is_view(node) and bool(node.all_input_nodes)
+        if shared or node in needed:
+            moved.setdefault(unit_of[node], []).append(node)
+            needed.update(source for source in node.all_input_nodes if unit_of[source] == unit_of[node])
+    away = {node for group in moved.values() for node in group}
+    in_front = {begins[index]: group[::-1] for index, group in moved.items()}
+    return [n for node in nodes if node not in away for n in (*in_front.get(node, ()), node)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and bool(aliased_inputs(node))
+
+
+def _of_parameters(graph: Graph) -> set[fx.Node]:
+    """Gathers, and what is computed of them alone."""
+    found: set[fx.Node] = set()
+    for node in graph.fx_graph.nodes:
+        inputs = node.all_input_nodes
+        if has_role(node, Role.GATHER) or (inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
+def _is_movable(node: fx.Node) -> bool:
+    if node.op != "call_function" or isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())

@@ -1,0 +1,194 @@
+"""Saved activations of units wait on the CPU for their backward.
+
+Forward copies each to the CPU after it has used it last, and returns the copy in its place. Backward copies it back one
+region before the one that reads it, as a gather is started ahead. Copies stand next to collectives, where compute
+regions are cut anyway; in a graph without collectives, where the next unit begins.
+
+What is copied: whole tensors of at least ``SMALLEST`` bytes that a unit computes or reads and that nobody holds beside
+autograd. Views are not saved but made again (``SaveBases``). What belongs to the unit that forward uses last stays:
+backward would wait for it at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp.compat import CheckpointPolicy, size_hint
+from graph_fsdp.passes.analysis.kernels import is_view, value_nbytes
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role, record, set_record
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.transforms.recompute import gradient_nodes
+
+SMALLEST = 1024  # bytes; a copy of less costs more time than its memory is worth
+
+
+class SaveBases(GraphPass):
+    """What a view looks at is saved, and the view made again in backward: then one copy moves all of the memory."""
+
+    name = "save_bases"
+    phases = ("joint",)
+    requires = ("recompute_tagged",)
+    provides = ("bases_saved",)
+
+    def run(self, graph: Graph, context: PassContext) -> str:
+        gradients = gradient_nodes(graph, context)
+        views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
+        for node in views:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return f"{len(views)} views are made again in backward"
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Also an element of a list of views (split), but not one of a tuple that an operator computes."""
+    if node.op != "call_function" or not is_view(node):
+        return False
+    return node.target is not operator.getitem or is_view(aliased_inputs(node)[0])
+
+
+class OffloadActivations(GraphPass):
+    name = "offload_activations"
+    phases = ("forward", "backward")
+    requires = ("scheduled",)
+    provides = ("offloaded",)
+
+    def run(self, graph: Graph, context: PassContext) -> str:
+        return _offload(graph, context) if graph.phase == "forward" else _reload(graph, context)
+
+
+def _offload(graph: Graph, context: PassContext) -> str:
+    calls = unit_calls(graph, context.model)
+    owners = _owners(graph, context, calls)
+    roots, positions = graph.alias_roots(), graph.positions()
+    last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
+    for node in graph.fx_graph.nodes:
+        if node.op != "output":
+            for source in node.all_input_nodes:
+                last_use.update(dict.fromkeys(roots[source], positions[node]))
+    borders = [*_borders(graph, _call_begins(graph, calls)), graph.output, graph.output]
+    places = [positions[border] for border in borders]
+    outputs: list[Any] = operands(graph.output)
+    saved = {node: index for index, node in enumerate(_saved_tensors(graph, context))}
+    copies: dict[fx.Node, fx.Node] = {}
+    total = 0
+    for node in sorted(owners, key=positions.__getitem__):
+        left = bisect.bisect_right(places, max(last_use.get(root, positions[node]) for root in roots[node]))
+        put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
+        with graph.fx_graph.inserting_before(borders[left]):
+            start = set_record(graph.call(dialect.offload_activation, (node,), name=f"offload_{node.name}"), put)
+        with graph.fx_graph.inserting_before(borders[left + 1]):
+            wait = set_record(
+                graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put
+            )
+        context.offloaded[saved[node]] = copies[node] = wait
+        total += put.nbytes
+    outputs = [copies.get(v, v) if isinstance(v, fx.Node) else v for v in outputs]  # the user's are not among them
+    graph.output.args = (tuple(outputs),)
+    return f"{len(owners)} saved activations go to the CPU, {total:,} bytes"
+
+
+def _owners(graph: Graph, context: PassContext, calls: dict[fx.Node, UnitCall]) -> dict[fx.Node, UnitCall]:
+    """Saved tensor → the last call that computes or reads it, whose backward needs it first."""
+    outputs = graph.output.args[0]
+    assert isinstance(outputs, (list, tuple))
+    for_user = set(outputs[: context.forward_outputs])
+    last = max((call.index for call in calls.values()), default=-1)
+    owners = {}
+    for node in _saved_tensors(graph, context):
+        value = node.meta.get("val")
+        if node.op != "call_function" or record(node) is not None or node in for_user or not _is_whole(node, value):
+            continue
+        using = [calls[n] for n in (node, *node.users) if n in calls]
+        owner = max(using, key=lambda call: call.index, default=None)
+        if owner is not None and owner.index < last:
+            owners[node] = owner
+    return owners
+
+
+def _is_whole(node: fx.Node, value: object) -> bool:
+    """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
+    if not isinstance(value, torch.Tensor) or value_nbytes(value) < SMALLEST or _is_view(node):
+        return False
+    if value.dtype is torch.uint8 and value.dim() == 1:  # the state of a generator, which is on the CPU as it is
+        return False
+    return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
+
+
+def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
+    """In the order in which backward receives them."""
+    values = operands(graph.output)[context.forward_outputs :]
+    return [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
+
+
+def _reload(graph: Graph, context: PassContext) -> str:
+    received = [
+        node
+        for node in graph.placeholders
+        if isinstance(node.meta.get("val"), torch.Tensor) and not has_role(node, Role.TANGENT)
+    ]
+    positions = graph.positions()
+    hosts: dict[fx.Node, fx.Node] = {}  # input → the first node that reads it
+    for index, copy in context.offloaded.items():
+        node = received[index]
+        shapes = [tuple(map(str, n.meta["val"].shape)) for n in (node, copy)]
+        assert shapes[0] == shapes[1], f"{node} and {copy} are not the same saved tensor"
+        hosts[node] = min(node.users, key=positions.__getitem__)
+    needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
+    for index, copy in context.offloaded.items():
+        unit, first = copy.meta["fsdp"].unit, hosts[received[index]]
+        needed[unit] = min(needed.get(unit, first), first, key=positions.__getitem__)
+    borders = _borders(graph, list(needed.values()))
+    places = [positions[border] for border in borders]
+    for index, copy in context.offloaded.items():
+        node = received[index]
+        users, device = list(node.users), node.meta["val"].device
+        at = bisect.bisect_right(places, positions[hosts[node]])
+        node.meta["val"] = copy.meta["val"]
+        put = NodeRecord(Role.RELOAD, copy.meta["fsdp"].unit, "", (), copy.meta["fsdp"].nbytes)
+        set_record(node, put)
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 2) : max(0, at - 1)], graph)):
+            start = set_record(graph.call(dialect.reload_activation, (node, device), name=f"reload_{node.name}"), put)
+        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 1) : at], graph)):
+            wait = set_record(graph.call(dialect.activation_reloaded, (start, node), name=f"reloaded_{node.name}"), put)
+        for user in users:
+            user.replace_input_with(node, wait)
+    return f"{len(hosts)} saved activations come back from the CPU"
+
+
+def _borders(graph: Graph, otherwise: Sequence[fx.Node]) -> list[fx.Node]:
+    """The first node of each group of communication nodes; ``otherwise`` where there is no communication."""
+    nodes = graph.nodes
+    groups = [
+        node for before, node in itertools.pairwise(nodes) if _is_communication(node) and not _is_communication(before)
+    ]
+    return groups or sorted(otherwise, key=graph.positions().__getitem__)
+
+
+def _is_communication(node: fx.Node) -> bool:
+    return node.target in dialect.STARTS or node.target in dialect.WAITS
+
+
+def _behind(border: Sequence[fx.Node], graph: Graph) -> fx.Node:
+    """The node in front of which a copy stands that is started at a border: behind its communication."""
+    node = border[0] if border else graph.placeholders[-1].next
+    while node.target in dialect.EXECUTED:
+        node = node.next
+    return node
+
+
+def _call_begins(graph: Graph, calls: dict[fx.Node, UnitCall]) -> list[fx.Node]:
+    begins: dict[UnitCall, fx.Node] = {}
+    for node in graph.fx_graph.nodes:
+        if node in calls:
+            begins.setdefault(calls[node], node)
+    return list(begins.values())

@@ -1,0 +1,186 @@
+"""The schedule: gathers start early enough to be hidden, reductions are waited for late.
+
+Gathers start next to a wait, so that no compute region is cut for them: which one is the arithmetic of
+``schedule.py``. A reduction is waited for when ``reductions_in_flight`` later ones would otherwise be under way, and
+at the end. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
+recompiles alone must not reorder them.
+
+A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
+residual addition alone costs more than the overlap that it gives.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import fx
+from torch.distributed.fsdp import BackwardPrefetch
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Graph, is_cheap
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.transforms.explicit_prefetch import prefetch_explicitly
+from graph_fsdp.passes.transforms.offload import lift_fetches, place_copies
+from graph_fsdp.passes.transforms.payloads import lift_payloads, place_payloads
+from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way, wait_of
+from graph_fsdp.passes.transforms.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
+
+__all__ = ["BudgetError", "Prefetch"]
+
+Distance = int | Literal["auto"] | BackwardPrefetch | None
+
+
+class Prefetch(GraphPass):
+    """``distance``: how gathers are started ahead of their use.
+
+    - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the
+      memory that one unit ahead takes.
+    - an int: when the bucket so many before has arrived. 0 gathers right before the use, with nothing to hide it.
+    - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket
+      before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
+
+    ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where gradients
+    are what takes most memory: backward computes activations again, or reductions copy them into a wider type.
+    ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
+    """
+
+    name = "prefetch"
+    requires = ("bucketed",)
+    provides = ("scheduled",)
+
+    def __init__(
+        self,
+        distance: Distance = "auto",
+        reductions_in_flight: int | None = None,
+        budget: int | None = None,
+        forward: int | Literal["auto"] | None = None,
+    ) -> None:
+        _check_distance("prefetch", distance)
+        _check_distance("forward_prefetch", forward)
+        if isinstance(forward, BackwardPrefetch):
+            raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {forward}")
+        if reductions_in_flight is not None and reductions_in_flight < 1:
+            raise ValueError(f"reductions_in_flight must be 1 or more, got {reductions_in_flight}")
+        if budget is not None and budget <= 0:
+            raise ValueError(f"budget must be a positive number of bytes or None, got {budget}")
+        self.distance = 0 if distance is None else distance
+        if forward is None:
+            forward = 1 if distance is None or isinstance(distance, BackwardPrefetch) else distance
+        self.forward = forward
+        self.budget = budget
+        self.reductions_in_flight = reductions_in_flight
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        context.budget = self.budget if self.budget is not None else context.budget
+        planned = context.plan.collectives.get(graph.phase)
+        gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
+        reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
+        distance = self.distance if graph.phase == "backward" else self.forward
+        lift_fetches(graph)
+        lift_payloads(graph)
+        self._place(graph, gathers, distance, context)
+        in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
+        in_flight = in_flight or reductions_under_way(reductions, context.recomputes_activations)
+        defer_reductions(graph, reductions, in_flight)
+        _hoist_waits(graph, within_budget=self.budget is not None)
+        context.plan.keep(graph)
+        place_copies(graph)
+        place_payloads(graph)
+        limit = "" if self.budget is None else f", at most {self.budget:,} bytes gathered"
+        ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
+        return f"{ahead}, at most {in_flight} reductions in flight{limit}"
+
+    def _place(self, graph: Graph, starts: list[fx.Node], distance: Distance, context: PassContext) -> None:
+        waits = [wait_of(start) for start in starts]
+        gathers = find_gathers(graph, starts, waits)
+        if distance is BackwardPrefetch.BACKWARD_POST:
+            after = list(range(len(starts)))
+        elif distance is BackwardPrefetch.BACKWARD_PRE or (distance == "auto" and context.cost is None):
+            after = at_distance(len(starts), 1)
+        elif distance == "auto":
+            assert context.cost is not None
+            segments = Segments.of(graph, starts, waits, context.cost)
+            after = choose(gathers, segments, self.budget)
+        else:
+            assert isinstance(distance, int)
+            after = at_distance(len(starts), distance)
+        after, is_explicit = prefetch_explicitly(graph, waits, after, context)
+        if self.budget is not None:
+            after = fit(gathers, after, self.budget)
+        _move(graph, starts, waits, after)
+        if distance is BackwardPrefetch.BACKWARD_POST and not is_explicit:
+            _start_after_last_uses(graph, starts, waits)
+
+
+def _check_distance(name: str, distance: Distance) -> None:
+    if distance is None or distance == "auto" or isinstance(distance, BackwardPrefetch):
+        return
+    if isinstance(distance, bool) or not isinstance(distance, int) or distance < 0:
+        raise ValueError(f"{name} must be 0 or more buckets or 'auto', got {distance!r}")
+
+
+def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: After) -> None:
+    if not starts:  # a piece of Python may have no inputs at all
+        return
+    anchors = [graph.placeholders[-1], *waits]
+    for index, start in reversed(list(enumerate(starts))):
+        if after[index] == index:
+            waits[index].prepend(start)
+        else:
+            anchors[after[index] + 1].append(start)
+
+
+def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> None:
+    """Each gather starts when the bucket before it was used last, just before that bucket's reduction: nothing of
+    the wait is hidden but what the reduction and what follows take, and no two buckets are held."""
+    positions = graph.positions()
+    buckets = graph.buckets
+    for before, start, wait in zip(starts, starts[1:], waits[1:], strict=False):
+        gather, reduction = buckets[before.meta["fsdp"].bucket]
+        assert gather is not None
+        if gather.escapes:  # it is held to the end
+            continue
+        last = [gather.buffer, *gather.reads][-1]
+        if reduction is not None and positions[last] < positions[reduction.start] < positions[wait]:
+            reduction.start.prepend(start)
+        elif positions[last] < positions[wait]:
+            last.append(start)
+
+
+def _hoist_waits(graph: Graph, within_budget: bool) -> None:
+    """Waits, and the gathers that start with them, move up over cheap operators; not over those that read a gathered
+    buffer where that must be free before the gathers start."""
+    readers: set[fx.Node] = set()
+    if within_budget:
+        readers = {node for gather in graph.gathers for node in gather.reads}
+    for wait in graph.with_role(Role.GATHER_WAIT):
+        start = wait.args[0]
+        before = wait.prev
+        while is_cheap(before) and before not in readers:
+            before = before.prev
+        reached = before.target in dialect.EXECUTED or before.op == "placeholder"
+        if reached and before is not wait.prev and before is not start:
+            started_with_it = _starts_behind(wait)
+            before.append(wait)
+            for node in reversed(started_with_it):
+                wait.append(node)
+
+
+def _starts_behind(wait: fx.Node) -> list[fx.Node]:
+    found = []
+    node = wait.next
+    while has_role(node, Role.GATHER_START):
+        found.append(node)
+        node = node.next
+    return found
+
+
+def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:
+    rank = {entry: index for index, entry in enumerate(planned or ())}
+    entries = [(start.meta["fsdp"].role.value, start.meta["fsdp"].bucket) for start in starts]
+    if not all(entry in rank for entry in entries):
+        return starts
+    order = sorted(range(len(starts)), key=lambda index: rank[entries[index]])
+    return [starts[index] for index in order]

@@ -1,0 +1,227 @@
+"""When gathers start: the arithmetic of the prefetch pass, on the buckets of one graph.
+
+Let the gathers be ``g_0, g_1, …`` in the plan's order and ``w_k`` the wait of ``g_k``. A schedule is a list
+``after``: gather ``k`` starts right after ``w_after[k]``, at the top for -1, and right before its own wait for ``k``.
+Gathers start only next to a wait, where the compute regions are cut anyway.
+
+*Latest start* (``latest_starts``). With ``A_k`` the compute time before ``w_k`` and ``d_k`` the gather's duration,
+gathers share one lane, so going backwards ``S_k = min(A_k, S_(k+1)) - d_k``: the latest moment at which gather ``k``
+may start and hide all of itself and of those behind it. It starts after the last wait at or before ``S_k``.
+
+*Budget* (``fit``). Time is counted in intervals; interval ``t`` ends with ``w_t``. A buffer is live from the interval
+in which its gather starts through that of its last use; one that starts right before its own wait, from the
+interval after it. A gather that would exceed the budget starts later. Feasibility does not depend on how early
+others start: what is live at a gather's own wait is what was gathered before it and is still used.
+
+*Choice* (``choose``). Reductions share the lane and come when their gradients are there, which the recursion does
+not see. So it is tried with durations scaled up, beside fixed distances, and the clock of ``simulate`` decides;
+of schedules that take equally long, the one that holds fewest byte-intervals wins.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.graph import Graph
+
+After = list[int]
+
+_SCALES = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+_DISTANCES = (1, 2, 3)
+_EQUAL = 1.001  # schedules this close on a modelled clock are the same
+
+
+class BudgetError(ValueError):
+    """The budget of gathered bytes is smaller than what has to be gathered at once."""
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """The gathers of a graph, and when their buffers are used. ``last[k]``: the interval of the last use of buffer
+    ``k``; ``received``: (bytes, interval of last use) of the buffers that forward kept."""
+
+    phase: str
+    units: list[str]
+    nbytes: list[int]
+    last: list[int]
+    received: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def live_before(self) -> list[int]:
+        """Bytes per interval that are live whatever the schedule."""
+        ends = [0] * (len(self) + 2)
+        for nbytes, last in self.received:
+            ends[0] += nbytes
+            ends[last + 1] -= nbytes
+        return list(itertools.accumulate(ends))[: len(self) + 1]
+
+    def live(self, after: After) -> list[int]:
+        """Bytes per interval under a schedule."""
+        changes = [0] * (len(self) + 2)
+        for nbytes, begin, last in zip(self.nbytes, after, self.last, strict=True):
+            changes[begin + 1] += nbytes
+            changes[last + 1] -= nbytes
+        return [a + b for a, b in zip(itertools.accumulate(changes), self.live_before(), strict=False)]
+
+
+def find_gathers(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> Gathers:
+    received = graph.with_role(Role.KEPT)
+    roots = graph.alias_roots()
+    last = dict.fromkeys([*starts, *received], 0)
+    interval, ends = 0, set(waits)
+    for node in graph.fx_graph.nodes:
+        interval += node in ends
+        for source in node.all_input_nodes:
+            for root in roots[source]:
+                if root in last:
+                    last[root] = interval
+    return Gathers(
+        graph.phase,
+        [start.meta["fsdp"].unit or "root" for start in starts],
+        [start.meta["fsdp"].nbytes for start in starts],
+        [last[start] for start in starts],
+        [(node.meta["fsdp"].nbytes, last[node]) for node in received],
+    )
+
+
+def at_distance(count: int, distance: int) -> After:
+    """Each gather starts when the bucket ``distance`` before it has arrived."""
+    return [max(-1, k - distance) for k in range(count)]
+
+
+def one_unit_ahead(gathers: Gathers) -> After:
+    """The buckets of a unit start when the first bucket of the unit before it has arrived."""
+    after: After = []
+    begin = previous = -1  # the first buckets of this unit's run and of the run before it
+    for k, unit in enumerate(gathers.units):
+        if k == 0 or unit != gathers.units[k - 1]:
+            previous, begin = begin, k
+        after.append(previous)
+    return after
+
+
+def fit(gathers: Gathers, after: After, budget: int) -> After:
+    """Delay gathers until they fit the budget.
+
+    Raises:
+        BudgetError: a gather does not fit even right before its own wait.
+    """
+    if max(gathers.live(after), default=0) <= budget:
+        return after
+    live = gathers.live_before()
+    placed: After = []
+    for k, nbytes in enumerate(gathers.nbytes):
+        earliest = max([after[k], *placed[-1:]])  # gathers keep their order
+        last = gathers.last[k]
+        exceeding = [t for t in range(earliest + 1, last + 1) if live[t] + nbytes > budget]
+        first = max(exceeding, default=earliest) + 1
+        if first > k + 1:
+            needed = max(live[k + 1 : last + 1]) + nbytes
+            raise BudgetError(
+                f"budget of {budget:,} bytes is too small for unit {gathers.units[k]!r} in the {gathers.phase} graph: "
+                f"it and what must be gathered at the same time are {needed:,} bytes"
+            )
+        placed.append(first - 1)
+        for t in range(first, last + 1):
+            live[t] += nbytes
+    return placed
+
+
+def latest_starts(arrivals: list[float], durations: list[float], scale: float = 1.0) -> After:
+    """``arrivals[k]``: seconds of compute before ``w_k``. See *Latest start* above."""
+    after = [0] * len(arrivals)
+    start = float("inf")
+    for k in reversed(range(len(arrivals))):
+        start = min(arrivals[k], start) - durations[k] * scale
+        after[k] = min(bisect.bisect_right(arrivals, start), k) - 1
+    return after
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A serial graph as the clock sees it: ``events`` in order are seconds of compute, the wait of a gather (its
+    index) or the start of a reduction ((lane, seconds))."""
+
+    events: list[float | int | tuple[str, float]]
+    lanes: list[str]
+    durations: list[float]
+    arrivals: list[float]
+
+    @classmethod
+    def of(cls, graph: Graph, starts: list[fx.Node], waits: list[fx.Node], cost: CostModel) -> Segments:
+        seconds = cost.graph_seconds(graph)
+        index = {wait: k for k, wait in enumerate(waits)}
+        events: list[float | int | tuple[str, float]] = []
+        arrivals = [0.0] * len(waits)
+        compute = total = 0.0
+        for node in graph.fx_graph.nodes:
+            is_reduction = node.target in dialect.STARTS and node.target is not dialect.all_gather_start
+            if node not in index and not is_reduction:
+                compute += float(seconds[node])
+                continue
+            events.append(compute)
+            total, compute = total + compute, 0.0
+            if is_reduction:
+                events.append((dialect.group_of(node), cost.collective_seconds(node)))
+            else:
+                events.append(index[node])
+                arrivals[index[node]] = total
+        events.append(compute)
+        lanes = [dialect.group_of(start) for start in starts]
+        # Where the plan's order is not this graph's, a gather arrives no earlier than those before it.
+        ordered = list(itertools.accumulate(arrivals, max))
+        return cls(events, lanes, [cost.collective_seconds(start) for start in starts], ordered)
+
+    def seconds(self, after: After) -> float:
+        """Duration of the graph under a schedule, by the rules of :func:`simulate`."""
+        due: dict[int, list[int]] = {}
+        for k, anchor in enumerate(after):
+            due.setdefault(anchor, []).append(k)
+        now = 0.0
+        free: dict[str, float] = {}
+        ends = [0.0] * len(after)
+
+        def start(lane: str, seconds: float) -> float:
+            free[lane] = max(now, free.get(lane, 0.0)) + seconds
+            return free[lane]
+
+        for k in due.get(-1, ()):
+            ends[k] = start(self.lanes[k], self.durations[k])
+        for event in self.events:
+            if isinstance(event, float):
+                now += event
+            elif isinstance(event, tuple):
+                start(*event)
+            else:
+                if after[event] == event:
+                    ends[event] = start(self.lanes[event], self.durations[event])
+                now = max(now, ends[event])
+                for k in due.get(event, ()):
+                    if k != event:
+                        ends[k] = start(self.lanes[k], self.durations[k])
+        return max([now, *free.values()])
+
+
+def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
+    """The fastest schedule by the clock that stays within the budget; without one, within what gathering one unit
+    ahead holds anyway."""
+    if not len(gathers):
+        return []
+    limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
+    candidates = [latest_starts(segments.arrivals, segments.durations, scale) for scale in _SCALES]
+    candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
+    timed: list[tuple[float, int, After]] = []
+    for candidate in candidates:
+        after = fit(gathers, candidate, limit)
+        timed.append((segments.seconds(after), sum(gathers.live(after)), after))
+    fastest = min(seconds for seconds, _, _ in timed)
+    return min((t for t in timed if t[0] <= fastest * _EQUAL), key=lambda t: t[1])[2]

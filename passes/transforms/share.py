@@ -1,0 +1,74 @@
+"""Gathered buckets that one piece of a broken model hands to a later piece of the same forward call.
+
+A model that breaks into several graphs (``fullgraph=False``) may use a unit in more than one. A piece *takes* a bucket
+that an earlier one has gathered: an input, in place of a gather. A piece *gives* what it gathered, or took, to a later
+one: an output behind all others, and nothing frees it. Which ones is decided outside (``Sharing``); backward, and what
+forward keeps for it, are the same for all variants of a piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.records import Role, has_role, set_record
+from graph_fsdp.passes.transforms.payloads import drop_unread_payloads
+
+if TYPE_CHECKING:
+    from graph_fsdp.passes.ir.graph import Graph
+    from graph_fsdp.passes.pipeline import PassContext
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Names of buckets. ``kept``: those that the piece keeps for backward, in the order in which that receives them."""
+
+    takes: frozenset[str] = frozenset()
+    gives: frozenset[str] = frozenset()
+    kept: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.takes or self.gives)
+
+    def key(self) -> str:
+        """Equal on all ranks that share alike."""
+        return f"takes {sorted(self.takes)} gives {sorted(self.gives)}"
+
+
+def share_buckets(graph: Graph, context: PassContext) -> None:
+    """Of a bucketed graph: ``context.taken`` then names what it takes, in the order of its last inputs, and
+    ``context.given`` what it gives, in that of its last outputs."""
+    sharing = context.sharing
+    if not sharing or graph.phase == "backward":
+        return
+    inputs = graph.placeholders
+    # What unshard() made whole follows what is shared, see ``UnshardedUnits.feeding``.
+    before = next((node for node in inputs if has_role(node, Role.UNSHARDED)), inputs[-1].next)
+    buffers: dict[str, fx.Node] = {}
+    for wait in graph.with_role(Role.GATHER_WAIT):
+        bucket = wait.meta["fsdp"].bucket
+        buffers[bucket] = _take(graph, wait, before) if bucket in sharing.takes else wait
+    drop_unread_payloads(graph)
+    context.taken = [bucket for bucket in buffers if bucket in sharing.takes]
+    context.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
+    for node in context.given.values():
+        for escaping in (node, *(n for n in node.all_input_nodes if has_role(n, Role.GATHER_START))):
+            set_record(escaping, dataclasses.replace(escaping.meta["fsdp"], escapes=True))
+    graph.output.args = ((*operands(graph.output), *context.given.values()),)
+
+
+def _take(graph: Graph, wait: fx.Node, before: fx.Node) -> fx.Node:
+    start, record = wait.args[0], wait.meta["fsdp"]
+    assert isinstance(start, fx.Node)
+    with graph.fx_graph.inserting_before(before):
+        taken = graph.fx_graph.placeholder(f"shared_{record.bucket.replace('.', '_')}")
+    taken.meta["val"] = wait.meta["val"]
+    set_record(taken, dataclasses.replace(record, role=Role.KEPT))
+    wait.replace_all_uses_with(taken)
+    graph.fx_graph.erase_node(wait)
+    graph.fx_graph.erase_node(start)
+    return taken

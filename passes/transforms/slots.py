@@ -1,0 +1,262 @@
+"""Gathered buffers get their slots: a fixed set of pieces of memory for each graph, assigned before it runs.
+
+A buffer occupies its slot while the nodes ``begin`` to ``end`` run, both included: a bucket's buffer from the start of
+its gather to its free, a landing buffer from the start to the wait. Two buffers that are live at one node get
+different slots, so an assignment is a colouring of an interval graph. Taken in order of ``begin``, each with any slot
+that is free, the intervals need as many slots as are live at once, and no assignment does with fewer (the left-edge
+algorithm: Hashimoto and Stevens 1971; Golumbic 1980, chapter 8).
+
+Which of the free slots decides how large they become: the smallest that is large enough, else the largest, which
+grows (``colour``). A run allocates a slot for its first buffer and gives it back after its last, so a small buffer in
+a large slot may hold that for longer than a slot of its own would cost. We colour twice, all buffers together and
+those of each power of two by themselves, and take the assignment with fewer bytes allocated at once, of equals the one
+that holds them for fewer nodes (``assign``). With ``live`` the bytes of live buffers, the maxima over all nodes:
+
+    max live  <=  bytes allocated at once  <=  bytes of the k largest buffers, where k are live at once,
+                                               and 2 * (the sum over powers of two of max live of that size)
+
+The first because each slot has the size of one of its buffers, the second because those of a power of two are
+as many as are live at once and less than twice as large as any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.agreed_order import SlotsOfBuckets
+from graph_fsdp.passes.ir.dialect import Role, set_record
+from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.layout import landing_nbytes
+from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.passes.pipeline import GraphPass, PassContext
+
+_SHOWN = 4  # buffers per slot in the report
+
+
+class AssignSlots(GraphPass):
+    """Every gathered buffer that does not outlive the graph, and every landing buffer, gets a slot. The records of
+    the gathers say which, ``context.slots`` how many bytes each slot has.
+
+    Needs nothing but the graph: ranks with equal graphs come to equal slots. A plan's slots are kept where the graph
+    allows them: a recompilation in which other buffers overlap gets slots of its own.
+    """
+
+    name = "slots"
+    requires = ("freed",)
+    provides = ("slotted",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        buffers = lifetimes(graph)
+        slots = _planned(buffers, context.plan.slots.get(graph.phase, {}))
+        if slots is None:
+            slots, _ = assign([(b.begin, b.end, b.nbytes) for b in buffers])
+        sizes = [0] * len(set(slots))
+        for buffer, slot in zip(buffers, slots, strict=True):
+            sizes[slot] = max(sizes[slot], buffer.nbytes)
+            change = {"landing_slot": slot} if buffer.landing else {"slot": slot}
+            set_record(buffer.start, dataclasses.replace(buffer.start.meta["fsdp"], **change))
+        context.slots[graph.phase] = tuple(sizes)
+        context.plan.slots[graph.phase] = {
+            record.bucket: (record.slot, record.landing_slot)
+            for record in (start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START))
+        }
+        return f"{len(buffers)} buffers in {len(sizes)} slots of {sum(sizes):,} bytes"
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A buffer that wants a slot: live while the nodes at the positions ``begin`` to ``end`` run."""
+
+    start: fx.Node
+    landing: bool
+    used_nbytes: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of a slot: rounded up to ALIGNMENT."""
+        return -(-self.used_nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def slot(self) -> int | None:
+        """The slot that the gather's record gives it."""
+        record = self.start.meta["fsdp"]
+        slot: int | None = record.landing_slot if self.landing else record.slot
+        return slot
+
+    def __str__(self) -> str:
+        bucket = self.start.meta["fsdp"].bucket
+        return f"landing of {bucket}" if self.landing else bucket
+
+
+def lifetimes(graph: Graph) -> list[Lifetime]:
+    """The buffers of the gathers of a graph whose buffers are freed, in the order in which they are allocated. Those
+    that outlive the graph have memory of their own and are left out."""
+    roots = graph.alias_roots()
+    starts: dict[fx.Node, int] = {}
+    waits: dict[fx.Node, int] = {}
+    frees: dict[fx.Node, int] = {}
+    for index, node in enumerate(graph.fx_graph.nodes):
+        if node.target is dialect.all_gather_start:
+            starts[node] = index
+        elif node.target is dialect.all_gather_wait or node.target is dialect.free:
+            ends = frees if node.target is dialect.free else waits
+            ends.update((root, index) for root in roots[node.args[0]])
+    last = len(graph.fx_graph.nodes) - 1
+    found = []
+    for start, begin in starts.items():
+        if not start.meta["fsdp"].escapes:
+            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, frees.get(start, last)))
+        if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
+            found.append(Lifetime(start, True, landing, begin, waits.get(start, last)))
+    return found
+
+
+Interval = tuple[int, int, int]  # begin, end, nbytes; both ends included
+Assignment = tuple[list[int], list[int]]  # the slot of each interval, the bytes of each slot
+
+
+def assign(intervals: Sequence[Interval]) -> Assignment:
+    """Slots for intervals that may share memory where they do not overlap. O(n log n) comparisons."""
+    together = colour(intervals, [0] * len(intervals))
+    apart = colour(intervals, [nbytes.bit_length() for _, _, nbytes in intervals])
+    return min(together, apart, key=lambda assignment: _cost(intervals, assignment))
+
+
+def colour(intervals: Sequence[Interval], classes: Sequence[int]) -> Assignment:
+    """Colour in order of ``begin``, best fit; only intervals of one class share slots."""
+    slots = [0] * len(intervals)
+    sizes: list[int] = []
+    busy: list[tuple[int, int, int]] = []  # a heap of (end, slot, class)
+    free: dict[int, list[tuple[int, int]]] = {of_class: [] for of_class in classes}  # (bytes, slot), sorted
+    for index in sorted(range(len(intervals)), key=lambda i: intervals[i][0]):
+        begin, end, nbytes = intervals[index]
+        while busy and busy[0][0] < begin:
+            _, slot, of_class = heapq.heappop(busy)
+            insort(free[of_class], (sizes[slot], slot))
+        if fits := free[classes[index]]:
+            _, slot = fits.pop(min(bisect_left(fits, (nbytes, -1)), len(fits) - 1))
+            sizes[slot] = max(sizes[slot], nbytes)
+        else:
+            slot = len(sizes)
+            sizes.append(nbytes)
+        slots[index] = slot
+        heapq.heappush(busy, (end, slot, classes[index]))
+    return slots, sizes
+
+
+def _cost(intervals: Sequence[Interval], assignment: Assignment) -> tuple[int, int]:
+    """Most bytes allocated at once, and the sum over nodes of the bytes allocated."""
+    slots, sizes = assignment
+    begins, ends = [-1] * len(sizes), [-1] * len(sizes)
+    for (begin, end, _), slot in zip(intervals, slots, strict=True):
+        begins[slot] = begin if begins[slot] < 0 else min(begin, begins[slot])
+        ends[slot] = max(end, ends[slot])
+    spans = list(zip(begins, ends, sizes, strict=True))
+    return most_at_once(spans), sum((end + 1 - begin) * nbytes for begin, end, nbytes in spans)
+
+
+def most_at_once(intervals: Iterable[Interval]) -> int:
+    """Most bytes of intervals at any node."""
+    changes = [change for begin, end, nbytes in intervals for change in ((begin, nbytes), (end + 1, -nbytes))]
+    held = most = 0
+    for _, change in sorted(changes):  # what ends before a node comes before what begins at it
+        held += change
+        most = max(most, held)
+    return most
+
+
+def first_overlap(buffers: Sequence[Lifetime]) -> tuple[Lifetime, Lifetime] | None:
+    """Two buffers of one slot that are live at once, if there are any; the one that starts first in front."""
+    latest: dict[int, Lifetime] = {}
+    for buffer in sorted(buffers, key=lambda b: b.begin):
+        if buffer.slot is None:
+            continue
+        before = latest.get(buffer.slot)
+        if before is not None and before.end >= buffer.begin:
+            return before, buffer
+        latest[buffer.slot] = buffer
+    return None
+
+
+def _planned(buffers: Sequence[Lifetime], planned: SlotsOfBuckets) -> list[int] | None:
+    """The slots that an earlier graph of this kind had, if they fit this graph."""
+    slots = []
+    ends: dict[int, int] = {}
+    for buffer in buffers:
+        slot = planned.get(buffer.start.meta["fsdp"].bucket, (None, None))[buffer.landing]
+        if slot is None or ends.get(slot, -1) >= buffer.begin:
+            return None
+        slots.append(slot)
+        ends[slot] = buffer.end
+    return slots if set(slots) == set(range(len(ends))) else None
+
+
+# What is there to read
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One slot of a graph. ``buffers`` that it holds, in order; allocated while the nodes at the positions ``begin``
+    to ``end`` run, from its first buffer's start to its last buffer's end."""
+
+    nbytes: int
+    buffers: tuple[Lifetime, ...]
+
+    @property
+    def begin(self) -> int:
+        return self.buffers[0].begin
+
+    @property
+    def end(self) -> int:
+        return self.buffers[-1].end
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """Names of the buckets whose buffers it holds; ``landing of …`` for their landing buffers."""
+        return tuple(map(str, self.buffers))
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """The slots of one graph. ``nbytes``: of all slots together, each allocated once in a run. ``peak``: most bytes
+    that are allocated at once."""
+
+    slots: tuple[Slot, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    @property
+    def peak(self) -> int:
+        return most_at_once((slot.begin, slot.end, slot.nbytes) for slot in self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __str__(self) -> str:
+        lines = [f"slots: {len(self)}, {self.nbytes:,} bytes, at most {self.peak:,} at once"]
+        for index, slot in enumerate(self.slots):
+            shown, more = slot.buckets[:_SHOWN], len(slot.buckets) - _SHOWN
+            held = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"  slot {index}, {slot.nbytes:,} bytes: {held}")
+        return "\n".join(lines)
+
+
+def slot_table(graph: Graph, context: PassContext) -> SlotTable:
+    """The slots of a graph after all passes; none without the pass that assigns them."""
+    sizes = context.slots.get(graph.phase, ())
+    held: list[list[Lifetime]] = [[] for _ in sizes]
+    for buffer in lifetimes(graph) if sizes else ():
+        if buffer.slot is not None:
+            held[buffer.slot].append(buffer)
+    return SlotTable(tuple(Slot(size, tuple(buffers)) for size, buffers in zip(sizes, held, strict=True) if buffers))

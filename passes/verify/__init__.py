@@ -1,0 +1,1 @@
+"""The verifier: what a schedule must never break."""

@@ -1,0 +1,337 @@
+"""The verifier: runs after every pass and proves, on the graph, what a schedule must never break.
+
+Each check costs one walk of the graph; fake tensors are propagated only through nodes that a pass made or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import fx
+
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role, record
+from graph_fsdp.passes.ir.fake_values import KINDS, kind
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.pipeline import PassContext
+from graph_fsdp.passes.transforms import accumulate
+from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
+from graph_fsdp.passes.verify.error import VerificationError
+from graph_fsdp.passes.verify.layout import check_layout
+
+
+class Verifier:
+    """Checks one graph after each pass, and remembers what it has proven of nodes that did not change since."""
+
+    def __init__(self, graph: Graph, context: PassContext) -> None:
+        self.graph, self.context = graph, context
+        self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
+        self.outputs = _output_values(graph)
+        self.gradients = {
+            index: value.meta["fsdp"].params
+            for index, value in enumerate(_outputs(graph))
+            if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
+        }
+        self.place_of_gradient = {
+            str(dialect.argument(value, "param")): index
+            for index, value in enumerate(_outputs(graph))
+            if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
+        }
+
+    def check(self, pass_name: str) -> None:
+        self.pass_name = pass_name
+        self._topological()
+        if self.graph.phase == "capture":
+            return
+        self._values()
+        self._reductions()
+        self._reduced_over()
+        self._returned()
+        if self.graph.phase in ("forward", "backward", "inference"):
+            self._buffers()
+            self._slots()
+            self._collectives()
+            self._budget()
+
+    def _fail(self, invariant: str, node: fx.Node | None, detail: str, parameters: tuple[str, ...] = ()) -> NoReturn:
+        raise VerificationError(self.pass_name, self.graph, invariant, node, detail, parameters)
+
+    def _topological(self) -> None:
+        seen: set[fx.Node] = set()
+        body = False
+        for node in self.graph.fx_graph.nodes:
+            for source in node.all_input_nodes:
+                if source not in seen:
+                    is_wait = source.target in dialect.WAITS
+                    invariant = "a buffer is used after its wait" if is_wait else "the order is topological"
+                    self._fail(invariant, node, f"{node} uses {source} before it exists")
+            if node.op == "placeholder" and body:
+                self._fail("inputs come first", node, f"input {node} stands among the operators")
+            body |= node.op != "placeholder"
+            seen.add(node)
+
+    def _values(self) -> None:
+        """Shapes, dtypes and devices agree with the fake tensors wherever a node or one of its inputs was
+        made or edited."""
+        proven: dict[fx.Node, tuple[Any, ...]] = {}
+        changed: set[fx.Node] = set()
+        for node in self.graph.fx_graph.nodes:
+            signature = _signature(node)
+            edited = not _same(self.proven.get(node), signature)
+            if node.op == "call_function" and (edited or not changed.isdisjoint(node.all_input_nodes)):
+                if "val" not in node.meta:
+                    self._fail("every node has a fake value", node, f"{node} has no meta['val']")
+                if all("val" in i.meta for i in node.all_input_nodes):
+                    self._value(node)
+            if edited:
+                changed.add(node)
+            proven[node] = signature
+        self.proven = proven
+
+    def _value(self, node: fx.Node) -> None:
+        invariant = "shapes, dtypes and devices agree with the fake tensors"
+        try:
+            computed = KINDS.computed(node)
+        except Exception as error:
+            raise VerificationError(
+                self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
+            ) from error
+        if computed != kind(node.meta["val"]):
+            self._fail(invariant, node, f"{node} is annotated as {kind(node.meta['val'])} and computes {computed}")
+
+    def _returned(self) -> None:
+        """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
+        the one of its own parameter."""
+        added = [*self.context.kept.values(), *self.context.kept_shards.values()]
+        kept = [kind(node.meta["val"]) for node in added] if self.graph.phase == "forward" else []
+        count = self.context.forward_outputs
+        expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
+        if self.graph.phase != "backward":
+            expected = [*expected, *(kind(node.meta["val"]) for node in self.context.given.values())]
+        found = _output_values(self.graph)
+        invariant, output = "the graph returns what it returned", self.graph.output
+        if len(found) != len(expected):
+            self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
+        outputs = _outputs(self.graph)
+        for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
+            value = outputs[index]
+            own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
+            if not own or value.meta["fsdp"].params != params:
+                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
+        offloaded = set(self.context.offloaded.values())  # their copies are on another device
+        for index, (before, after) in enumerate(zip(expected, found, strict=True)):
+            if before != after and not (outputs[index] in offloaded and before[:2] == after[:2]):
+                self._fail(invariant, output, f"output {index} was {before} and is {after}")
+
+    def _buffers(self) -> None:
+        """Started once, waited for once, freed once after the last use through any alias, not used after."""
+        freed_due = "freed" in self.context.facts[self.graph.phase]
+        roots = self.graph.alias_roots()
+        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS | dialect.COPY_STARTS}
+        # A collective that works in place starts on the buffer of another.
+        buffers = {n for n in self.graph.fx_graph.nodes if (n in starts and n in roots[n]) or has_role(n, Role.KEPT)}
+        state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
+        latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
+        gathered: dict[str, fx.Node] = {}
+        for node in self.graph.fx_graph.nodes:
+            check_layout(node, self.graph, self.context, self._fail)
+            if node in starts and record(node) is None:
+                self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
+            if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
+                other = gathered.setdefault(node.meta["fsdp"].bucket, node)
+                if other is not node:
+                    self._fail("each bucket is gathered once", node, f"{other} gathers the same bucket")
+            for source in node.all_input_nodes:
+                for root in roots[source] & buffers:
+                    state[root] = self._advance(node, root, state[root])
+                    if node in starts and state[root] == "started":
+                        latest[root] = node
+        for buffer, final in state.items():
+            if final == "started":
+                late = latest[buffer]
+                self._fail("each collective is waited for once", late, f"{late} is never waited for")
+            is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
+            if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
+                self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _slots(self) -> None:
+        """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
+        phase = self.graph.phase
+        if "slotted" not in self.context.facts[phase]:
+            return
+        sizes = self.context.slots.get(phase, ())
+        buffers = lifetimes(self.graph)
+        for buffer in buffers:
+            start, slot = buffer.start, buffer.slot
+            if slot is not None and not (0 <= slot < len(sizes) and buffer.nbytes <= sizes[slot]):
+                there = f"has {sizes[slot]:,}" if 0 <= slot < len(sizes) else "does not exist"
+                wrong = f"{buffer} takes {buffer.nbytes:,} bytes, slot {slot} {there}"
+                self._fail("each buffer fits its slot", start, wrong)
+        for start in self.graph.with_role(Role.GATHER_START):
+            if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
+                wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
+                self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
+        if (shared := first_overlap(buffers)) is not None:
+            before, buffer = shared
+            wrong = f"{buffer} starts in slot {buffer.slot} while {before} is live in it"
+            self._fail("live buffers do not share a slot", buffer.start, wrong)
+
+    def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
+        params = root.meta["fsdp"].params
+        if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
+            if state != "started":
+                invariant = "each collective is waited for once"
+                self._fail(invariant, node, f"{root} is waited for when it is {state}", params)
+            return "ready"
+        if node.target is dialect.free:
+            if state != "ready":
+                self._fail("each gathered buffer is freed once", node, f"{root} is freed when it is {state}", params)
+            return "freed"
+        if state == "started":
+            self._fail("a buffer is used after its wait", node, f"{node} uses {root} before it is waited for", params)
+        if state == "freed":
+            self._fail("a buffer is not used after its free", node, f"{node} uses {root} after it was freed", params)
+        return "started" if node.target is dialect.all_reduce_shard_start else state
+
+    def _budget(self) -> None:
+        """Bytes gathered and in flight, from each start until the free (or the last use, before there are frees)."""
+        budget = self.context.budget
+        if budget is None or "scheduled" not in self.context.facts[self.graph.phase]:
+            return
+        live = {n: n.meta["fsdp"].nbytes for n in self.graph.with_role(Role.KEPT)}
+        roots = self.graph.alias_roots()
+        buffers = {*live, *self.graph.with_role(Role.GATHER_START)}
+        last_use = {
+            root: n for n in self.graph.fx_graph.nodes for i in n.all_input_nodes for root in roots[i] & buffers
+        }
+        for node in self.graph.fx_graph.nodes:
+            if node in buffers and node not in live:
+                live[node] = node.meta["fsdp"].nbytes
+                if sum(live.values()) > budget:
+                    self._fail(
+                        "bytes gathered and in flight stay under the budget",
+                        node,
+                        f"{sum(live.values()):,} bytes are gathered at once, the budget is {budget:,}",
+                    )
+            for root in {root for i in node.all_input_nodes for root in roots[i]}:
+                if last_use.get(root) is node:
+                    live.pop(root, None)
+
+    def _reductions(self) -> None:
+        """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
+        seen: set[str] = set()
+        produced: set[str] = set()
+        for node in self.graph.fx_graph.nodes:
+            if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
+                continue
+            names = node.meta["fsdp"].params
+            if has_role(node, Role.ACCUMULATE):
+                self._kept(node)
+            if has_role(node, Role.SHARD_GRAD) or node.target is dialect.accumulate_grad:
+                produced |= set(names)
+                if has_role(node, Role.SHARD_GRAD) or self._is_reduced(node):
+                    continue
+            for name in names:
+                if name in seen:
+                    self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
+                seen.add(name)
+        phase = self.graph.phase
+        if phase not in ("joint", "backward") or "annotated" not in self.context.facts[phase]:
+            return
+        bucketed = "bucketed" in self.context.facts[phase]
+        if bucketed and self.context.model.ranks == 1:
+            return
+        parameters = self.context.model.parameters
+        expected = {n for n in self.context.reduced if not (bucketed and parameters[n].empty)}
+        if expected - seen or seen - expected:
+            wrong = sorted(expected - seen) or sorted(seen - expected)
+            invariant = "each gradient is reduced exactly once"
+            node = self._returned_for(wrong[0])
+            self._fail(invariant, node, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
+        for start in self.graph.with_role(Role.REDUCE_START):
+            dropped = tuple(name for name in start.meta["fsdp"].params if name not in produced)
+            if dropped:
+                invariant = "each reduced gradient is returned"
+                self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
+
+    def _kept(self, node: fx.Node) -> None:
+        """A gradient is kept back only where the user has said so."""
+        (name,), settings = node.meta["fsdp"].params, self.context.settings
+        if node.meta["fsdp"].unit not in settings.unsynced | settings.unreplicated:
+            self._fail("each gradient is reduced exactly once", node, f"{name} is kept and not reduced", (name,))
+
+    def _is_reduced(self, node: fx.Node) -> bool:
+        """Whether what is kept was reduced over the ranks that shard."""
+        return accumulate.is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
+
+    def _returned_for(self, parameter: str) -> fx.Node:
+        """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
+        index, values = self.place_of_gradient.get(parameter), _outputs(self.graph)
+        value = values[index] if index is not None and index < len(values) else None
+        return value if isinstance(value, fx.Node) else self.graph.output
+
+    def _reduced_over(self) -> None:
+        """Along the data, each gradient goes through one reduction over the group that shards and one over the
+        replicas, where there are such groups, in this order."""
+        phase, model = self.graph.phase, self.context.model
+        if phase != "backward" or "bucketed" not in self.context.facts[phase]:
+            return
+        invariant = "each gradient is reduced once over each group"
+        over: dict[fx.Node, tuple[str, ...]] = {}
+        for node in self.graph.fx_graph.nodes:
+            groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
+            if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
+                groups = (*groups, dialect.group_of(node))
+                if groups != model.reduce_groups[: len(groups)]:
+                    wrong = f"{node} reduces over the groups {groups}, in order; the model's are {model.reduce_groups}"
+                    self._fail(invariant, node, wrong)
+            elif has_role(node, Role.SHARD_GRAD) and groups != model.reduce_groups:
+                names = tuple(n for n in node.meta["fsdp"].params if not model.parameters[n].empty)
+                missing = "its replicas" if model.reduce_group in groups else "the ranks that shard it"
+                if names:
+                    self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
+            if groups:
+                over[node] = groups
+
+    def _collectives(self) -> None:
+        """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
+        phase = self.graph.phase
+        if "scheduled" not in self.context.facts[phase]:
+            return
+        sequence = self.graph.collectives
+        planned = self.context.collectives.setdefault(phase, sequence)
+        if sequence != planned:
+            index = next(
+                (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
+                min(len(sequence), len(planned)),
+            )
+            starts = self.graph.with_role(*dialect.STARTING)
+            self._fail(
+                "the sequence of collectives is the plan's",
+                starts[index] if index < len(starts) else None,
+                f"entry {index} is {_entry(sequence, index)}, planned was {_entry(planned, index)}",
+            )
+
+
+def _entry(sequence: Sequence[object], index: int) -> object:
+    return sequence[index] if index < len(sequence) else "nothing"
+
+
+def _signature(node: fx.Node) -> tuple[Any, ...]:
+    return (node.target, node.args, node.kwargs, node.meta.get("val"))
+
+
+def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
+    return before is not None and before[-1] is now[-1] and before[:-1] == now[:-1]
+
+
+def _output_values(graph: Graph) -> list[Any]:
+    if graph.phase == "capture":
+        return []
+    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    values = graph.output.args[0]
+    return list(values) if isinstance(values, (list, tuple)) else [values]

@@ -1,0 +1,369 @@
+"""The dialect's collectives on real process groups.
+
+Each collective is a start, which launches it asynchronously, and a wait. On CUDA and XPU the process group runs it
+on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
+stream wait, not the host. On gloo the wait blocks the host.
+
+Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage, or, where the gathered
+type is another, casts it in one kernel to where the rank's own part of the result lies and sends it from there; a
+parameter with a message of its own lands where the graph reads it; the gradient of such a parameter is reduced from
+where it was written.
+
+[Note: two ranks on gloo]
+gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
+kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
+A sum of two has the same bits in either order. Where gradients are reduced in a wider type than they have, only the
+half that is sent is cast; adding the other half to it casts each element as it is read. (Figures: docs/decisions.md.)
+
+Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
+narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
+neither the summands nor the sum overflow. Where a second reduction over replicas follows, that is the number of all
+ranks, and "after" is after the second.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.layout import GatherLayout, Message
+from graph_fsdp.runtime.ranks import lockstep
+
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+@dataclass
+class Pending:
+    """A collective under way. ``finish`` waits for it and puts the result into ``buffer``."""
+
+    buffer: Tensor
+    finish: Callable[[], None]
+
+
+def start_all_gather(
+    shards: Sequence[Tensor],
+    layout: GatherLayout,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    allocate: Allocate = allocate,
+    release: Callable[[Tensor], None] = lambda _: None,
+) -> Pending:
+    """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
+    source, world = shard_slice(shards, layout), layout.world_size
+    result = allocate(world * layout.length, dtype, source.device)
+    landing = allocate(layout.landing_numel, dtype, source.device) if layout.landing_numel else None
+    unpacked: list[tuple[Tensor, Message]] = []
+    targets: list[tuple[Tensor, Tensor]] = []
+    used = 0
+    for message in layout.messages:
+        if message.lands_in_place:
+            target = result[world * message.begin : world * (message.begin + message.numel)]
+        else:
+            assert landing is not None
+            target = landing[used : used + world * message.numel]
+            used += world * message.numel
+            unpacked.append((_sendable(target), message))
+        targets.append((target, source[message.begin : message.begin + message.numel]))
+    if source.dtype is not dtype:
+        targets = _cast_in_place(targets, group)
+    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
+    pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
+    works = compat.seen_as(
+        "_allgather_base_",
+        group,
+        lambda: compat.all_gather_single(result, source, group=group, async_op=True),
+        lambda: gather(pairs, group),
+    )
+
+    def finish(keep_alive: Any = (source, targets)) -> None:
+        for work in works:
+            lockstep.finish(work, result.device)
+        for target, message in unpacked:
+            unpack(target, _sendable(result), message, world)
+        if landing is not None:
+            release(landing)
+
+    return Pending(result, finish)
+
+
+def _sendable(value: Tensor) -> Tensor:
+    """Process groups may not know float8."""
+    is_float8 = value.dtype.itemsize == 1 and value.dtype.is_floating_point
+    return value.view(torch.uint8) if is_float8 else value
+
+
+def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+    """Each rank's part of a message is cast to where it belongs in the target, and sent from there."""
+    own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
+    compat.foreach_copy(own, [part for _, part in targets])
+    return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
+
+
+def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """See [Note: two ranks on gloo]."""
+    return group.size() == 2 and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Any]:
+    works = []
+    for target, source in messages:
+        own, other = _own_first(target, group)
+        works.append(_exchange(other, source, group))
+        if own.data_ptr() != source.data_ptr():  # or it was cast there
+            own.copy_(source)
+    return works
+
+
+def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The half of this rank, and that of the other."""
+    first, second = halves[: len(halves) // 2], halves[len(halves) // 2 :]
+    return (first, second) if group.rank() == 0 else (second, first)
+
+
+def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
+    """Between two ranks."""
+    splits = [0, 0]
+    splits[1 - group.rank()] = len(sent)
+    return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+
+
+def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
+    """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
+    first = shards[0]
+    if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
+        return first.reshape(-1)
+    itemsize = first.element_size()
+    begin = first.storage_offset() - layout.offsets[0]
+    base = first.data_ptr() - layout.offsets[0] * itemsize
+    in_place = 0 <= begin <= first.untyped_storage().nbytes() // itemsize - layout.length and all(
+        shard.data_ptr() == base + offset * itemsize and shard.is_contiguous()
+        for shard, offset in zip(shards, layout.offsets, strict=True)
+    )
+    if in_place:
+        return first.as_strided((layout.length,), (1,), begin)
+    packed = first.new_zeros(layout.length)
+    for shard, offset in zip(shards, layout.offsets, strict=True):
+        packed[offset : offset + shard.numel()].copy_(shard.reshape(-1))
+    return packed
+
+
+def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
+    """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
+    sizes = message.splits
+    part = buffer[world * message.begin : world * (message.begin + message.numel)]
+    pieces = [
+        piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
+    ]
+    torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
+
+
+def keep_shard(
+    buffer: Tensor, offsets: Sequence[int], numels: Sequence[int], length: int, scale: int, group: dist.ProcessGroup
+) -> Tensor:
+    """This rank's shard over ``group`` of a gathered bucket: of the parameter at element ``o`` of the bucket's shard
+    (``length`` elements) ``scale`` of its ``scale * group.size()`` chunks, at ``scale * o``. Zeros in between."""
+    world, place = scale * group.size(), group.rank()
+    kept = buffer.new_zeros(scale * length)
+    for offset, numel in zip(offsets, numels, strict=True):
+        begin = world * offset + place * scale * numel
+        kept[scale * offset : scale * (offset + numel)] = buffer[begin : begin + scale * numel]
+    return kept
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """The reduction of a bucket's gradients but for their values: what is the same in every run of a program.
+    ``messages``: of each, how many gradients, and where in the result their chunks begin and how many elements they
+    have. ``length``: of the result."""
+
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+    op: dist.ReduceOp.RedOpType
+    before: float | None
+    after: float | None
+    messages: tuple[tuple[int, int, int], ...]
+    length: int
+    is_pair: bool
+
+    @classmethod
+    def of(
+        cls,
+        grads: Sequence[Tensor],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        replicas: int = 1,
+        messages: Sequence[int] = (),
+        factor: float | None = None,
+        summed: bool = False,
+    ) -> ReduceScatter:
+        """For gradients of these shapes; the other arguments as ``start_reduce_scatter`` takes them."""
+        world = group.size()
+        op, before, after = mean_of(dtype, world * replicas, factor, summed)
+        offsets = dialect.reduced_offsets(grads, dtype, world, messages)
+        numels = dialect.chunk_numels(grads, world)
+        found, first = [], 0
+        for count in messages or [len(grads)]:
+            found.append((count, offsets[first], sum(numels[first : first + count])))
+            first += count
+        is_pair = _is_pair(group, grads[0].device)
+        after = after if replicas == 1 else None
+        return cls(dtype, group, op, before, after, tuple(found), offsets[-1], is_pair)
+
+    def start(self, grads: Sequence[Tensor]) -> Pending:
+        out = grads[0].new_empty(self.length, dtype=self.dtype)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        for count, begin, numel in self.messages:
+            sent = self._message(grads[first : first + count], numel)
+            pairs.append((out[begin : begin + numel], sent))
+            first += count
+        return compat.seen_as(
+            "_reduce_scatter_base_", self.group, lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
+        )
+
+    def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
+        sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.group.size() * self.length)
+        return compat.reduce_scatter_single(out, sent, op=self.op, group=self.group, async_op=True)
+
+    def _start(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Pending:
+        if self.is_pair:
+            divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
+            return _exchange_reduce_scatter(out, pairs, self.group, divisor)
+        works = compat.grouped_reduce_scatter(list(pairs), self.op, self.group)
+        return Pending(out, finish_reduction(works, out, self.after, keep_alive=pairs))
+
+    def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:
+        """What a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between two
+        ranks, a gradient by itself whose type the reduction's holds exactly is not cast yet."""
+        first, world = grads[0], self.group.size()
+        uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
+        sent_as = first.dtype if uncast else self.dtype
+        as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, world)
+        sent = first.view(-1) if as_it_is else _packed(grads, self.dtype, world, numel)
+        if self.before is not None:
+            sent = sent / self.before if as_it_is else sent.div_(self.before)
+        return sent
+
+
+def start_reduce_scatter(
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    replicas: int = 1,
+    messages: Sequence[int] = (),
+    factor: float | None = None,
+    summed: bool = False,
+) -> Pending:
+    """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``. With
+    ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
+    only read, until the wait."""
+    return ReduceScatter.of(grads, dtype, group, replicas, messages, factor, summed).start(grads)
+
+
+def _exchange_reduce_scatter(
+    out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup, divisor: float | None
+) -> Pending:
+    under_way = []
+    for part, sent in pairs:
+        own, other = _own_first(sent, group)
+        under_way.append((_exchange(part, other.to(part.dtype), group), part, own))
+
+    def finish() -> None:
+        for work, part, own in under_way:
+            lockstep.finish(work, out.device)
+            part.add_(own)
+            if divisor is not None:
+                part.div_(divisor)
+
+    return Pending(out, finish)
+
+
+def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
+    """Full gradients → rank-major chunks, padded with zeros, in ``dtype``; flat."""
+    return _packed(grads, dtype, world, sum(dialect.chunk_numels(grads, world)))
+
+
+def _packed(grads: Sequence[Tensor], dtype: torch.dtype, world: int, numel: int) -> Tensor:
+    packed = torch.empty(world, numel, dtype=dtype, device=grads[0].device)
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
+    return packed.view(-1)
+
+
+def start_all_reduce(
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    replicas: int = 1,
+    factor: float | None = None,
+    summed: bool = False,
+) -> Pending:
+    """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
+    out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
+    op, before, after = mean_of(dtype, group.size() * replicas, factor, summed)
+    if before is not None:
+        out.div_(before)
+    work = dist.all_reduce(out, op=op, group=group, async_op=True)
+    return Pending(out, finish_reduction([work], out, after if replicas == 1 else None))
+
+
+def start_shard_all_reduce(
+    shard: Tensor, ranks: int, group: dist.ProcessGroup, factor: float | None = None, summed: bool = False
+) -> Pending:
+    """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
+    reductions, multiplied."""
+    op, _, after = mean_of(shard.dtype, ranks, factor, summed)
+    work = dist.all_reduce(shard, op=op, group=group, async_op=True)
+    return Pending(shard, finish_reduction([work], shard, after))
+
+
+def finish_reduction(
+    works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None
+) -> Callable[[], None]:
+    def finish(keep_alive: Any = keep_alive) -> None:
+        for work in works:
+            lockstep.finish(work, out.device)
+        if after is not None:
+            out.div_(after)
+
+    return finish
+
+
+@functools.cache  # asked for in every reduction of every run
+def mean_of(
+    dtype: torch.dtype, ranks: int, factor: float | None = None, summed: bool = False
+) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
+    """The reduction's operator, and the factors to divide by before and after it. ``factor``: divide the sum by this
+    and not by the number of ranks. ``summed``: the group is to add, and to do nothing else."""
+    if dtype in (torch.float32, torch.bfloat16):
+        if factor is None and not summed:
+            return dist.ReduceOp.AVG, None, None
+        return dist.ReduceOp.SUM, None, float(ranks) if factor is None else factor
+    factor = float(ranks) if factor is None else factor
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return dist.ReduceOp.SUM, float(before), factor / before
+
+
+def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
+    """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    work = dist.all_reduce(flat, op=_OPERATIONS[op], group=group, async_op=True)
+    lockstep.finish(work, flat.device)
+    return flat
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

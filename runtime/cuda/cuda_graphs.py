@@ -1,0 +1,400 @@
+"""CUDA graphs of a program's compute regions: captured once, replayed in later runs, collectives between them as ever.
+
+The first runs of a program are ordinary (compilers and libraries set themselves up). Then one run captures each region
+call that ``capturable.py`` has chosen, and later runs replay them.
+
+[Note: memory of CUDA graphs]
+A replay reads the addresses and writes to the addresses of the capture. Whether that is right is decided before a run:
+
+- What a program is called with lies where it lay (the model's own tensors; what the forward program saved), or is
+  copied to where its first copy lay (the batch; the gradients of outputs). Buffers of gathers lie in kept slots. If
+  something lies elsewhere, the run is an ordinary one; if that goes on, the program is captured anew.
+- Results lie in one pool per program, in which what is dropped in the course of a run is used again by later regions,
+  as in the run that captured. So of a run's results nothing may be alive when the next run replays: what the user gets
+  is copied out, and what is saved for backward is *lent*, in storages of its own that say when they are gone. If
+  something that was lent is alive (two forwards before a backward), the run is an ordinary one, with memory of its own.
+
+Both change who computes and never what: no collective is added, left out or moved, so ranks need not decide alike.
+Within a run addresses follow from the program; they are compared all the same, and a difference is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.runtime.cuda.capturable import Choice, choose
+from graph_fsdp.runtime.cuda.capture import Capture
+from graph_fsdp.runtime.regions.regions import Compiled, cut
+from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
+
+WARM_UP_RUNS = 2
+CHANGED_RUNS = 3  # in a row, with inputs that lie elsewhere, until a program is captured anew
+MOST_CAPTURES = 4  # of one program
+
+
+class ModelGraphs:
+    """What the programs of one model share. ``state``: the tensors that the model owns, whose memory is its own."""
+
+    def __init__(
+        self, capture: Capture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self.capture, self.device, self.state = capture, device, state
+        self.slots = SlotMemory(device, counter)
+        self.running = False  # a run within a run is ordinary, with slots of its own
+        self.closed = False
+        self.programs: list[ProgramGraphs] = []
+
+    def close(self) -> None:
+        """The model is gone, and who compiled its programs may keep them: runs are ordinary from now on. What was lent
+        keeps its memory."""
+        self.closed = True
+        self.slots.pieces.clear()
+        for program in self.programs:
+            program.forget()
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A tensor but for its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Tensor) -> _Layout:
+        return cls(value.dtype, int(value.storage_offset()), value.shape, value.stride())
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
+class Captured:
+    """One capture of a program: its graphs, and all memory that they read and write but slots and what others own."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self.capture, self.device, self.pool = capture, device, capture.pool()
+        self.function: Callable[..., Any] = _unset
+        self.slots = SlotPlan()
+        self.inputs: dict[int, Tensor] = {}  # by place, where what is copied lies
+        self.addresses: dict[int, int] = {}  # by place, of what is not
+        self.owned: dict[int, int] = {}  # address of a storage → bytes
+        self.lent: set[int] = set()
+        self.copied_nbytes = 0
+        self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
+        self._buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
+        self._lent_so_far = itertools.count()
+
+    def own(self, value: Tensor) -> None:
+        self.owned[address_of(value)] = value.untyped_storage().nbytes()
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """Where copies of ``value`` and of its successors lie."""
+        copy = _like(value)
+        self.own(copy)
+        self.copied_nbytes += copy.untyped_storage().nbytes()
+        return copy
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and address_of(value) in self.owned
+
+    def lend(self, address: int) -> torch.UntypedStorage:
+        """Owned memory as a storage, for as long as somebody holds it."""
+        return self.watch(compat.storage_at(address, self.owned[address], self.device))
+
+    def watch(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        number = next(self._lent_so_far)
+        self.lent.add(number)
+        # It refers to this object, and so keeps the memory of what was lent.
+        weakref.finalize(storage, _returned, self, number).atexit = False
+        return storage
+
+    def lend_buffer(self, bucket: str, nbytes: int) -> Tensor:
+        if bucket not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.own(self._buffers[bucket])
+        kept = self._buffers[bucket]
+        return _Layout.of(kept).on(self.lend(address_of(kept)))
+
+    def drop(self) -> None:
+        """Its graphs go with it, and not when the garbage collector comes."""
+        self.function, self.slots = _unset, SlotPlan()
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        return all(args[place].data_ptr() == address for place, address in self.addresses.items())
+
+    @property
+    def buffer_nbytes(self) -> int:
+        return sum(value.nbytes for value in self._buffers.values())
+
+
+def _returned(captured: Captured, number: int) -> None:
+    captured.lent.discard(number)
+
+
+def _unset(*_: Any) -> Any:
+    raise AssertionError("a program without a function")
+
+
+class CapturedCall:
+    """A region's call in a program: captured by its first run, replayed by all others."""
+
+    def __init__(self, name: str, function: Compiled, choice: Choice, captured: Captured) -> None:
+        self.name, self.function, self.choice, self.captured = name, function, choice, captured
+        self._replay: Callable[[], None] | None = None
+        self._copies: dict[int, Tensor] = {}
+        self._addresses: list[int] = []
+        self._results: list[Any] = []
+        self._saved: list[tuple[int, list[tuple[int, _Layout]]]] = []  # (address, the results in that memory)
+        self._views: list[tuple[int, int, _Layout]] = []  # (result, the input whose memory it lies in)
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        for index in self.choice.copied:
+            if index not in self._copies:
+                self._copies[index] = self.captured.copy_of(inputs[index])
+            inputs[index] = _copy(inputs[index], self._copies[index])
+        if self._replay is None:
+            return self._capture(inputs)
+        for value, address in zip(inputs, self._addresses, strict=True):
+            if value.data_ptr() != address:
+                raise RuntimeError(
+                    f"cuda_graphs=True: {self.name} was captured with an input at another address, and what it would "
+                    "read there is not its input; leave cuda_graphs out, and report this"
+                )
+        self._replay()
+        results = list(self._results)
+        for address, parts in self._saved:
+            storage = self.captured.lend(address)
+            for index, layout in parts:
+                results[index] = layout.on(storage)
+        for index, source, layout in self._views:
+            results[index] = layout.on(inputs[source].untyped_storage())
+        inputs.clear()
+        return results
+
+    def _capture(self, inputs: list[Any]) -> Sequence[Any]:
+        captured = self.captured
+        try:
+            replay, outputs = captured.capture.capture(self.function, inputs, captured.pool)
+        except Exception as error:
+            raise RuntimeError(
+                f"cuda_graphs=True: {self.name} cannot be captured ({error}); leave cuda_graphs out"
+            ) from error
+        sources = {address_of(value): index for index, value in enumerate(inputs)}
+        self._addresses = [value.data_ptr() for value in inputs]
+        self._results = [value if not isinstance(value, Tensor) or not address_of(value) else None for value in outputs]
+        parts: dict[int, list[int]] = {}
+        for index, value in enumerate(outputs):
+            if self._results[index] is not None or value is None:
+                continue
+            if address_of(value) in sources:
+                self._views.append((index, sources[address_of(value)], _Layout.of(value)))
+            else:
+                captured.own(value)
+                parts.setdefault(address_of(value), []).append(index)
+        with torch.inference_mode(False):
+            for address, indices in parts.items():
+                layouts = [(index, _Layout.of(outputs[index])) for index in indices]
+                if any(self.choice.saved[index] for index in indices):
+                    self._saved.append((address, layouts))
+                    captured.watch(outputs[indices[0]].untyped_storage())
+                    continue
+                # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
+                storage = compat.storage_at(address, captured.owned[address], captured.device)
+                for index, layout in layouts:
+                    self._results[index] = layout.on(storage)
+        self._replay = replay
+        replay()
+        inputs.clear()
+        return outputs
+
+
+class Runnable(Protocol):
+    """A program: ``ordinary`` is its function, in whose namespace ``constants`` has the compiled regions by name."""
+
+    slots: SlotPlan
+    constants: dict[str, Any]
+    ordinary: types.FunctionType
+
+    def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any: ...
+
+
+class ProgramGraphs:
+    """Decides for each run of a program whether its CUDA graphs run. ``str`` says what was decided.
+
+    ``user_outputs``: number of outputs that are not saved for backward. ``forward``: of a backward program, its forward
+    program's."""
+
+    def __init__(
+        self, model: ModelGraphs, graph: Graph, user_outputs: int, forward: ProgramGraphs | None = None
+    ) -> None:
+        self.model, self.forward, self.phase = model, forward, graph.phase
+        self.choice = choose(graph, cut(graph), model.device.type, user_outputs)
+        self.captured: Captured | None = None
+        self.captures = 0
+        self.runs: Counter[str] = Counter()  # by what they were
+        self._changed = 0  # runs in a row
+        self._slots: SlotPlan | None = None
+        self._user_outputs = user_outputs
+        self._names = [node.name for node in graph.placeholders]
+        outputs = graph.output.args[0]
+        assert isinstance(outputs, (list, tuple))
+        self._saved_names = [str(output) for output in outputs[user_outputs:]]
+        model.programs.append(self)
+
+    def forget(self) -> None:
+        if self.captured is not None and not self.captured.lent:
+            self.captured.drop()
+        self.captured = self._slots = None
+
+    def note(self, index: int) -> str:
+        """On the region at this place of the program, for its source."""
+        choice = self.choice.regions[index]
+        return f"no CUDA graph: {choice.reason}" if choice.reason else "a CUDA graph"
+
+    def run(self, program: Runnable, args: list[Any]) -> Any:
+        model = self.model
+        if model.running or model.closed or not self.choice.captured:
+            self.runs["within another run" if model.running else "with nothing to capture"] += 1
+            return program.execute(program.ordinary, program.slots, args)
+        model.running = True
+        try:
+            if self._slots is None:
+                self._slots = replace(program.slots, memory=model.slots.take(program.slots.nbytes))
+            ordinary = self._why_not(args)
+            self.runs[ordinary or ("replayed" if self.captured else "captured")] += 1
+            if ordinary:
+                return program.execute(program.ordinary, self._slots, args)
+            if self.captured is not None:
+                return self._replay(self.captured, program, args)
+            captured = self._prepared(program, args)
+            results = self._replay(captured, program, args)
+            self.captured = captured
+            return results
+        finally:
+            model.running = False
+
+    def _why_not(self, args: list[Any]) -> str:
+        """Why this run is an ordinary one; empty if it is not."""
+        if sum(self.runs.values()) < WARM_UP_RUNS:
+            return "warming up"
+        if self.captured is not None and self.captured.lent:
+            return "with saved tensors of another run alive"
+        if self.forward is not None and not self.forward.has_saved(zip(self._names, args, strict=True)):
+            return "behind an ordinary forward"
+        if self.captured is not None and self.captured.fits(args):
+            self._changed = 0
+            return ""
+        if self.captured is not None:
+            self._changed += 1
+            if self._changed < CHANGED_RUNS or self.captures == MOST_CAPTURES:
+                return "with inputs that lie elsewhere"
+            self.captured.drop()
+            self.captured, self._changed = None, 0
+        return ""
+
+    def has_saved(self, values: Iterable[tuple[str, Any]]) -> bool:
+        """Whether these inputs of backward, by name, are what a replay of this program saved."""
+        captured = self.captured
+        return captured is not None and all(
+            captured.owns(value) for name, value in values if name in captured.saved_names
+        )
+
+    def _prepared(self, program: Runnable, args: list[Any]) -> Captured:
+        captured = Captured(self.model.capture, self.model.device)
+        self.captures += 1
+        assert self._slots is not None
+        for memory in self._slots.memory:
+            captured.own(memory)
+        captured.slots = replace(self._slots, lend=captured.lend_buffer)
+        forward = self.forward.captured if self.forward is not None else None
+        fixed = {address_of(value) for value in self.model.state()}.union(forward.owned if forward else ())
+        for place in self.choice.read:
+            value = args[place]
+            if place in self.choice.written or address_of(value) in fixed:
+                captured.addresses[place] = value.data_ptr()
+            else:
+                captured.inputs[place] = captured.copy_of(value)
+        calls = {
+            f"region_{index}": CapturedCall(
+                f"region_{index} of the {self.phase} graph",
+                program.constants[f"region_{index}"],
+                self.choice.regions[index],
+                captured,
+            )
+            for index in self.choice.captured
+        }
+        function = program.ordinary
+        captured.function = types.FunctionType(function.__code__, {**function.__globals__, **calls})
+        return captured
+
+    def _replay(self, captured: Captured, program: Runnable, args: list[Any]) -> Any:
+        for place, kept in captured.inputs.items():
+            lent = _Layout.of(kept).on(captured.lend(address_of(kept))) if place in self.choice.saved else kept
+            args[place] = _copy(args[place], lent)
+        results = program.execute(captured.function, captured.slots, args)
+        saved = results[self._user_outputs :]
+        names = zip(self._saved_names, saved, strict=True)
+        captured.saved_names = frozenset(name for name, value in names if captured.owns(value))
+        users = results[: self._user_outputs]
+        return [*(_copy(value, _like(value)) if captured.owns(value) else value for value in users), *saved]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that are kept between runs, but for slots: these are the model's."""
+        if self.captured is None:
+            return {}
+        captured = self.captured
+        gathered, copied = captured.buffer_nbytes, captured.copied_nbytes
+        slots = sum(memory.nbytes for memory in captured.slots.memory)
+        results = sum(captured.owned.values()) - gathered - copied - slots
+        return {"copies of inputs": copied, "buckets gathered for backward": gathered, "results": results}
+
+    def __str__(self) -> str:
+        reasons = self.choice.reasons
+        chosen = len(self.choice.captured)
+        lines = [f"CUDA graphs: {chosen} of {chosen + len(reasons)} regions that have kernels"]
+        lines += [f"  region_{index} is not one: {reason}" for index, reason in reasons.items()]
+        if self.runs:
+            lines.append("  runs: " + ", ".join(f"{count} {what}" for what, count in self.runs.items()))
+        if self.captured is not None:
+            kept = ", ".join(f"{what} {nbytes:,}" for what, nbytes in self.nbytes.items() if nbytes)
+            lines.append(f"  kept between runs, in bytes: {kept}; slots of all graphs {self.model.slots.nbytes:,}")
+        return "\n".join(lines)
+
+
+def address_of(value: Tensor) -> int:
+    """Of its storage; 0 if it has no bytes."""
+    return int(value.untyped_storage().data_ptr())
+
+
+def _like(value: Tensor) -> Tensor:
+    """New memory for a tensor of the same shape and strides."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
+    with torch.inference_mode(False):
+        memory = torch.empty_strided(sizes, value.stride(), dtype=value.dtype, device=value.device)
+        return memory.as_strided(value.shape, value.stride())
+
+
+def _copy(value: Tensor, to: Tensor) -> Tensor:
+    """``to``, with the values of ``value``."""
+    source, target = value.detach(), to
+    for dim, stride in enumerate(value.stride()):
+        if stride == 0 and value.shape[dim] > 1:  # expanded
+            source, target = source.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    target.copy_(source)
+    return to

@@ -1,0 +1,1 @@
+"""Watching programs run: times, schedules, ranges."""

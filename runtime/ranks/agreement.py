@@ -1,0 +1,159 @@
+"""Ranks compare what they are about to run before they run it.
+
+A collective that one rank starts and another does not is a hang. So the first time that a model's ranks are about
+to run a sequence of collectives, each publishes it in the process group's store. The first rank reads them all,
+compares, and publishes one verdict for all: reads grow with the number of ranks, not with its square. With a timeout,
+and not by a collective, which could hang itself. A sequence that was agreed on before needs nothing: a rank may
+recompile alone as long as its collectives stay the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from graph_fsdp import compat
+
+TIMEOUT_SECONDS = 300.0
+PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 10.0  # more than the first rank takes to read what the others published
+_RANKS_IN_MESSAGE = 16
+# Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
+_ALONE = frozenset({"fake", "simulated"})
+
+Refused: TypeAlias = Callable[[], None]
+
+
+class RankDisagreement(RuntimeError):
+    """Ranks are about to run different collectives, or one of them did not come. Says which ranks, and where."""
+
+
+def digest(entries: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(entries).encode()).hexdigest()
+
+
+def is_shared(ranks: Sequence[int]) -> bool:
+    """Whether there is anyone to agree with: several ranks, and not those of a process group that one process plays."""
+    return len(ranks) > 1 and dist.get_backend() not in _ALONE
+
+
+def agree(
+    key: str,
+    entries: Sequence[str],
+    ranks: Sequence[int],
+    timeout: float = TIMEOUT_SECONDS,
+    refused: Refused | None = None,
+) -> None:
+    """Compare ``entries`` with those of the other ``ranks`` (global) under ``key``, which each must choose alike.
+    ``refused`` is called while this rank waits, and may raise.
+
+    Raises:
+        RankDisagreement: on every rank, when entries differ, or when a rank did not publish any within ``timeout``
+            seconds.
+    """
+    if not is_shared(ranks):
+        return
+    me, first = dist.get_rank(), ranks[0]
+    store, prefix = compat.default_store(), prefix_of(ranks, key)
+    store.set(f"{prefix}/{me}", json.dumps([digest(entries), *entries]))
+    if me == first:
+        verdict = _verdict(store, prefix, key, list(entries), ranks, timeout, refused)
+        store.set(f"{prefix}/verdict", verdict)
+    elif wait(store, [f"{prefix}/verdict"], timeout + _GRACE_SECONDS, refused):
+        raise RankDisagreement(_did_not_come([first], me, key, timeout + _GRACE_SECONDS))
+    else:
+        verdict = store.get(f"{prefix}/verdict").decode()
+    if verdict:
+        raise RankDisagreement(verdict)
+
+
+def publish(key: str, value: str, ranks: Sequence[int]) -> None:
+    """For the other ``ranks`` to :func:`receive`."""
+    compat.default_store().set(f"{prefix_of(ranks, key)}/value", value)
+
+
+def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused | None = None) -> str:
+    """What the first of ``ranks`` published under ``key``. ``refused``: as above.
+
+    Raises:
+        RankDisagreement: it did not publish anything within ``timeout`` seconds.
+    """
+    store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
+    if wait(store, [name], timeout, refused):
+        raise RankDisagreement(_did_not_come(ranks[:1], dist.get_rank(), key, timeout))
+    return store.get(name).decode()
+
+
+def prefix_of(ranks: Sequence[int], key: str) -> str:
+    names = [str(rank) for rank in ranks]
+    return f"graph_fsdp/{'-'.join(names) if len(names) < 64 else digest(names)}/{key}"
+
+
+def _verdict(
+    store: dist.Store,
+    prefix: str,
+    key: str,
+    mine: list[str],
+    ranks: Sequence[int],
+    timeout: float,
+    refused: Refused | None,
+) -> str:
+    """What is wrong, or nothing."""
+    keys = {f"{prefix}/{rank}": rank for rank in ranks}
+    missing = [keys[name] for name in wait(store, list(keys), timeout, refused)]
+    if missing:
+        return _did_not_come(missing, ranks[0], key, timeout)
+    others = {rank: json.loads(store.get(name)) for name, rank in keys.items()}
+    different = {rank: value[1:] for rank, value in others.items() if value[0] != digest(mine)}
+    if not different:
+        return ""
+    rank, theirs = next(iter(different.items()))
+    at, in_theirs, in_mine = first_difference(theirs, mine)
+    return (
+        f"ranks {listed(sorted(different))} are about to run another program than rank {ranks[0]} ({key!r}): entry "
+        f"{at} is {in_theirs!r} on rank {rank} and {in_mine!r} on rank {ranks[0]}; use the same model, options and "
+        "passes on all ranks, and let no branch depend on a rank's own data"
+    )
+
+
+def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, str, str]:
+    """The first entry in which two sequences differ, and what it is in each."""
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    there, here = ("nothing" if at == len(entries) else entries[at] for entries in (theirs, mine))
+    return at, there, here
+
+
+def _did_not_come(missing: Sequence[int], waiting: int, key: str, timeout: float) -> str:
+    return (
+        f"rank {waiting} waited {timeout:.0f} s for ranks {listed(missing)} to compile {key!r} and they did not; they "
+        "run another branch, have failed, or hang: look at their output"
+    )
+
+
+def listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_IN_MESSAGE]))
+    more = len(ranks) - _RANKS_IN_MESSAGE
+    return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"
+
+
+def wait(store: dist.Store, names: list[str], timeout: float, refused: Refused | None = None) -> list[str]:
+    """Wait until every name is set; those that are not when time is up. ``refused`` is called now and then."""
+    deadline = time.monotonic() + timeout
+    missing = [name for name in names if not store.check([name])]
+    while missing and time.monotonic() < deadline:
+        left = max(_POLL_SECONDS, deadline - time.monotonic())
+        if refused is not None:
+            refused()
+            left = min(left, PATIENCE_SECONDS)
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
+            store.wait(missing, datetime.timedelta(seconds=left))
+        missing = [name for name in missing if not store.check([name])]
+    return missing

@@ -1,0 +1,311 @@
+"""What the ranks of a job tell each other when one of them fails, so that the errors of all name it.
+
+A process group says which connection broke, not which rank is the reason, and says nothing about a rank that raised
+and went on to do something else: the others wait for it. So a rank that fails in or before a program writes what
+happened into the store. A rank whose collective ends with an error calls the roll: it writes that down too, and looks
+for a short while who answers. Ranks that raised by themselves are named with their error; of those that do not answer,
+the kernel says whether their process still exists, where it runs on the same host. A rank that waits in a collective
+looks into the store now and then (``lockstep.finish``), and so answers.
+
+Nothing of this runs in a step in which nothing fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from graph_fsdp import compat
+from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed
+from graph_fsdp.runtime.regions.regions import Region, cut
+
+# A rank that waits in a collective answers after ``PATIENCE_SECONDS`` at the latest.
+ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
+# A rank that raised before it began a program may catch the error and come back.
+RETRY_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+_END_SECONDS = 2.0
+_RANKS_OF_HOST = 64  # no host has more; of farther ones the kernel is not asked
+_ERROR_CHARACTERS = 600
+_ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
+_CALL = re.compile(r"^\s*(?:(?P<name>\w+) = )?(?P<call>frame\.\w+|region_\d+|keep_\d+)\((?P<first>\w*)")
+
+Value = TypeVar("Value")
+
+
+class RankFailure(RuntimeError):
+    """Another rank raised, died or stopped, so that a collective could not end. Names the ranks, and what is known
+    about each. The ranks of the process group cannot go on: start them again."""
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective ended with an error of the process group. Becomes a ``RankFailure``."""
+
+
+# Errors after which collectives of this rank do not end, or have ended.
+OUT_OF_STEP = (RankDisagreement, RankFailure, CollectiveFailed)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``position``: of the program in which a rank failed, or which it had not begun yet. ``of_others``: a collective
+    ended with an error, or did not end because of another rank."""
+
+    rank: int
+    position: int
+    inside: bool
+    of_others: bool
+    where: str
+    error: str
+
+    def __str__(self) -> str:
+        if self.of_others:
+            return f"rank {self.rank} could not end {self.where}: {self.error}"
+        return f"rank {self.rank} raised {self.error} in {self.where}"
+
+
+def described(error: BaseException) -> str:
+    name = "" if isinstance(error, CollectiveFailed) else f"{type(error).__name__}: "
+    text = f"{name}{error}".strip().rstrip(":")
+    return text if len(text) <= _ERROR_CHARACTERS else f"{text[:_ERROR_CHARACTERS]}…"
+
+
+def is_of_process_group(error: BaseException) -> bool:
+    """Whether a collective ended with it. What compiled code waits for by itself (``regions="whole"``) raises what the
+    process group says, a plain RuntimeError that names gloo's source file."""
+    if isinstance(error, (CollectiveFailed, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return type(error) is RuntimeError and ("/gloo/" in str(error) or "Application timeout" in str(error))
+
+
+def place(error: BaseException, program: Any) -> str:
+    """Where a program (``executor.Program``) raised: the region or collective; "" where that is not known."""
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _place_in(frames, program)
+
+
+def running_place(program: Any) -> str:
+    """Where a program that called this function is now; "" where that is not known."""
+    frames: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _place_in(frames[::-1], program)
+
+
+def _place_in(frames: Sequence[tuple[str, int]], program: Any) -> str:
+    """``frames``: files and lines, the innermost last."""
+    source = getattr(program, "source", "").splitlines()
+    file = f"<graph_fsdp {program.graph.phase} program>" if source else ""
+    found = ""
+    for name, line in frames if source else ():
+        if name == file and 0 < line <= len(source):
+            found = _described_line(source, source[line - 1], program)
+    return found
+
+
+def _described_line(source: Sequence[str], line: str, program: Any) -> str:
+    call = _CALL.search(line)
+    if call is None:  # several results, or none
+        region = re.search(r"region_(\d+)\(", line)
+        return _described_region(int(region[1]), program) if region else ""
+    if call["call"].startswith("region_"):
+        return _described_region(int(call["call"].removeprefix("region_")), program)
+    what = call["call"].removeprefix("frame.").replace("_", " ")
+    start = line
+    if call["call"] in ("frame.wait", "frame.free"):  # the line that started it says the bucket
+        start = next((text for text in source if text.startswith(f"    {call['first']} = ")), line)
+        started = re.search(r"frame\.(\w+?)_start", start)
+        what = f"{what} for {started[1]}" if started else what
+    bucket = start.partition("  # ")[2]
+    return f"{what} of bucket {bucket}" if bucket else what
+
+
+def _described_region(index: int, program: Any) -> str:
+    step = cut(program.graph)[index]
+    records = [node.meta.get("fsdp") for node in step.inputs] if isinstance(step, Region) else []
+    units = dict.fromkeys(record.unit or "root" for record in records if record is not None)
+    return f"region {index}" + (f" (unit {', '.join(units)})" if units else "")
+
+
+class Failures:
+    """Those of some ranks, in the store. ``base`` begins the names of its keys."""
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
+        self.ranks, self.store, self.base = tuple(ranks), store, base
+        self.mine: Failure | None = None
+        self._last_own = -1  # position of the last program in which this rank failed by itself
+        self._first_seen: dict[Failure, float] = {}
+        self._published = False
+
+    def publish_process(self) -> None:
+        """So that other ranks of this host can see whether it exists."""
+        me = dist.get_rank()
+        _answered(
+            lambda: self.store.set(
+                _process_key(me), json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
+            )
+        )
+
+    def announce(self, failure: Failure) -> None:
+        """What happened on this rank; in place of what it announced before."""
+        self.mine = failure
+        if failure.inside and not failure.of_others:
+            self._last_own = failure.position
+        text = json.dumps(dataclasses.astuple(failure))
+        _answered(lambda: self.store.set(f"{self.base}failure/{failure.rank}", text))
+        if not self._published:
+            self._published = True
+            _answered(lambda: self.store.add(f"{self.base}failures", 1))
+
+    def withdraw(self) -> None:
+        """This rank is back."""
+        if self.mine is not None:
+            name = f"{self.base}failure/{self.mine.rank}"
+            self.mine = None
+            _answered(lambda: self.store.set(name, ""))  # not deleted: another rank may be about to read it
+
+    def others(self) -> list[Failure]:
+        """What other ranks have announced, and not withdrawn, and has not happened here as well."""
+        if not self.store.check([f"{self.base}failures"]):
+            return []
+        found = []
+        for rank in self.ranks:
+            name = f"{self.base}failure/{rank}"
+            if rank != dist.get_rank() and self.store.check([name]) and (text := self.store.get(name)):
+                failure = Failure(*json.loads(text))
+                if not failure.inside or failure.of_others or failure.position != self._last_own:
+                    found.append(failure)
+        return found
+
+    def preventing(self, position: int) -> Failure | None:
+        """Of another rank, because of which the program at ``position`` will not end, or begin."""
+        now = time.monotonic()
+        others = self.others()
+        # A rank's own error first: those of others follow from it.
+        for failure in sorted(others, key=lambda f: f.of_others):
+            if failure.inside and failure.position <= position:
+                return failure
+            if not failure.inside and now - self._first_seen.setdefault(failure, now) >= RETRY_SECONDS:
+                return failure
+        self._first_seen = {f: first for f, first in self._first_seen.items() if f in others}
+        return None
+
+    def call_the_roll(self, mine: Failure) -> str:
+        """Which ranks are the reason that a collective ended with an error here: an error message. Takes
+        ``ROLL_CALL_SECONDS`` at most."""
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        what = f"rank {mine.rank}: {mine.where} failed"
+        while True:
+            try:
+                others = self.others()
+                answered = {failure.rank for failure in others}
+                missing = [rank for rank in self.ranks if rank != mine.rank and rank not in answered]
+                states = {rank: self.state_of(rank) for rank in missing}
+            except RuntimeError as error:
+                return (
+                    f"{what} ({mine.error}), and the store of the process group does not answer either "
+                    f"({described(error)}): the process that hosts it, rank 0 or torchrun's, has ended; {_ADVICE}"
+                )
+            causes = [failure for failure in others if not failure.of_others]
+            if causes:
+                return f"{what}, because {'; '.join(map(str, causes))}; {_ADVICE} ({mine.error})"
+            gone = {rank: state for rank, state in states.items() if state and "runs" not in state}
+            if gone:
+                names = "; ".join(f"rank {rank}: {state}" for rank, state in gone.items())
+                return (
+                    f"{what}, because ranks {listed(list(gone))} do not take part ({names}); {_ADVICE} ({mine.error})"
+                )
+            if not missing:
+                return (
+                    f"{what} ({mine.error}), and all other ranks were in a collective, too: a connection between them "
+                    f"broke, or one took longer than the timeout of the process group; {_ADVICE}"
+                )
+            if time.monotonic() > deadline:
+                names = "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
+                return (
+                    f"{what}, and ranks {listed(missing)} did not answer within {ROLL_CALL_SECONDS:.0f} s"
+                    f"{f' ({names})' if names else ''}: killed, stopped, out of reach, or busy with something else; "
+                    f"look at their output; {_ADVICE} ({mine.error})"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def state_of(self, rank: int) -> str:
+        return state_of(self.store, rank)
+
+
+def ended(store: dist.Store, ranks: Sequence[int]) -> str:
+    """Those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
+    states = {rank: state_of(store, rank) for rank in ranks if rank != dist.get_rank()}
+    return "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if "ended" in state)
+
+
+def gone(ranks: Sequence[int]) -> str:
+    """``ended`` for an error message about a connection that broke, where the store may be gone, too. The kernel closes
+    the connections of a process shortly before it ends it."""
+    deadline = time.monotonic() + _END_SECONDS
+    while not (found := _answered(lambda: ended(compat.default_store(), ranks))) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found or ""
+
+
+def state_of(store: dist.Store, rank: int) -> str:
+    """Of the rank's process; "" where that is on another host, or this host's kernel does not say."""
+    if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not store.check([_process_key(rank)]):
+        return ""
+    *kernel, pid, started = json.loads(store.get(_process_key(rank)))
+    if kernel != kernel_of_host() or not started:
+        return ""
+    letter = _stat(pid)[0] if started_at(pid) == started else "X"
+    if letter in "XxZ":
+        return f"its process {pid} has ended"
+    return f"its process {pid} {'is stopped' if letter in 'Tt' else 'runs'}"
+
+
+def _answered(ask: Callable[[], Value]) -> Value | None:
+    """What the store says; None where it is gone: there is another error to report already."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None
+
+
+def _process_key(rank: int) -> str:
+    return f"graph_fsdp/process/{rank}"
+
+
+def kernel_of_host() -> list[str]:
+    """Processes whose ranks have the same know each other by their numbers. Only on Linux."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return ["", ""]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, from the state on; dead where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]
+
+
+def started_at(pid: int) -> str:
+    """When a process started, in the kernel's ticks: numbers of processes are used again. "" where that is unknown."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""

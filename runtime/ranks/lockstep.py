@@ -1,0 +1,397 @@
+"""Ranks run the same programs in the same order, or say so before one of them starts a collective.
+
+[Note: predicted programs]
+A model may have several graphs whose collectives differ: for training and for evaluation, for other branches of its
+Python code, with other parameters frozen. All ranks know and have agreed to each of them, but which one runs next is
+each rank's own decision, and where two ranks decide differently a collective would wait for ever, or exchange data of
+different parameters. To compare before every program would cost every step.
+
+So every rank predicts the next program from those that ran before, as a processor predicts branches. A rank whose
+next program is the predicted one runs it, and asks nobody. A rank whose next program is another one stops and compares
+it with those of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict
+alike; hence either nobody compares and all run the predicted program, or all compare, or those who compare find that
+others do not come, and have not started any collective. A training loop is predicted from its fourth program on; what
+alternates is predicted once its pattern was seen.
+
+A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
+looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
+other devices the host does not wait for collectives: there the rank that compares raises after ``TIMEOUT_SECONDS``, and
+the others end by the timeout of their process group, or by their launcher.
+
+Models on the same ranks share one past, so that ranks that run different models are found too.
+
+[Note: programs that raise]
+A rank that raises in the middle of a program has not started the collectives behind that place, and others may wait
+there for ever. It says so in the store, and they raise a ``RankFailure`` (``failure.py``). Where all ranks raised in
+the same place they are still in step: before its next program, a rank that raised compares that place with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graph_fsdp import compat
+from graph_fsdp.runtime.ranks import agreement
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, first_difference, listed, prefix_of, wait
+from graph_fsdp.runtime.ranks.failure import (
+    CollectiveFailed,
+    Failure,
+    Failures,
+    RankFailure,
+    described,
+    ended,
+    gone,
+    is_of_process_group,
+    place,
+    running_place,
+)
+from graph_fsdp.runtime.ranks.long_waits import LongWaits, interrupted
+from graph_fsdp.runtime.ranks.runnable_program import RunnableProgram
+
+TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
+# A process group ends by itself what a rank that is gone takes part in; seldom one of gloo's has waited for ever.
+_ROUNDS_WITHOUT_A_RANK = 3
+_DEPTH = 4  # programs of the past that a prediction looks at
+_MOST_PREDICTIONS = 4096
+_COMPILES = "compiles a graph that no rank has run before"
+_ADVICE = (
+    "ranks have to take the same branches, freeze the same parameters, and train or evaluate together: decide by what "
+    "all of them share"
+)
+
+
+class Lockstep:
+    """The programs that some ranks run together, one after the other. ``comparisons`` counts those with other ranks."""
+
+    def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
+        self.ranks, self.store = tuple(ranks), store
+        self.position = 0  # programs begun; the same on all ranks
+        self.comparisons = 0
+        self._base = prefix_of(ranks, "program")
+        self._programs: dict[str, RunnableProgram] = {}
+        self._past: tuple[str, ...] = ()
+        self._predictions: dict[tuple[str, ...], str] = {}
+        self._running = ""  # key of the program that began last
+        self._program: Callable[[], Any] = lambda: None  # that program
+        self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
+        self._stopped = ""  # where the program raised that began last
+        self._troubled = False  # one of these, or this rank has announced a failure
+        self.failures = Failures(ranks, store, self._base)
+        self.failures.publish_process()
+        self._compared = -1  # position of the last comparison
+        self._compiled = 0  # how often this rank has waited for others to compile
+        self._compiling_since = 0.0
+        self._long_waits = LongWaits(ranks, store, self._base)
+
+    def know(self, program: RunnableProgram) -> str:
+        """The key to ``begin`` it with."""
+        self._programs[program.key] = program
+        return program.key
+
+    def begin(self, key: str, program: Any = None) -> None:
+        """To be called before a program starts its first collective.
+
+        Raises:
+            RankDisagreement: other ranks are about to run another program.
+            RankFailure: other ranks have failed and cannot run this one.
+        """
+        global _current
+        if self._troubled:
+            self._recover()
+        if self._predictions.get(past := self._past) != key:
+            try:
+                if self._stopped or self._predicted() != key:
+                    self._compare(key)
+            finally:
+                self.position += 1
+                self._stopped = ""
+            self._learn(key)
+        else:
+            self.position += 1
+        self._past = (*past[1 - _DEPTH :], key)
+        self._running = key
+        self._program = weakref.ref(program) if program is not None else lambda: None
+        _current = self
+
+    def compiling(self) -> None:
+        """To be called before this rank waits for others to compile what they have not run before. Another rank may
+        be in the program that is predicted here, and learns of it."""
+        self._raise_again()
+        self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {dist.get_rank()}")
+        self._compiled += 1
+        self._compiling_since = time.monotonic()
+
+    def check_refused(self) -> None:
+        """While this rank waits: raises RankDisagreement if another one runs a program here, RankFailure if it has
+        failed."""
+        self._raise_announced(self.position)
+        self._raise_failures(self.position, "compile with this rank")
+        seconds = time.monotonic() - self._compiling_since
+        self._long_waits.tell(self.position, seconds, lambda: "the wait for others to compile with it")
+
+    def look_for_others(self) -> None:
+        """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
+        RankFailure if it failed."""
+        self._raise_again()
+        here = self.position - 1
+        failure = self.failures.preventing(here)
+        if failure is not None:
+            self._fail(str(self._programs[self._running]), self._why(failure), here)
+        if self._compared == here:  # all ranks are in this program
+            return
+        self._raise_announced(here)
+        other = self._other_than_here(here)
+        if other:
+            text = f"rank {dist.get_rank()} runs {self._programs[self._running]}, and {other}; {_ADVICE}"
+            self._announce(here, text)
+            self._raise_announced(here)
+
+    def waits(self, seconds: float) -> None:
+        """From within a collective, after so many seconds: the user learns of those that take long."""
+        self._long_waits.tell(self.position - 1, seconds, lambda: self._running_program(running_place(self._program())))
+
+    def _other_than_here(self, here: int) -> str:
+        """What another rank does in place of the program that is predicted here; nothing if none does."""
+        rank = self._compiling_at(here)
+        if rank:
+            return f"rank {rank} {_COMPILES}"
+        names = {rank: f"{self._prefix(here)}/{rank}" for rank in self.ranks}
+        found = {rank: self.store.get(name).decode() for rank, name in names.items() if self.store.check([name])}
+        if not found:
+            return ""
+        other, (key, _, stopped) = next((rank, value.partition("\n")) for rank, value in found.items())
+        if stopped:
+            return f"rank {other} has raised in {stopped}"
+        return self._difference(list(found), key, other, self._running, dist.get_rank())
+
+    def _compiling_at(self, position: int) -> str:
+        """A rank that waits there for others, and this one among them, to compile with it; "" if there is none."""
+        name = f"{self._base}compiling{self._compiled}"
+        if not self.store.check([name]):
+            return ""
+        at, rank = self.store.get(name).decode().split()
+        return rank if int(at) == position else ""
+
+    def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
+        """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
+        where they are the reason, else None."""
+        if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
+            return None
+        where = self._running_program(place(error, program))
+        interrupted(error, where)
+        of_others = is_of_process_group(error)
+        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
+        self._troubled = True
+        self.failures.announce(mine)
+        if of_others:
+            self._failure = RankFailure(self.failures.call_the_roll(mine))
+            return self._failure
+        # Whether a collective was started that raised in its start, only this rank knows.
+        self._stopped = f"{where} on rank {mine.rank}" if " start of " in where else where
+        self._past = (f"failed at {self.position}",)  # which nothing was predicted from
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised on rank {mine.rank} in {where}")
+        return None
+
+    def failed_outside(self, error: BaseException, where: str) -> None:
+        """To be called when a forward raised outside of a program: other ranks may run one."""
+        own = self.failures.mine
+        if own is not None and own.position == self.position - 1:  # the program has told
+            return
+        if not isinstance(error, (RankDisagreement, RankFailure)):
+            self._troubled = True
+            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
+
+    def _running_program(self, where: str) -> str:
+        return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
+
+    def _recover(self) -> None:
+        """A rank that has failed runs something again."""
+        self._raise_again()
+        if not self._stopped:
+            self.failures.withdraw()
+            self._troubled = False
+
+    def _raise_again(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def _raise_failures(self, position: int, to_do: str) -> None:
+        """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
+        failure = self.failures.preventing(position)
+        why = self._why(failure) if failure is not None else ended(self.store, self.ranks)
+        if why:
+            self._fail(f"the wait for others to {to_do}", why, position)
+
+    def _why(self, failure: Failure) -> str:
+        """A failure that follows from others names the ranks that have ended, too."""
+        dead = gone(self.ranks) if failure.of_others else ""
+        return f"{failure}, and {dead}" if dead else str(failure)
+
+    def _fail(self, where: str, why: str, position: int) -> None:
+        me = dist.get_rank()
+        self._failure = RankFailure(
+            f"rank {me} cannot end {where}, because {why}; start all ranks again from the last complete checkpoint"
+        )
+        self._troubled = True
+        self.failures.announce(Failure(me, position, True, True, where, why))
+        self._raise_again()
+
+    def _predicted(self) -> str | None:
+        for length in range(len(self._past), -1, -1):
+            found = self._predictions.get(self._past[len(self._past) - length :])
+            if found is not None:
+                return found
+        return None
+
+    def _learn(self, key: str) -> None:
+        if len(self._predictions) > _MOST_PREDICTIONS:
+            self._predictions.clear()
+        for length in range(len(self._past) + 1):
+            self._predictions[self._past[len(self._past) - length :]] = key
+
+    def _compare(self, key: str) -> None:
+        """With all other ranks. The last one to come finds the verdict for all: a rank's share of the work does not
+        grow with their number, but for that one."""
+        self.comparisons += 1
+        prefix, me = self._prefix(self.position), dist.get_rank()
+        verdict = f"{prefix}/verdict"
+        self.store.set(f"{prefix}/{me}", f"{key}\n{self._stopped}" if self._stopped else key)
+        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self.store.check([verdict]):
+            stopped, difference = self._verdict(prefix)
+            self._announce(self.position, stopped or difference, all_came=not stopped)
+            if self._compared >= 0:  # everyone has read that one
+                self._forget(self._compared, "arrived", "verdict")
+        elif self._wait_for(verdict, key):
+            self._announce(self.position, self._missing(prefix, key))
+        self._compared = self.position
+        self._forget(self.position, str(me))
+        self._raise_announced(self.position)
+        if self._stopped:
+            self.failures.withdraw()
+            self._troubled = False
+
+    def _wait_for(self, verdict: str, key: str) -> list[str]:
+        begin, what = time.monotonic(), f"the wait for others to run {self._programs[key]}"
+
+        def refused() -> None:
+            self._refuse_compiling(key)
+            self._long_waits.tell(self.position, time.monotonic() - begin, lambda: what)
+
+        try:
+            return wait(self.store, [verdict], TIMEOUT_SECONDS, refused)
+        except KeyboardInterrupt as error:
+            interrupted(error, what)
+            raise
+
+    def _announce(self, position: int, message: str, all_came: bool = False) -> None:
+        """A verdict for every rank that is, or comes, here: "" for equal programs. ``all_came``: no rank has started
+        anything, and they may go on together."""
+        self.store.set(f"{self._prefix(position)}/verdict", json.dumps([all_came, message]))
+
+    def _raise_announced(self, position: int) -> None:
+        name = f"{self._prefix(position)}/verdict"
+        if self.store.check([name]):
+            all_came, message = json.loads(self.store.get(name))
+            if message and not all_came:
+                self._failure, self._troubled = RankDisagreement(message), True
+            if message:
+                raise RankDisagreement(message)
+
+    def _refuse_compiling(self, key: str) -> None:
+        """While this rank compares: another one that compiles here waits for it in vain, and one that has failed does
+        not come."""
+        self._raise_failures(self.position, f"run {self._programs[key]}")
+        rank = self._compiling_at(self.position)
+        if rank:
+            text = (
+                f"rank {dist.get_rank()} is about to run {self._programs[key]}, and rank {rank} {_COMPILES}; {_ADVICE}"
+            )
+            self._announce(self.position, text)
+
+    def _verdict(self, prefix: str) -> tuple[str, str]:
+        """Where ranks raised in different places, and how what they are about to run differs; "" for nothing."""
+        names = [f"{prefix}/{rank}" for rank in self.ranks]
+        values = [value.decode().partition("\n") for value in self.store.multi_get(names)]
+        keys = {rank: key for rank, (key, _, _) in zip(self.ranks, values, strict=True)}
+        stops = {rank: stopped for rank, (_, _, stopped) in zip(self.ranks, values, strict=True)}
+        first = self.ranks[0]
+        elsewhere = next((rank for rank in self.ranks if stops[rank] != stops[first]), None)
+        if elsewhere is not None:
+            told = [f"rank {rank} {_raised_in(stops[rank])}" for rank in (first, elsewhere)]
+            return f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again", ""
+        different = [rank for rank in self.ranks if keys[rank] != keys[first]]
+        if not different:
+            return "", ""
+        return "", f"{self._difference(different, keys[different[0]], different[0], keys[first], first)}; {_ADVICE}"
+
+    def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
+        """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
+        a, b = self._programs.get(theirs), self._programs.get(own)
+        text = f"ranks {listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
+        if a is None or b is None or (a.model, a.phase) != (b.model, b.phase):
+            return text
+        at, in_a, in_b = first_difference(a.collectives, b.collectives)
+        return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
+
+    def _missing(self, prefix: str, key: str) -> str:
+        missing = [rank for rank in self.ranks if not self.store.check([f"{prefix}/{rank}"])]
+        return (
+            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(missing)} to run "
+            f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
+            f"output; {_ADVICE}"
+        )
+
+    def _prefix(self, position: int) -> str:
+        return f"{self._base}{position}"
+
+    def _forget(self, position: int, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
+                self.store.delete_key(f"{self._prefix(position)}/{name}")
+
+
+def _raised_in(stopped: str) -> str:
+    return f"raised in {stopped}" if stopped else "did not raise"
+
+
+_lockstep_of: dict[tuple[int, ...], Lockstep] = {}
+_current: Lockstep | None = None  # that of the program that began last
+
+
+def lockstep_of(ranks: Sequence[int]) -> Lockstep:
+    """That of all models on these ranks."""
+    store, key = compat.default_store(), tuple(ranks)
+    found = _lockstep_of.get(key)
+    if found is None or found.store is not store:  # another process group since
+        found = _lockstep_of[key] = Lockstep(ranks, store)
+    return found
+
+
+def finish(work: Any, device: torch.device) -> None:
+    """Wait for a collective; see [Note: predicted programs]."""
+    lockstep = _current
+    if lockstep is None or device.type != "cpu":
+        work.wait()
+        return
+    patience = datetime.timedelta(seconds=agreement.PATIENCE_SECONDS)
+    begin, rounds_without = time.monotonic(), 0  # a rank that has ended
+    while True:
+        try:
+            work.wait(patience)
+            return
+        except RuntimeError as error:
+            if work.is_completed() or rounds_without > _ROUNDS_WITHOUT_A_RANK:
+                raise CollectiveFailed(str(error)) from error
+        lockstep.look_for_others()
+        lockstep.waits(time.monotonic() - begin)
+        rounds_without = rounds_without + 1 if ended(lockstep.store, lockstep.ranks) else 0

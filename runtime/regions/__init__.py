@@ -1,0 +1,1 @@
+"""Compute regions, and their compilation."""

@@ -1,0 +1,306 @@
+"""Compute regions: what lies between two communication nodes.
+
+Two regions are equal when their graphs are the same up to the names of nodes: same operators, constants, shapes,
+strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.analysis.kernels import is_view
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.operands import replaced
+
+_FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
+
+_PARAMETERS = frozenset({Role.GATHER_WAIT, Role.KEPT, Role.UNPACK})
+_REDUCTIONS = frozenset({Role.REDUCE_START, Role.ACCUMULATE})
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(eq=False)
+class Region:
+    """``inputs`` and ``outputs`` are nodes of the whole graph; ``module`` takes and returns them in that order.
+
+    ``nodes`` are those of the region in the graph's order, ``body`` what it computes: constants and views stand right
+    before their first use in it, whichever region the graph has them in. They are repeated where they are read: that
+    is cheaper than to hand them over, and what is handed over makes layers differ of which the first makes it for all.
+    """
+
+    nodes: list[fx.Node]
+    body: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    owner: fx.GraphModule
+
+    @property
+    def is_view_only(self) -> bool:
+        """Nothing but views: no kernel to compile."""
+        return all(aliased_inputs(n) for n in self.body)
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The region by itself. Made when it is asked for, which is once for all that are equal; and with names that
+        follow from the operators, not from the layer: compilers look graphs up in their caches by their text."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"arg_{index}")
+        for node in self.body:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        for node, copy in copies.items():
+            copy.meta = dict(node.meta)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return fx.GraphModule(self.owner, graph)
+
+
+def unit_of(region: Region) -> str:
+    """The units whose gathered parameters a region computes with, in order; of a region that computes with none, those
+    whose gradients it makes for a reduction. "" where there are none either."""
+    found = _units([*region.inputs, *region.nodes], _PARAMETERS)
+    return found or _units([user for node in region.outputs for user in node.users], _REDUCTIONS)
+
+
+def _units(nodes: Iterable[fx.Node], roles: Set[Role]) -> str:
+    records = (node.meta.get("fsdp") for node in nodes)
+    return ", ".join(dict.fromkeys(r.unit or "root" for r in records if r is not None and r.role in roles))
+
+
+Step = Region | fx.Node  # a region, or a node that the executor runs itself
+
+
+def cut(graph: Graph) -> list[Step]:
+    """The graph as steps in its own order: regions, and the communication nodes between them."""
+    symbols = _symbol_inputs(graph.placeholders)
+    steps: list[list[fx.Node] | fx.Node] = []
+    region_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.fx_graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            continue
+        if node.target in dialect.EXECUTED:
+            steps.append(node)
+            continue
+        if node.target is operator.getitem and node.args[0] in region_of:
+            region = region_of[node.args[0]]  # a region returns tensors, not tuples of them
+        elif steps and isinstance(steps[-1], list):
+            region = steps[-1]
+        else:
+            steps.append(region := [])
+        region.append(node)
+        region_of[node] = region
+    kept = set(graph.output.all_input_nodes)  # values that are read outside of regions
+    kept.update(source for step in steps if isinstance(step, fx.Node) for source in step.all_input_nodes)
+    bodies = {id(s): _body(s, [n for n in s if n in kept]) for s in steps if isinstance(s, list)}
+    read = kept.union(*(inputs for _, inputs in bodies.values()))
+    found: list[Step] = []
+    for step in steps:
+        if isinstance(step, fx.Node):
+            found.append(step)
+        elif bodies[id(step)][0]:  # more than views that other regions repeat
+            body, inputs = bodies[id(step)]
+            outputs = [node for node in step if node in read]
+            found.append(Region(step, body, _with_symbols(inputs, body, symbols), outputs, graph.module))
+    return found
+
+
+def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
+    """The compiler of a region reads its symbolic sizes from its inputs: each symbol must be one of them."""
+    if not symbols:
+        return inputs
+    found = (symbol for node in [*body, *inputs] for symbol in _symbols(node.meta.get("val")))
+    return list(dict.fromkeys([*inputs, *(symbols[symbol] for symbol in found if symbol in symbols)]))
+
+
+def _body(nodes: list[fx.Node], outputs: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a region computes, in order, and the inputs of that, in the order of their first use."""
+    inside = set(nodes)
+    body: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+
+    def need(node: fx.Node) -> None:
+        if node in body:
+            return
+        if node not in inside and not _is_repeated(node):
+            inputs[node] = None
+            return
+        for source in node.all_input_nodes:
+            need(source)
+        body[node] = None
+
+    for node in nodes:
+        if not _is_repeated(node):
+            need(node)
+    for node in outputs:
+        need(node)
+    return list(body), list(inputs)
+
+
+def _is_repeated(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    value = node.meta.get("val")
+    if node.op != "call_function" or node.target in dialect.EXECUTED or not isinstance(value, torch.Tensor):
+        return False
+    if node.target in _FILLS:
+        return not node.all_input_nodes and not any(node in mutated_inputs(user) for user in node.users)
+    if node.target is operator.getitem or len(node.all_input_nodes) != 1 or not is_view(node):
+        return False
+    base = node.all_input_nodes[0].meta.get("val")
+    return isinstance(base, torch.Tensor) and compat.same_memory(value, base)
+
+
+def _symbols(value: Any) -> set[Any]:
+    found: set[Any] = set()
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        found |= compat.free_symbols(value)
+    for tensor in iterate_tensors(value):
+        found |= compat.free_symbols(tensor)
+    return found
+
+
+def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
+    """Symbol → the graph input that is exactly that symbol."""
+    found = {}
+    for node in placeholders:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found[value.node.expr] = node
+    return found
+
+
+@dataclass(frozen=True)
+class RegionKey:
+    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs;
+    ``returned``: which nodes of it."""
+
+    kind: str
+    body: Hashable
+    returned: tuple[int, ...]
+
+
+def region_key(region: Region, kind: str) -> RegionKey:
+    names: dict[fx.Node, int] = {}
+    parts: list[Any] = []
+    for node in region.inputs:
+        parts.append(_value_key(node.meta.get("val")))
+        names[node] = len(names)
+    for node in region.body:
+        if node.op == "get_attr":
+            parts.append((_Constant(id(_attribute(region.owner, str(node.target)))), _value_key(node.meta.get("val"))))
+        else:
+            args = replaced(node.args, node.kwargs, lambda n: _Name(names[n]))
+            parts.append((node.target, repr(args), _value_key(node.meta.get("val"))))
+        names[node] = len(names)
+    if any(mutated_inputs(node) for node in region.body):
+        parts.append(_shared_memory(region.inputs))
+    return RegionKey(kind, _Parts(tuple(parts)), tuple(names[node] for node in region.outputs))
+
+
+@dataclass(frozen=True)
+class _Constant:
+    identity: int
+
+
+class _Parts:
+    """A long tuple that is hashed once."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Parts) and self._hash == other._hash and self.parts == other.parts
+
+
+class _Name:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def _attribute(module: fx.GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        layout = (tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset()))
+        return (*layout, value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(_value_key(v) for v in value)
+    return str(value)
+
+
+def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
+    """For each input the first one that lies in the same storage. Where nothing is written, it does not matter."""
+    first: dict[Any, int] = {}
+    return tuple(
+        first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
+        for index, (node, value) in enumerate((node, node.meta.get("val")) for node in inputs)
+    )
+
+
+def region_digest(key: RegionKey) -> str:
+    """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
+    assert isinstance(key.body, _Parts)
+    lines = [key.kind, str(key.returned), *map(_text, key.body.parts)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, _Constant):
+        return "constant"
+    if callable(value) and not isinstance(value, compat.OpOverload):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    return str(value)
+
+
+def run_as_graph(module: fx.GraphModule) -> Compiled:
+    """The region as FX runs it, operator by operator, inputs dropped at their last use."""
+    _copy_where_no_view_is_possible(module.graph)
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    return module.forward
+
+
+def _copy_where_no_view_is_possible(graph: fx.Graph) -> None:
+    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their
+    results out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's
+    layout, and is traced with its input's), and what was traced as a view of such a result would raise."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+
+
+class _BoxedCodeGen(fx.graph.CodeGen):
+    """Generated code that takes its inputs in a list and empties it. As arguments, the caller's own references would
+    keep them alive to the end of the call."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        unpack = f"    {', '.join(free_vars)}, = inputs\n" if free_vars else ""
+        return f"def forward(self, inputs){maybe_return_annotation}:\n{unpack}    inputs.clear()"
