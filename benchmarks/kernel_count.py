@@ -42,9 +42,10 @@ from torch import Tensor, fx, nn
 import graph_fsdp
 from graph_fsdp import compat
 from graph_fsdp.compat.inductor_scheduler import Kernel, inductor_kernels
-from graph_fsdp.passes.analysis.kernels import is_view, node_flops
+from graph_fsdp.passes.analysis.kernels import node_flops
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_view
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import copies_by
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from graph_fsdp.passes.context import PassError, PipelineError
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.pipeline import PassError, PipelineError
 from graph_fsdp.passes.transforms.prefetch import BudgetError
 from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.reach import Reach, find_reach
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms.accumulate import is_unsynced
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.ranks import lockstep

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand, operands
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import OpOverload, schema_arguments
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.report.report import GraphReport, GraphView
 
 _WIDTH = 115

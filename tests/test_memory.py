@@ -18,7 +18,7 @@ import graph_fsdp
 from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, memory_profile
 from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS, step_peak
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.graph import aliased_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.spec import make_model_spec
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 

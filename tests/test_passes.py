@@ -16,7 +16,8 @@ from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.agreed_order import follow
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
-from graph_fsdp.passes.ir.graph import Phase, aliased_inputs, is_cheap, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, mutated_inputs
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.report.report import engine_of
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
-from graph_fsdp.passes.pipeline import PassError
+from graph_fsdp.passes.context import PassError
 from graph_fsdp.report.report import GraphReport, engine_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import graph_fsdp
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir.dialect import record
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.report.report import GraphReport
 from graph_fsdp.report.source_lines import module_name, source_line

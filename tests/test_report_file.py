@@ -18,7 +18,7 @@ from models import MLP
 import graph_fsdp
 from graph_fsdp.cli.main import main
 from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
-from graph_fsdp.passes.pipeline import PassError
+from graph_fsdp.passes.context import PassError
 from graph_fsdp.report.report import GraphReport
 
 

@@ -7,8 +7,8 @@ import tempfile
 from typing import Protocol
 
 from graph_fsdp import compat
+from graph_fsdp.passes.context import PassError
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.pipeline import PassError
 from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.report.data import ErrorData, ReportData, capture_data, unit_data
 from graph_fsdp.report.file import SavedReport

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.report.source_lines import SourceLine, source_line

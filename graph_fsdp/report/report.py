@@ -16,11 +16,11 @@ from torch import nn
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
+from graph_fsdp.passes.context import PHASES, PassContext
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import copies
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Stage
-from graph_fsdp.passes.pipeline import PHASES, PassContext
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.bucket_rows import ROW_KINDS as ROW_KINDS

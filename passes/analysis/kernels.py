@@ -27,8 +27,9 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import argument_names
 
 aten = torch.ops.aten
@@ -127,13 +128,6 @@ def packet(node: fx.Node) -> Any:
 def value_nbytes(value: Any) -> int:
     """Bytes of the tensors in a value, symbolic sizes by their hints."""
     return sum(math.prod(map(compat.size_hint, t.shape)) * t.dtype.itemsize for t in iterate_tensors(value))
-
-
-def is_view(node: fx.Node) -> bool:
-    """The value is memory of an input, and nothing is computed."""
-    if isinstance(node.target, compat.HigherOrderOperator):
-        return False
-    return bool(aliased_inputs(node)) and (not mutated_inputs(node) or node.target in dialect.WAITS)
 
 
 def kind_of(node: fx.Node) -> Kind:

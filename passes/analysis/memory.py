@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from graph_fsdp.passes.analysis.storages import CATEGORIES, Category, Storage, storages
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, aligned
-from graph_fsdp.passes.pipeline import PassContext
 
 MAX_HOLDERS = 20
 

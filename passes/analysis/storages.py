@@ -24,13 +24,14 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph, Phase, aliased_inputs
+from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import gradients_sent, landing_nbytes, packed_nbytes, scattered_nbytes
 from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms.slots import Slot, slot_table
 
 # shards: the storage of all parameters of the model, live throughout.

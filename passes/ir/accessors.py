@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
+from graph_fsdp.passes.ir.effects import is_view
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.ir.graph import Graph

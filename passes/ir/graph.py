@@ -2,92 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import networkx as nx
 import torch
 from torch import fx
 
-from graph_fsdp import compat
-from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir import accessors, dialect
 from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
-from graph_fsdp.passes.ir.fake_values import evaluate as evaluate  # this module's users find it here
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
-    from graph_fsdp.passes.ir.accessors import BucketNodes, Gather, Reduction
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
 
-# A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
-# of the input, ``Tensor(a -> *)``, that its memory goes into a container.
-_IN_LIST = "*"
-# Views whose schemas do not say so.
-_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What an operator does with the memory of its arguments. Arguments are (position, name)."""
-
-    aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
-    mutated: tuple[tuple[int, str], ...] = ()
-    unknown: bool = False  # no schema says: any input may be aliased
-
-
-@functools.cache
-def _memory(target: Any) -> _Memory:
-    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
-    if target in _UNANNOTATED_VIEWS:
-        return _Memory(aliased=((0, ""),))
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return _Memory(unknown=isinstance(target, compat.HigherOrderOperator))
-    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
-    arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
-    return _Memory(
-        aliased=tuple(
-            place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set
-        ),
-        mutated=tuple(place for place, alias in arguments if alias.is_write),
-    )
-
-
-def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    args = node.args
-    for index, name in places:
-        value = args[index] if index < len(args) else node.kwargs.get(name)
-        if isinstance(value, fx.Node):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [v for v in value if isinstance(v, fx.Node)]
-    return found
-
-
-def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
-    a call that has no schema (higher-order operators)."""
-    if node.op != "call_function":
-        return []
-    memory = _memory(node.target)
-    if memory.unknown:
-        return list(node.all_input_nodes)
-    return _nodes_at(node, memory.aliased) if memory.aliased else []
-
-
-def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
-    if node.op != "call_function":
-        return []
-    mutated = _memory(node.target).mutated
-    return _nodes_at(node, mutated) if mutated else []
 
 
 class Graph:
@@ -130,24 +62,18 @@ class Graph:
         return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
 
     @property
-    def gathers(self) -> list[Gather]:
+    def gathers(self) -> list[accessors.Gather]:
         """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
-        from graph_fsdp.passes.ir import accessors
-
         return accessors.find_gathers(self)
 
     @property
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[accessors.Reduction]:
         """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
-        from graph_fsdp.passes.ir import accessors
-
         return accessors.find_reductions(self)
 
     @property
-    def buckets(self) -> dict[str, BucketNodes]:
+    def buckets(self) -> dict[str, accessors.BucketNodes]:
         """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
-        from graph_fsdp.passes.ir import accessors
-
         return accessors.find_buckets(self)
 
     def positions(self) -> dict[fx.Node, int]:
@@ -277,13 +203,6 @@ def nbytes(value: Any) -> int:
     return total
 
 
-def is_cheap(node: fx.Node) -> bool:
-    """Views, casts and pointwise operators: what costs next to nothing and fuses into its neighbours."""
-    if node.op != "call_function" or node.target in dialect.EXECUTED:
-        return False
-    return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
 def _ordered_kind(node: fx.Node) -> str | None:
     """The kind of nodes that keep their order among themselves, None for all others."""
     if node.target in dialect.STARTS or node.target is dialect.reduce_payloads:
@@ -291,8 +210,3 @@ def _ordered_kind(node: fx.Node) -> str | None:
     if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:
         return "model_collective"
     return "random" if is_random(node) else None
-
-
-def is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.graph import mutated_inputs
+from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.passes.ir.operands import argument_names
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ParameterSpec
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms.offload import HOST
 
 

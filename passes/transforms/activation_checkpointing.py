@@ -29,11 +29,13 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph, is_random, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.unit_calls import unit_calls
-from graph_fsdp.passes.pipeline import GraphPass, PassContext, PassPipeline
+from graph_fsdp.passes.pipeline import PassPipeline
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
 from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.transforms.payloads import ancestors
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.transforms.accumulate import (
     accumulate,
     call_hook,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.unit_calls import unit_calls
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
 _LIBRARY.define("constrain(Tensor value, str[] axes, str mesh) -> Tensor")

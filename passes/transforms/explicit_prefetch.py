@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.settings import Prefetches, SettingError
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms.schedule import After
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 
 class Free(GraphPass):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 
 class InsertGathers(GraphPass):

@@ -23,9 +23,10 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.recompute import forward_nodes
 
 # What fewer units read is of these units: an activation, read by the unit that made it and the one behind.

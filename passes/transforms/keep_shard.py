@@ -18,12 +18,12 @@ import dataclasses
 import torch
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.spec import BucketSpec
-from graph_fsdp.passes.pipeline import PassContext
 
 
 def scale_of(context: PassContext) -> int:

@@ -21,13 +21,14 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy, size_hint
-from graph_fsdp.passes.analysis.kernels import is_view, value_nbytes
+from graph_fsdp.passes.analysis.kernels import value_nbytes
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role, record, set_record
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_view
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.transforms.recompute import gradient_nodes
 
 SMALLEST = 1024  # bytes; a copy of less costs more time than its memory is worth

@@ -16,10 +16,11 @@ from typing import Literal
 from torch import fx
 from torch.distributed.fsdp import BackwardPrefetch
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.graph import Graph, is_cheap
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.ir.effects import is_cheap
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.explicit_prefetch import prefetch_explicitly
 from graph_fsdp.passes.transforms.offload import lift_fetches, place_copies
 from graph_fsdp.passes.transforms.payloads import lift_payloads, place_payloads

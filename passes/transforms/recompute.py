@@ -18,9 +18,10 @@ from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, is_cheap
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.payloads import ancestors
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers

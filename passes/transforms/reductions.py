@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_fsdp.passes.analysis.kernels import Kind, is_view, kind_of
+from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import WAITING, Role, has_role
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 from graph_fsdp.passes.transforms.keep_shard import keep_shards, receive_shards
 from graph_fsdp.passes.transforms.offload import drop_unread_fetches
 from graph_fsdp.passes.transforms.payloads import drop_unread_payloads

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 
 

@@ -2,14 +2,13 @@
 
 A model that breaks into several graphs (``fullgraph=False``) may use a unit in more than one. A piece *takes* a bucket
 that an earlier one has gathered: an input, in place of a gather. A piece *gives* what it gathered, or took, to a later
-one: an output behind all others, and nothing frees it. Which ones is decided outside (``Sharing``); backward, and what
-forward keeps for it, are the same for all variants of a piece.
+one: an output behind all others, and nothing frees it. Which ones is decided outside (``PassContext.sharing``);
+backward, and what forward keeps for it, are the same for all variants of a piece.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -19,24 +18,8 @@ from graph_fsdp.passes.ir.records import Role, has_role, set_record
 from graph_fsdp.passes.transforms.payloads import drop_unread_payloads
 
 if TYPE_CHECKING:
+    from graph_fsdp.passes.context import PassContext
     from graph_fsdp.passes.ir.graph import Graph
-    from graph_fsdp.passes.pipeline import PassContext
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """Names of buckets. ``kept``: those that the piece keeps for backward, in the order in which that receives them."""
-
-    takes: frozenset[str] = frozenset()
-    gives: frozenset[str] = frozenset()
-    kept: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.takes or self.gives)
-
-    def key(self) -> str:
-        """Equal on all ranks that share alike."""
-        return f"takes {sorted(self.takes)} gives {sorted(self.gives)}"
 
 
 def share_buckets(graph: Graph, context: PassContext) -> None:

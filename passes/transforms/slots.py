@@ -29,13 +29,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.agreed_order import SlotsOfBuckets
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
 from graph_fsdp.passes.ir.spec import ALIGNMENT
-from graph_fsdp.passes.pipeline import GraphPass, PassContext
 
 _SHOWN = 4  # buffers per slot in the report
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.pipeline import PassContext, add_stage
+from graph_fsdp.passes.pipeline import add_stage
 
 
 def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir.dialect import record
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
 
 

@@ -6,11 +6,11 @@ from typing import NoReturn, Protocol
 
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms.keep_shard import scale_of
 from graph_fsdp.passes.transforms.offload import wrong_fetch
 

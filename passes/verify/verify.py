@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from torch import fx
 
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
 from graph_fsdp.passes.ir.fake_values import KINDS, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.pipeline import PassContext
 from graph_fsdp.passes.transforms import accumulate
 from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
 from graph_fsdp.passes.verify.error import VerificationError

@@ -17,8 +17,9 @@ from torch import fx
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, is_random, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.runtime.regions.regions import Region, Step
 
 VIEWS = "views alone"

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph, aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import replaced
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})

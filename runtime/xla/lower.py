@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.passes.analysis.kernels import is_view
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.effects import is_random, is_view
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
-from graph_fsdp.passes.ir.graph import Graph, is_random
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.runtime import functional
 from graph_fsdp.runtime.xla import operators, random
 from graph_fsdp.runtime.xla.placement import Placement

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.compat import CheckpointPolicy
+from graph_fsdp.passes.ir.effects import is_random
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
-from graph_fsdp.passes.ir.graph import is_random
 
 aten = torch.ops.aten
 

@@ -1,0 +1,97 @@
+"""What an operator does with the memory of its inputs, by its schema: views, writes, random numbers."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+
+# A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
+# of the input, ``Tensor(a -> *)``, that its memory goes into a container.
+_IN_LIST = "*"
+# Views whose schemas do not say so.
+_UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What an operator does with the memory of its arguments. Arguments are (position, name)."""
+
+    aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
+    mutated: tuple[tuple[int, str], ...] = ()
+    unknown: bool = False  # no schema says: any input may be aliased
+
+
+@functools.cache
+def _memory(target: Any) -> _Memory:
+    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
+    if target in _UNANNOTATED_VIEWS:
+        return _Memory(aliased=((0, ""),))
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return _Memory(unknown=isinstance(target, compat.HigherOrderOperator))
+    returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
+    arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
+    return _Memory(
+        aliased=tuple(
+            place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set
+        ),
+        mutated=tuple(place for place, alias in arguments if alias.is_write),
+    )
+
+
+def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    args = node.args
+    for index, name in places:
+        value = args[index] if index < len(args) else node.kwargs.get(name)
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [v for v in value if isinstance(v, fx.Node)]
+    return found
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
+    a call that has no schema (higher-order operators)."""
+    if node.op != "call_function":
+        return []
+    memory = _memory(node.target)
+    if memory.unknown:
+        return list(node.all_input_nodes)
+    return _nodes_at(node, memory.aliased) if memory.aliased else []
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
+    if node.op != "call_function":
+        return []
+    mutated = _memory(node.target).mutated
+    return _nodes_at(node, mutated) if mutated else []
+
+
+def is_view(node: fx.Node) -> bool:
+    """The value is memory of an input, and nothing is computed."""
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return False
+    return bool(aliased_inputs(node)) and (not mutated_inputs(node) or node.target in dialect.WAITS)
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Views, casts and pointwise operators: what costs next to nothing and fuses into its neighbours."""
+    if node.op != "call_function" or node.target in dialect.EXECUTED:
+        return False
+    return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
