@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,34 +12,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import compat
-from graph_fsdp import options as validate
+from graph_fsdp import validate
 from graph_fsdp.engine.composable_checkpoint import trace_composable_checkpoints
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.owned_tensors import check_cuda_graphs, model_graphs
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
+from graph_fsdp.model_spec import cost_model, model_spec
 from graph_fsdp.module.module import become_compiled, original_forward
+from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters import tensor_parallel
-from graph_fsdp.parameters.extensions import check_extensions, extend, is_extended, plain
-from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
+from graph_fsdp.parameters.extensions import check_extensions, extend, plain
+from graph_fsdp.parameters.mixed_precision import PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn, shard_dims
 from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes import (
-    ActivationCheckpointing,
-    CostModel,
-    GroupShape,
-    PassPipeline,
-    default_pipeline,
-    find_hardware,
-)
-from graph_fsdp.passes.analysis.hardware import detect_hardware
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
+from graph_fsdp.passes import ActivationCheckpointing, GroupShape, PassPipeline
+from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
 from graph_fsdp.runtime.backends import BACKENDS
-from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
-from graph_fsdp.xla import validate as xla_validate
+from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -84,7 +75,7 @@ def compile(
             sharded over it, or, if its name is "replicate" or "dp_replicate", every rank holds them whole (DDP). Two
             dimensions: parameters are sharded over the second and replicated over the first (HSDP). Dimensions that
             are for something else are left out where names tell: ``("dp_replicate", "dp_shard", "tp")``, ``("fsdp",
-            "model")``; see :mod:`graph_fsdp.mesh_names`. None: all ranks of ``torchrun``, or one process, whose
+            "model")``; see :mod:`graph_fsdp.mesh`. None: all ranks of ``torchrun``, or one process, whose
             parameters then stay plain tensors; where the model is, or, if all of it is on the meta device, on the
             accelerator if torch finds one and the process group is not gloo, else on the CPU. Gradients are means over
             all ranks of the mesh.
@@ -158,96 +149,69 @@ def compile(
     """
     validate.torch_version(torch.__version__)
     validate.model(model)
-    validate.options(
+    options = CompileOptions(
+        auto_wrap_policy=auto_wrap_policy,
         reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
         offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        shard_placement_fn=shard_placement_fn,
         activation_checkpointing=activation_checkpointing,
         sync_module_states=sync_module_states,
         param_init_fn=param_init_fn,
+        checkpoint=checkpoint,
         passes=passes,
         backend=backend,
         regions=regions,
+        sharding=sharding,
+        shard_output=shard_output,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+        cuda_graphs=cuda_graphs,
+        on_host_fallback=on_host_fallback,
     )
-    xla_validate.options(backend, on_host_fallback)
-    validate.sharding(sharding, shard_output, backend)
-    policies = find_policies(model, mp_policy)
     if backend == "xla":
         from graph_fsdp.xla.compile import compile_on_xla
 
-        if cuda_graphs:
-            check_cuda_graphs(cuda_graphs, torch.device("xla"), backend, regions, dynamic, offload_policy, None)
+        return compile_on_xla(model, mesh, options)
+    return _compile(model, mesh, options)
 
-        return compile_on_xla(
-            model,
-            mesh,
-            policies,
-            auto_wrap_policy=auto_wrap_policy,
-            reshard_after_forward=reshard_after_forward,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            shard_placement_fn=shard_placement_fn,
-            activation_checkpointing=activation_checkpointing,
-            sync_module_states=sync_module_states,
-            param_init_fn=param_init_fn,
-            checkpoint=checkpoint,
-            passes=passes,
-            regions=regions,
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-            on_host_fallback=on_host_fallback,
-            sharding=sharding,
-            shard_output=shard_output,
-        )
+
+def _compile(model: Model, mesh: DeviceMesh | None, options: CompileOptions) -> Model:
+    policies = find_policies(model, options.mp_policy)
     trace_composable_checkpoints(model)
-    source = checkpoint if isinstance(checkpoint, Safetensors | None) else Safetensors(checkpoint)
-    ignored = validate.ignored_parameters(model, ignored_params)
-    sharded = {p: p_names for p, p_names in parameter_names(model).items() if p not in ignored}
-    offloaded = type(offload_policy) is not OffloadPolicy
-    resharded = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    check_extensions(
-        sharded,
-        offload_policy=offloaded,
-        sync_module_states=sync_module_states,
-        reshard_after_forward_as_a_number=resharded,
-        regions_whole=regions == "whole",
-        shard_placement_fn=shard_placement_fn is not None,
-        checkpoint=source is not None,
-    )
-    device = validate.device(model, ignored)
+    ignored = validate.ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
-    units = find_units(model, auto_wrap_policy, ignored)
+    _check_extensions({p: p_names for p, p_names in names.items() if p not in ignored}, options)
+    device = validate.device(model, ignored)
+    units = find_units(model, options.auto_wrap_policy, ignored)
     mesh, device = _find_mesh(mesh, device)
     parallel = DataParallelMesh.of(mesh) if mesh is not None else None
-    checkpointing = ActivationCheckpointing.of(activation_checkpointing)
-    if cuda_graphs:
-        check_cuda_graphs(cuda_graphs, device, backend, regions, dynamic, offload_policy, checkpointing)
-    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=fullgraph) or cuda_graphs
-    if fixed_shapes and dynamic is None:
-        dynamic = False
-    dims = shard_dims(shard_placement_fn, names, ignored, parallel)
+    if options.cuda_graphs:
+        check_cuda_graphs(options, device)
+    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
+    dims = shard_dims(options.shard_placement_fn, names, ignored, parallel)
     put_values = initial_values(
         model,
         {module for unit in units if unit.parameters for module in unit.modules.values()},
         parallel,
         device,
-        sync_module_states=sync_module_states,
-        param_init_fn=param_init_fn,
+        sync_module_states=options.sync_module_states,
+        param_init_fn=options.param_init_fn,
         shard_dims=dims,
-        checkpoint=source,
+        checkpoint=options.files,
     )
-    pipeline = passes if passes is not None else default_pipeline()
-    if checkpointing is not None:
-        pipeline = with_activation_checkpointing(pipeline, checkpointing)
-        validate.offloaded_from(device, checkpointing)
-    reshard, size = validate.reshard_size(reshard_after_forward, parallel.world_size if parallel is not None else 1)
-    spec = _model_spec(units, names, parallel, policies, dims)
-    spec = dataclasses.replace(spec, offload=validate.offload(offload_policy, device))
+    options.warn_of_copies_on(device)
+    reshard, size = options.reshard_size(parallel.world_size if parallel is not None else 1)
+    spec = model_spec(units, names, parallel, policies, dims)
+    spec = dataclasses.replace(spec, offload=options.offload(device))
     groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
     if size:
         assert parallel is not None
         spec = dataclasses.replace(spec, reshard_group=parallel.subgroup(size).group_name, reshard_size=size)
         groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
-    cost = _cost_model(pipeline, groups, device, backend)
+    pipeline = options.pipeline
+    cost = cost_model(pipeline, groups, device, options.backend)
     spec = pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
@@ -265,19 +229,31 @@ def compile(
         spec,
         storage,
         pipeline,
-        BACKENDS[backend](),
+        BACKENDS[options.backend](),
         cost,
         reshard_after_forward=reshard,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
-        whole=regions == "whole",
-        cuda_graphs=model_graphs(model, storage) if cuda_graphs else None,
+        fullgraph=options.fullgraph,
+        dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
+        whole=options.regions == "whole",
+        cuda_graphs=model_graphs(model, storage) if options.cuda_graphs else None,
     )
     engine.extensions = extensions
-    storage.install(fullgraph)
+    storage.install(options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
     become_compiled(model, engine, policies, units)
     return model
+
+
+def _check_extensions(names: dict[nn.Parameter, list[str]], options: CompileOptions) -> None:
+    check_extensions(
+        names,
+        offload_policy=options.offloads,
+        sync_module_states=options.sync_module_states,
+        reshard_after_forward_as_a_number=options.reshards_to_groups,
+        regions_whole=options.regions == "whole",
+        shard_placement_fn=options.shard_placement_fn is not None,
+        checkpoint=options.checkpoint is not None,
+    )
 
 
 def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[DeviceMesh | None, torch.device]:
@@ -299,54 +275,3 @@ def _device_of_type(device_type: str, device: torch.device | None = None) -> tor
     if device is not None and device.type == device_type:
         return device
     return torch.empty(0, device=device_type).device  # with its index
-
-
-def _together(specs: list[ParameterSpec], units: list[Unit]) -> list[ParameterSpec]:
-    """What lies in several modules of one unit is gathered as one: where its first parameter is."""
-    several = {unit.name for unit in units if unit.others}
-    first: dict[str, int] = {}
-    for index, spec in enumerate(specs):
-        first.setdefault(spec.unit, index)
-    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
-    return [spec for _, spec in sorted(zip(places, specs, strict=True), key=lambda pair: pair[0])]
-
-
-def _model_spec(
-    units: list[Unit],
-    names: dict[nn.Parameter, list[str]],
-    parallel: DataParallelMesh | None,
-    policies: ModulePolicies,
-    shard_dims: Mapping[str, int],
-) -> ModelSpec:
-    world_size = parallel.world_size if parallel is not None else 1
-    unit_of = {name: unit.name for unit in units for name in unit.parameters}
-    specs = []
-    for p, (name, *others) in names.items():  # in order of registration, which is about the order of use
-        if name in unit_of:
-            policy = policies.of_parameter([name, *others])
-            param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
-            reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
-            specs.append(
-                ParameterSpec(
-                    name,
-                    unit_of[name],
-                    tuple(compat.local_part(p).shape),
-                    p.dtype,
-                    param_dtype,
-                    reduce_dtype,
-                    p.requires_grad,
-                    world_size,
-                    shard_dims.get(name, 0),
-                    is_extended(p),
-                )
-            )
-    specs = _together(specs, units)
-    spec = make_model_spec(specs, parallel.group if parallel is not None else "", world_size)
-    if parallel is None:
-        return spec
-    return dataclasses.replace(spec, replicate_group=parallel.replicate_group, replicas=parallel.replicas)
-
-
-def _cost_model(pipeline: PassPipeline, groups: dict[str, GroupShape], device: torch.device, backend: str) -> CostModel:
-    hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

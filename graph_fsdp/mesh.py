@@ -6,14 +6,25 @@
 | two dimensions, of any names | hybrid (HSDP): the first replicates, the second shards | ``Replicate(), Shard(0)`` |
 | one dimension named ``replicate`` or ``dp_replicate`` | replicated (DDP, FSDP1's ``NO_SHARD``) | ``Replicate()`` |
 
-These are the meshes that ``fully_shard`` takes, and torchtitan's names; what else a mesh has is left out before
-(``mesh_names.py``). Scalars are replicated over all dimensions. ``shard_placement_fn`` says another ``Shard``.
+These are the meshes that ``fully_shard`` takes. Scalars are replicated over all dimensions. ``shard_placement_fn`` says
+another ``Shard``. Which dimensions of a larger mesh are for data parallelism, their names say:
+
+| names | use |
+|---|---|
+| ``shard``, ``dp_shard``, ``fsdp`` | shards |
+| ``replicate``, ``dp_replicate`` | replicates |
+| ``tp``, ``tensor``, ``model``, ``pp``, ``ep`` | none here: its ranks are not for data parallelism |
+
+These are torchtitan's names, those of torch's tutorials, and those of torch_xla's FSDPv2. A dimension of any other name
+is taken as FSDP2 takes it, by its place, except that one of size 1 is for nothing beside a dimension of the first two
+rows.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +32,36 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from graph_fsdp.mesh_names import REPLICATE_NAMES
+from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
 
+SHARD_NAMES = frozenset({"shard", "dp_shard", "fsdp"})
+REPLICATE_NAMES = frozenset({"replicate", "dp_replicate"})
+OTHER_NAMES = frozenset({"tp", "tensor", "model", "pp", "ep"})
+
 # For all ranks to reach ``graph_fsdp.compile``: the first may be reading a checkpoint while the others wait.
 START_TIMEOUT_SECONDS = 1800.0
+
+
+class Groups(Protocol):
+    """Of a mesh what the passes are told, whatever its devices are."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over which a parameter is sharded."""
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard."""
+
+    @property
+    def group(self) -> str:
+        """Name of the group that shards, "" if nothing does."""
+
+    @property
+    def replicate_group(self) -> str:
+        """Name of the group of replicas, "" if there are none."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +175,47 @@ class DataParallelMesh:
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         return list(coordinate)
+
+
+def data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh without the dimensions that are not for data parallelism: one dimension, or two of which the first
+    replicates and the second shards. A mesh of one dimension is what it is, whatever its name.
+
+    Raises:
+        MeshError: the names do not say which dimensions those are.
+    """
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 1 or names is None:
+        return _checked(mesh)
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    kept = [name for name in names if name not in OTHER_NAMES]
+    known = [name for name in kept if name in SHARD_NAMES | REPLICATE_NAMES]
+    if known:
+        kept = [name for name in kept if name in known or sizes[name] > 1]
+    described = f"mesh has the dimensions {', '.join(f'{name!r} of size {size}' for name, size in sizes.items())}"
+    if not kept:
+        raise MeshError(f"{described}, and none of them is for data parallelism; pass a mesh with one that is")
+    roles = ["shard" if name in SHARD_NAMES else "replicate" if name in REPLICATE_NAMES else "" for name in kept]
+    by_place = dict(zip(("replicate", "shard"), roles, strict=True)) if len(kept) == 2 else {}
+    if any(role not in ("", place) for place, role in by_place.items()):
+        raise MeshError(
+            f"{described}, and of two the first replicates and the second shards, which is not what the names "
+            f"{kept[0]!r} and {kept[1]!r} say; pass a mesh with the dimensions in that order, or a slice with one of "
+            "them: mesh['…']"
+        )
+    return _checked(mesh if len(kept) == mesh.ndim else mesh[tuple(kept)])
+
+
+def _checked(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim in (1, 2):
+        return mesh
+    names = mesh.mesh_dim_names[:2] if mesh.mesh_dim_names and mesh.ndim > 2 else ()
+    example = f", e.g. mesh[{', '.join(map(repr, names))}]" if names else ""
+    raise MeshError(
+        f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and data parallelism takes one (to shard) "
+        "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
+        + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
+    )
 
 
 # (ranks of the mesh, ranks of the group, use) → what ``subgroup`` has made.

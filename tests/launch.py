@@ -248,6 +248,7 @@ def main(folder: str, number: str) -> None:
     """A rank's life. ``folder``: of the call. ``number``: its rank."""
     directory, rank = Path(folder), int(number)
     trace_cheaply()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind & ignores it
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     finish = threading.Event()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes import ActivationCheckpointing, Graph, PassContext
+from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.cuda.capture import CAPTURES
@@ -23,41 +23,33 @@ if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 
-def check_cuda_graphs(
-    value: Any,
-    device: torch.device,
-    backend: str,
-    regions: str,
-    dynamic: bool | None,
-    offload_policy: Any,
-    checkpointing: ActivationCheckpointing | None,
-) -> None:
+def check_cuda_graphs(options: CompileOptions, device: torch.device) -> None:
     """Raise for what ``cuda_graphs=True`` cannot go with."""
-    if not isinstance(value, bool):
-        raise TypeError(f"cuda_graphs must be True or False, got {value!r}")
-    if not BACKENDS[backend].captures_regions:
+    if not isinstance(options.cuda_graphs, bool):
+        raise TypeError(f"cuda_graphs must be True or False, got {options.cuda_graphs!r}")
+    if not BACKENDS[options.backend].captures_regions:
         able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.captures_regions)
         raise UnsupportedError(
-            f"cuda_graphs=True: backend {backend!r} launches no kernels that could be captured; leave cuda_graphs out, "
-            f"or pass backend={able}"
+            f"cuda_graphs=True: backend {options.backend!r} launches no kernels that could be captured; leave "
+            f"cuda_graphs out, or pass backend={able}"
         )
     if device.type not in CAPTURES:
         raise MeshError(f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}")
-    if regions == "whole":
+    if options.regions == "whole":
         raise UnsupportedError(
             "cuda_graphs=True captures what lies between collectives, and regions='whole' leaves nothing between them; "
             "leave one of the two out"
         )
-    if dynamic:
+    if options.dynamic:
         raise ValueError(
             "cuda_graphs=True needs fixed sizes, and dynamic=True makes graphs for all sizes; leave one of the two out"
         )
-    if isinstance(offload_policy, CPUOffloadPolicy):
+    if options.offloads:
         raise UnsupportedError(
             "cuda_graphs=True keeps what it reads at fixed addresses of the device, and offload_policy="
             "CPUOffloadPolicy() copies there anew in each run; leave one of the two out"
         )
-    if checkpointing is not None and checkpointing.offload:
+    if options.checkpointing is not None and options.checkpointing.offload:
         raise UnsupportedError(
             "cuda_graphs=True writes activations where those of the last run lay, and activation_checkpointing with "
             "offload still copies them; leave one of the two out"

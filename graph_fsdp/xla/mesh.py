@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError
-from graph_fsdp.mesh_names import REPLICATE_NAMES, SHARD_NAMES
+from graph_fsdp.mesh import REPLICATE_NAMES, SHARD_NAMES
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.runtime.xla.placement import Placement
 

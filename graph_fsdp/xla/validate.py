@@ -6,12 +6,11 @@ What a mesh must be is in ``mesh.py``, operators that XLA does not have in ``run
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graph_fsdp import options as validate
+from graph_fsdp import validate
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError, UnsupportedError
 
@@ -55,16 +54,6 @@ def _replica() -> None:
         raise MeshError(
             f"mesh: XLA has {devices} devices, and this process is no replica of theirs but a world of {found}; with "
             "sharding='replicas' start the training with torch_xla.launch(function), which calls it for each device"
-        )
-
-
-def options(backend: str, on_host_fallback: Any) -> None:
-    if on_host_fallback not in ("error", "warn"):
-        raise ValueError(f"on_host_fallback must be 'error' or 'warn', got {on_host_fallback!r}")
-    if on_host_fallback != "error" and backend != "xla":
-        raise ValueError(
-            f"on_host_fallback={on_host_fallback!r} is about operators that XLA does not have, and backend {backend!r} "
-            "has all of them; leave it out, or pass backend='xla'"
         )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import nn
 import graph_fsdp
 from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import long_waits
+from graph_fsdp.runtime.ranks.lockstep import finish
 
 FACTS = Facts(__name__)
 
@@ -39,6 +43,17 @@ def told() -> Iterator[list[str]]:
 
 def after(name: str) -> None:
     compat.default_store().wait([name])
+
+
+def interrupt_in(function: Callable[..., object]) -> None:
+    """Ctrl-C for this process, once its main thread is in ``function``."""
+    main = threading.main_thread().ident
+    while True:
+        frames = traceback.extract_stack(sys._current_frames()[main])  # type: ignore[index]
+        if function.__name__ in [frame.name for frame in frames]:
+            break
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def evaluate(model: nn.Module, batches: int) -> None:
@@ -82,7 +97,7 @@ def an_interrupted_rank_says_where(model: nn.Module) -> None:
         return
     source = graph_fsdp.inspect(model).backward.program
     assert source.index("reduce_start") < source.index("frame.wait"), "a reduction is under way"
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Thread(target=interrupt_in, args=(finish,), daemon=True).start()
     with told() as lines:
         error = caught(loss.backward)
     assert type(error) is KeyboardInterrupt
