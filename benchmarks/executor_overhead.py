@@ -13,11 +13,13 @@ costs, and what a real process group's call does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ import graph_fsdp
 from graph_fsdp.compat import fake_process_group
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
-from graph_fsdp.runtime.executor import Frame
+from graph_fsdp.runtime.frame import Frame
 from graph_fsdp.runtime.regions.regions import Region, cut
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -40,26 +42,42 @@ TARGETS = {"region": 20.0, "collective": 30.0}  # microseconds
 _METHODS = ("gather_start", "reduce_start", "wait", "free")
 
 
-class CountedFrame(Frame):
-    """A run that adds up the time spent in its methods."""
+class Counted:
+    """Adds up the time spent in the methods of frames."""
 
     seconds = 0.0
 
 
-def _counted(name: str) -> Callable[..., Any]:
-    method = getattr(Frame, name)
-
-    def call(self: CountedFrame, *args: Any) -> Any:
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
         begin = time.thread_time()
-        value = method(self, *args)
-        CountedFrame.seconds += time.thread_time() - begin
+        value = method(*args)
+        Counted.seconds += time.thread_time() - begin
         return value
 
     return call
 
 
-for _name in _METHODS:
-    setattr(CountedFrame, _name, _counted(_name))
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    methods = {name: getattr(Frame, name) for name in _METHODS}
+    for name, method in methods.items():
+        setattr(Frame, name, _counted(method))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Frame, name, method)
+
+
+@contextlib.contextmanager
+def other_regions(program: Program, regions: Mapping[str, Any]) -> Iterator[None]:
+    ordinary = program.ordinary
+    program.ordinary = types.FunctionType(ordinary.__code__, {**ordinary.__globals__, **regions})
+    try:
+        yield
+    finally:
+        program.ordinary = ordinary
 
 
 def measure(layers: int, repeats: int) -> dict[str, float]:
@@ -74,15 +92,15 @@ def measure(layers: int, repeats: int) -> dict[str, float]:
         regions = sum(isinstance(step, Region) for p in programs for step in cut(p.graph))
         collectives = sum(len(p.graph.collectives) for p in programs)
         for _ in range(repeats):
-            CountedFrame.seconds, total = 0.0, 0.0
+            Counted.seconds, total = 0.0, 0.0
             for program in programs:
-                with program.instrumented(replayed[id(program)], CountedFrame):
+                with other_regions(program, replayed[id(program)]), counting():
                     arguments = list(inputs[id(program)])
                     begin = time.thread_time()
                     program(arguments)
                     total += time.thread_time() - begin
-            per_collective.append(CountedFrame.seconds / collectives * 1e6)
-            per_region.append((total - CountedFrame.seconds) / regions * 1e6)
+            per_collective.append(Counted.seconds / collectives * 1e6)
+            per_region.append((total - Counted.seconds) / regions * 1e6)
     middle = repeats // 2
     return {
         "regions": regions,
@@ -114,7 +132,7 @@ def _record(
 
     def recorded(program: Program, args: list[Any]) -> Any:
         inputs[id(program)] = list(args)
-        with program.instrumented(recording(program), Frame):
+        with other_regions(program, recording(program)):
             return run(program, args)
 
     with mock.patch.object(Program, "__call__", recorded):

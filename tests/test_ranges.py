@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import graph_fsdp
-from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime import executor
 from graph_fsdp.runtime.observe import ranges
 
 BATCH = torch.ones(4, 16)
@@ -83,10 +83,14 @@ FSDP::wait reduce blocks.0 (backward)""",
     )
 
 
-def test_a_run_that_nobody_records_runs_the_programs_own_function(fake_group: None) -> None:
+def test_a_run_that_nobody_records_runs_the_programs_own_function(
+    fake_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = compiled()
-    program = next(iter(engine_of(model).programs.values()))
-    assert ranges.recording() is None and program.ranges.around(program.ordinary) is program.ordinary
+    made: list[object] = []
+    monkeypatch.setattr(executor, "ObservedFrame", lambda *given: made.append(given))
+    step(model)
+    assert ranges.recording() is None and not made
     with torch_profile(activities=[ProfilerActivity.CPU]) as profiler:
         assert ranges.recording() is not None
     assert ranges.recording() is None and not names(profiler)

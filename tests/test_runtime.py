@@ -333,3 +333,10 @@ def test_requires_grad_is_followed_from_step_to_step(fake_group: None) -> None:
         assert without == [name for name, _ in model.named_parameters() if frozen and "blocks.0" in name]
         assert counter_of(model).collectives["reduce"] == (2 if frozen else 3)
     assert len(graph_fsdp.inspect(model).graphs) == 2, "a graph for each, captured once"
+
+
+def test_copies_of_activations_called_one_by_one() -> None:
+    value = torch.arange(4.0)
+    host = dialect.activation_offloaded(dialect.offload_activation(value), value)
+    back = dialect.activation_reloaded(dialect.reload_activation(host, value.device), host)
+    assert torch.equal(back, value) and len({value.data_ptr(), host.data_ptr(), back.data_ptr()}) == 3

@@ -1,27 +1,9 @@
 """The dialect: the operators and the typed node records that all passes share.
 
-| operator | value | meaning |
-|---|---|---|
-| ``gather_param(shard, shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | parameter | full |
-| ``reduce_grad(grad, shard_shape, dtype, reduce_dtype, param, group, replicate_group, device)`` | its shard | mean |
-| ``all_gather_start(shards, offsets, length, dtype, world_size, group, messages, numels)`` | buffer | unknown until |
-| ``all_gather_wait(buffer)`` | the same buffer | …it is waited for |
-| ``keep_shard(buffer, offsets, numels, length, world_size, ranks, group)`` | flat shard | of a bucket, over ``ranks`` |
-| ``free(buffer)`` | nothing | the buffer's memory is given back |
-| ``reduce_scatter_start(grads, dtype, world_size, group, replicas, messages)`` | flat shard of gradients | mean |
-| ``all_reduce_start(grads, dtype, world_size, group, replicas)`` | flat gradients | mean, not sharded |
-| ``all_reduce_shard_start(shard, ranks, group)`` | the same buffer | mean over replicas, in place |
-| ``reduce_wait(buffer)`` | the same buffer | contents are there |
-| ``accumulate_grad(grad, shard_shape, dtype, reduce_dtype, param)`` | no gradient | added to what is kept |
-| ``reduce_hook(buffer, unit)`` | the same buffer | a function of the user has seen it |
-| ``offload_activation(value)`` | copy on the CPU | contents unknown until |
-| ``activation_offloaded(host, value)`` | the same copy | …it is waited for, and ``value`` may go |
-| ``reload_activation(host, device)`` | copy on the device | contents unknown until |
-| ``activation_reloaded(buffer, host)`` | the same copy | …it is waited for, and ``host`` may go |
-| ``fetch_start(shards, offsets, length, device)`` | flat shards | a copy on ``device``, unknown until |
-| ``fetch_wait(buffer)`` | the same buffer | …it is waited for |
-| ``offload_start(values, pin_memory)`` | flat gradients | a copy on the CPU, unknown until |
-| ``offload_wait(buffer)`` | the same buffer | …it is waited for |
+Each operator is a function below, decorated with its schema and what it does to the schedule (``Effect``): the function
+is its fake, and its docstring says what the operator's value is. ``OPERATORS`` has all of them. What carries them out
+(the executor, ``functional.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and
+a test looks whether each table is complete.
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -62,9 +44,11 @@ implementations on process groups are in the runtime.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,73 +67,246 @@ from graph_fsdp.passes.ir.records import set_record as set_record
 ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
 
 _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
-_SCHEMAS = (
-    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+
+
+class Effect(enum.Enum):
+    """What an operator does to the schedule."""
+
+    TRACED = "stands for a collective until the bucket pass"
+    START = "starts a collective, on whose order ranks agree"
+    WAIT = "waits for a collective"
+    COPY_START = "starts a copy of shards or gradients between the CPU and the device"
+    COPY_WAIT = "waits for such a copy"
+    ACTIVATION_COPY = "starts a copy of a saved activation, or waits for it"
+    LOCAL = "is run by the executor between compute regions"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of the dialect. ``meaning``: of its value."""
+
+    name: str
+    effect: Effect
+    meaning: str
+
+
+OPERATORS: dict[compat.OpOverload[..., Any], Operator] = {}
+
+
+def _operator(schema: str, effect: Effect) -> Callable[[Callable[..., Any]], compat.OpOverload[..., Any]]:
+    """Define an operator, whose fake is the decorated function."""
+
+    def define(fake: Callable[..., Any]) -> compat.OpOverload[..., Any]:
+        name = fake.__name__
+        _LIBRARY.define(name + schema)
+        torch.library.register_fake(f"graph_fsdp::{name}", fake, lib=_LIBRARY)
+        defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
+        OPERATORS[defined] = Operator(name, effect, " ".join((fake.__doc__ or "").split()))
+        return defined
+
+    return define
+
+
+@_operator(
+    "(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='', Device? device=None) -> Tensor",
-    "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
-    " str replicate_group='', Device? device=None) -> Tensor",
-    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
-    " int[] messages=[], int[] numels=[], bool custom=False) -> Tensor",
-    "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
-    " -> Tensor",
-    "free(Tensor(a!) buffer) -> ()",
-    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
-    " int[] messages=[], bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
-    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
-    " *, float? factor=None, bool summed=False) -> Tensor",
-    "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False)"
-    " -> Tensor(a!)",
-    "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
-    " Device? device=None) -> Tensor",
-    "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
-    "reduce_payloads(Tensor[] values, str op, str group) -> Tensor",
-    "offload_activation(Tensor value) -> Tensor",
-    "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
-    "reload_activation(Tensor host, Device device) -> Tensor",
-    "activation_reloaded(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
-    "fetch_start(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor",
-    "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
-    "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    Effect.TRACED,
 )
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)
+def gather_param(
+    shard: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+    replicate_group: str = "",
+    device: torch.device | None = None,
+) -> Tensor:
+    """The full parameter."""
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
-_ops = torch.ops.graph_fsdp
-gather_param = _ops.gather_param.default
-reduce_grad = _ops.reduce_grad.default
-all_gather_start = _ops.all_gather_start.default
-all_gather_wait = _ops.all_gather_wait.default
-keep_shard = _ops.keep_shard.default
-free = _ops.free.default
-reduce_scatter_start = _ops.reduce_scatter_start.default
-all_reduce_start = _ops.all_reduce_start.default
-all_reduce_shard_start = _ops.all_reduce_shard_start.default
-reduce_wait = _ops.reduce_wait.default
-accumulate_grad = _ops.accumulate_grad.default
-reduce_hook = _ops.reduce_hook.default
-reduce_payloads = _ops.reduce_payloads.default
-offload_activation = _ops.offload_activation.default
-activation_offloaded = _ops.activation_offloaded.default
-reload_activation = _ops.reload_activation.default
-activation_reloaded = _ops.activation_reloaded.default
-fetch_start = _ops.fetch_start.default
-fetch_wait = _ops.fetch_wait.default
-offload_start = _ops.offload_start.default
-offload_wait = _ops.offload_wait.default
 
-# Collectives. Ranks agree on the order of their starts.
-STARTS = frozenset({all_gather_start, reduce_scatter_start, all_reduce_start, all_reduce_shard_start})
-WAITS = frozenset({all_gather_wait, reduce_wait})
-# Copies between the CPU and the device, which are a rank's own affair: of shards and gradients, and of activations.
-COPY_STARTS = frozenset({fetch_start, offload_start})
-COPY_WAITS = frozenset({fetch_wait, offload_wait})
-ACTIVATION_COPIES = frozenset({offload_activation, activation_offloaded, reload_activation, activation_reloaded})
-# What the executor runs itself, between compute regions.
-_OTHERS = frozenset({keep_shard, free, accumulate_grad, reduce_hook, reduce_payloads})
-EXECUTED = STARTS | WAITS | COPY_STARTS | COPY_WAITS | ACTIVATION_COPIES | _OTHERS
+@_operator(
+    "(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+    " str replicate_group='', Device? device=None) -> Tensor",
+    Effect.TRACED,
+)
+def reduce_grad(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    group: str,
+    replicate_group: str = "",
+    device: torch.device | None = None,
+) -> Tensor:
+    """The shard of a gradient's mean."""
+    return grad.new_empty(shard_shape, dtype=dtype, device=device)
+
+
+@_operator(
+    "(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group, int[] messages=[],"
+    " int[] numels=[], bool custom=False) -> Tensor",
+    Effect.START,
+)
+def all_gather_start(
+    shards: Sequence[Tensor], offsets: Sequence[int], length: int, dtype: torch.dtype, world_size: int, *_: Any
+) -> Tensor:
+    """The buffer of a gathered bucket, its contents unknown until it is waited for."""
+    return shards[0].new_empty([world_size * length], dtype=dtype)
+
+
+@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.WAIT)
+def all_gather_wait(buffer: Tensor) -> Tensor:
+    """The same buffer, gathered."""
+    return buffer
+
+
+@_operator(
+    "(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group) -> Tensor",
+    Effect.LOCAL,
+)
+def keep_shard(
+    buffer: Tensor, offsets: Sequence[int], numels: Sequence[int], length: int, world_size: int, ranks: int, _: str
+) -> Tensor:
+    """A flat shard of a gathered bucket, over ``ranks`` ranks."""
+    return buffer.new_empty([length * world_size // ranks])
+
+
+@_operator("(Tensor(a!) buffer) -> ()", Effect.LOCAL)
+def free(buffer: Tensor) -> None:
+    """Nothing: the buffer's memory is given back."""
+
+
+@_operator(
+    "(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1, int[] messages=[],"
+    " bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
+    Effect.START,
+)
+def reduce_scatter_start(
+    grads: Sequence[Tensor],
+    dtype: torch.dtype,
+    world_size: int,
+    group: str,
+    replicas: int = 1,
+    messages: Sequence[int] = (),
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """The flat shard of the gradients' means, unknown until it is waited for."""
+    return grads[0].new_empty(reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype)
+
+
+@_operator(
+    "(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1, *, float? factor=None,"
+    " bool summed=False) -> Tensor",
+    Effect.START,
+)
+def all_reduce_start(grads: Sequence[Tensor], dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
+    """The flat means of gradients, whole, unknown until they are waited for."""
+    return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
+
+
+@_operator(
+    "(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False) -> Tensor(a!)", Effect.START
+)
+def all_reduce_shard_start(shard: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The same buffer: the mean over replicas, in place, unknown until it is waited for."""
+    return shard
+
+
+@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.WAIT)
+def reduce_wait(buffer: Tensor) -> Tensor:
+    """The same buffer, reduced."""
+    return buffer
+
+
+@_operator(
+    "(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, Device? device=None)"
+    " -> Tensor",
+    Effect.LOCAL,
+)
+def accumulate_grad(
+    grad: Tensor,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    param: str,
+    device: torch.device | None = None,
+) -> Tensor:
+    """No gradient: ``grad`` is added to what is kept."""
+    return grad.new_empty(shard_shape, dtype=dtype, device=device)
+
+
+@_operator("(Tensor(a!) buffer, str unit) -> Tensor(a!)", Effect.LOCAL)
+def reduce_hook(buffer: Tensor, unit: str) -> Tensor:
+    """The same buffer, which a function of the user has seen."""
+    return buffer
+
+
+@_operator("(Tensor[] values, str op, str group) -> Tensor", Effect.LOCAL)
+def reduce_payloads(values: Sequence[Tensor], op: str, group: str) -> Tensor:
+    """What a tensor extension asks to be reduced, flat, one behind the other."""
+    return values[0].new_empty([sum(v.numel() for v in values)])
+
+
+@_operator("(Tensor value) -> Tensor", Effect.ACTIVATION_COPY)
+def offload_activation(value: Tensor) -> Tensor:
+    """A copy on the CPU, unknown until it is waited for."""
+    return torch.empty_like(value, device="cpu")
+
+
+@_operator("(Tensor(a!) host, Tensor value) -> Tensor(a!)", Effect.ACTIVATION_COPY)
+def activation_offloaded(host: Tensor, value: Tensor) -> Tensor:
+    """The same copy, which is there; ``value`` may go."""
+    return host
+
+
+@_operator("(Tensor host, Device device) -> Tensor", Effect.ACTIVATION_COPY)
+def reload_activation(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, unknown until it is waited for."""
+    return torch.empty_like(host, device=device)
+
+
+@_operator("(Tensor(a!) buffer, Tensor host) -> Tensor(a!)", Effect.ACTIVATION_COPY)
+def activation_reloaded(buffer: Tensor, host: Tensor) -> Tensor:
+    """The same copy, which is there; ``host`` may go."""
+    return buffer
+
+
+@_operator("(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor", Effect.COPY_START)
+def fetch_start(shards: Sequence[Tensor], offsets: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """Flat shards: a copy on ``device``, unknown until it is waited for."""
+    return shards[0].new_empty([length], device=device)
+
+
+@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.COPY_WAIT)
+def fetch_wait(buffer: Tensor) -> Tensor:
+    """The same copy, which is there."""
+    return buffer
+
+
+@_operator("(Tensor[] values, bool pin_memory) -> Tensor", Effect.COPY_START)
+def offload_start(values: Sequence[Tensor], pin_memory: bool) -> Tensor:
+    """Flat gradients: a copy on the CPU, unknown until it is waited for."""
+    return values[0].new_empty([sum(v.numel() for v in values)], device="cpu")
+
+
+@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.COPY_WAIT)
+def offload_wait(buffer: Tensor) -> Tensor:
+    """The same copy, which is there."""
+    return buffer
+
+
+def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
+    return frozenset(target for target, found in OPERATORS.items() if found.effect in effects)
+
+
+STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
+COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
+ACTIVATION_COPIES = _with(Effect.ACTIVATION_COPY)
+EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -169,175 +326,6 @@ def is_custom(node: fx.Node) -> bool:
 def group_of(node: fx.Node) -> str:
     """Name of the process group of a collective."""
     return str(argument(node, "group"))
-
-
-# --- fakes: shapes and dtypes, for tracing and for the verifier
-
-
-@torch.library.register_fake("graph_fsdp::gather_param", lib=_LIBRARY)
-def _(
-    shard: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
-) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype, device=device)
-
-
-@torch.library.register_fake("graph_fsdp::reduce_grad", lib=_LIBRARY)
-def _(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
-) -> Tensor:
-    return grad.new_empty(shard_shape, dtype=dtype, device=device)
-
-
-@torch.library.register_fake("graph_fsdp::all_gather_start", lib=_LIBRARY)
-def _(
-    shards: Sequence[Tensor],
-    offsets: Sequence[int],
-    length: int,
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    messages: Sequence[int] = (),
-    numels: Sequence[int] = (),
-    custom: bool = False,
-) -> Tensor:
-    return shards[0].new_empty([world_size * length], dtype=dtype)
-
-
-@torch.library.register_fake("graph_fsdp::all_gather_wait", lib=_LIBRARY)
-def _(buffer: Tensor) -> Tensor:
-    return buffer
-
-
-@torch.library.register_fake("graph_fsdp::keep_shard", lib=_LIBRARY)
-def _(
-    buffer: Tensor,
-    offsets: Sequence[int],
-    numels: Sequence[int],
-    length: int,
-    world_size: int,
-    ranks: int,
-    group: str,
-) -> Tensor:
-    return buffer.new_empty([length * world_size // ranks])
-
-
-@torch.library.register_fake("graph_fsdp::free", lib=_LIBRARY)
-def _(buffer: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("graph_fsdp::reduce_scatter_start", lib=_LIBRARY)
-def _(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    replicas: int = 1,
-    messages: Sequence[int] = (),
-    custom: bool = False,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Tensor:
-    return grads[0].new_empty(reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype)
-
-
-@torch.library.register_fake("graph_fsdp::all_reduce_start", lib=_LIBRARY)
-def _(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    replicas: int = 1,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Tensor:
-    return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
-
-
-@torch.library.register_fake("graph_fsdp::all_reduce_shard_start", lib=_LIBRARY)
-def _(shard: Tensor, ranks: int, group: str, factor: float | None = None, summed: bool = False) -> Tensor:
-    return shard
-
-
-@torch.library.register_fake("graph_fsdp::reduce_wait", lib=_LIBRARY)
-def _(buffer: Tensor) -> Tensor:
-    return buffer
-
-
-@torch.library.register_fake("graph_fsdp::accumulate_grad", lib=_LIBRARY)
-def _(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    device: torch.device | None = None,
-) -> Tensor:
-    return grad.new_empty(shard_shape, dtype=dtype, device=device)
-
-
-@torch.library.register_fake("graph_fsdp::reduce_hook", lib=_LIBRARY)
-def _(buffer: Tensor, unit: str) -> Tensor:
-    return buffer
-
-
-@torch.library.register_fake("graph_fsdp::reduce_payloads", lib=_LIBRARY)
-def _(values: Sequence[Tensor], op: str, group: str) -> Tensor:
-    return values[0].new_empty([sum(v.numel() for v in values)])
-
-
-@torch.library.register_fake("graph_fsdp::offload_activation", lib=_LIBRARY)
-def _(value: Tensor) -> Tensor:
-    return torch.empty_like(value, device="cpu")
-
-
-@torch.library.register_fake("graph_fsdp::activation_offloaded", lib=_LIBRARY)
-def _(host: Tensor, value: Tensor) -> Tensor:
-    return host
-
-
-@torch.library.register_fake("graph_fsdp::reload_activation", lib=_LIBRARY)
-def _(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_like(host, device=device)
-
-
-@torch.library.register_fake("graph_fsdp::activation_reloaded", lib=_LIBRARY)
-def _(buffer: Tensor, host: Tensor) -> Tensor:
-    return buffer
-
-
-@torch.library.register_fake("graph_fsdp::fetch_start", lib=_LIBRARY)
-def _(shards: Sequence[Tensor], offsets: Sequence[int], length: int, device: torch.device) -> Tensor:
-    return shards[0].new_empty([length], device=device)
-
-
-@torch.library.register_fake("graph_fsdp::fetch_wait", lib=_LIBRARY)
-def _(buffer: Tensor) -> Tensor:
-    return buffer
-
-
-@torch.library.register_fake("graph_fsdp::offload_start", lib=_LIBRARY)
-def _(values: Sequence[Tensor], pin_memory: bool) -> Tensor:
-    return values[0].new_empty([sum(v.numel() for v in values)], device="cpu")
-
-
-@torch.library.register_fake("graph_fsdp::offload_wait", lib=_LIBRARY)
-def _(buffer: Tensor) -> Tensor:
-    return buffer
 
 
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:

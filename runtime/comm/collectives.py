@@ -44,9 +44,20 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-@dataclass
+@dataclass(frozen=True)
+class StartPlan:
+    """The static part of one start. ``step``: its place among the steps of its program; None for a copy of an
+    activation. ``kind``: "gather", "reduce", "reduce over replicas", "fetch" …"""
+
+    step: int | None
+    bucket: str
+    kind: str
+
+
+@dataclass(eq=False)
 class Pending:
-    """A collective under way. ``finish`` waits for it and puts the result into ``buffer``."""
+    """The handle of a collective, or of a copy, under way. ``finish`` waits for it and puts the result into
+    ``buffer``."""
 
     buffer: Tensor
     finish: Callable[[], None]

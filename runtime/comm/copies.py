@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, fx
@@ -26,42 +25,38 @@ from torch import Tensor, fx
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives
-from graph_fsdp.runtime.comm.collectives import Pending
+from graph_fsdp.runtime.comm import collectives, host_copies
+from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
 from graph_fsdp.runtime.comm.host_copies import copy_beside, copy_stream, wait_on_device
 from graph_fsdp.runtime.operators import finished, implement, started
 
-Direction = Literal["fetch", "offload"]
-
 
 @dataclass(frozen=True)
-class CopyPlan:
-    """The static part of one copy. ``start`` takes the shards, or the gradients. ``ends_with_run``: see [Note: writes
-    after a run]."""
+class CopyPlan(StartPlan):
+    """The static part of one copy, of kind "fetch" or "offload". ``start`` takes the shards, or the gradients.
+    ``ends_with_run``: see [Note: writes after a run]."""
 
-    bucket: str
-    kind: Direction
     start: Callable[[list[Tensor]], Copy]
     ends_with_run: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Copy(Pending):
     """A copy under way. ``event``: its end on the device; None where it is done."""
 
     event: torch.Event | None = None
 
 
-def copy_plan(node: fx.Node, graph: Graph) -> CopyPlan:
+def copy_plan(node: fx.Node, step: int, graph: Graph) -> CopyPlan:
     """The plan of a node of ``dialect.COPY_STARTS``."""
     bucket = node.meta["fsdp"].bucket
     if node.target is dialect.offload_start:
         start = functools.partial(start_offload, pin_memory=dialect.argument(node, "pin_memory"))
-        return CopyPlan(bucket, "offload", start, False)
+        return CopyPlan(step, bucket, "offload", start, False)
     shards, offsets, length = (dialect.argument(node, name) for name in ("shards", "offsets", "length"))
     layout = GatherLayout.make(offsets, [shard.meta["val"].numel() for shard in shards], length, 1)
     fetch = functools.partial(start_fetch, layout=layout, device=dialect.argument(node, "device"))
-    return CopyPlan(bucket, "fetch", fetch, graph.phase != "forward")
+    return CopyPlan(step, bucket, "fetch", fetch, graph.phase != "forward")
 
 
 def start_fetch(shards: Sequence[Tensor], layout: GatherLayout, device: torch.device) -> Copy:
@@ -132,4 +127,24 @@ def _offload_start(values: list[Tensor], pin_memory: bool) -> Tensor:
 
 @implement("offload_wait")
 def _offload_wait(buffer: Tensor) -> Tensor:
+    return finished(buffer)
+
+
+@implement("offload_activation")
+def _offload_activation(value: Tensor) -> Tensor:
+    return started(host_copies.start_offload(value))
+
+
+@implement("activation_offloaded")
+def _activation_offloaded(host: Tensor, value: Tensor) -> Tensor:
+    return finished(host)
+
+
+@implement("reload_activation")
+def _reload_activation(host: Tensor, device: torch.device) -> Tensor:
+    return started(host_copies.start_reload(host, device))
+
+
+@implement("activation_reloaded")
+def _activation_reloaded(buffer: Tensor, host: Tensor) -> Tensor:
     return finished(buffer)

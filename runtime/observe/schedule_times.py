@@ -12,20 +12,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from graph_fsdp.runtime.comm.copies import CopyPlan
-from graph_fsdp.runtime.executor import Frame, GatherPlan, Program, ReducePlan
-from graph_fsdp.runtime.kept_gradients import KeptGradients
+from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
+from graph_fsdp.runtime.executor import Program
+from graph_fsdp.runtime.observe.observer import Observer
 from graph_fsdp.runtime.observe.timing import Clock
-from graph_fsdp.runtime.regions.regions import Compiled, Region, cut
-from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
+from graph_fsdp.runtime.regions.regions import Compiled
 
+T = TypeVar("T")
 What: TypeAlias = Literal["region", "start", "wait"]
-_Marks: TypeAlias = list[tuple[What, int, Any, Any]]  # the index of the step, and the marks around it
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class ScheduleRecorder:
         """For a time, runs of these programs are recorded."""
         with contextlib.ExitStack() as stack:
             for program in programs:
-                stack.enter_context(self._instrumented(program))
+                stack.enter_context(program.observed_by(self._begin))
             yield
 
     def end_step(self) -> None:
@@ -88,71 +87,41 @@ class ScheduleRecorder:
             ]
         )
 
-    def _instrumented(self, program: Program) -> contextlib.AbstractContextManager[None]:
-        regions: dict[str, Compiled] = {}
-        plans: dict[int, int] = {}
-        for index, step in enumerate(cut(program.graph)):
-            name = f"region_{index}"
-            if not isinstance(step, Region):
-                plans[id(program.constants.get(f"plan_{index}"))] = index
-            elif not step.is_view_only:
-                regions[name] = partial(self._run_region, index, program.constants[name])
+    def _begin(self, program: Program) -> _MarkedRun:
+        self._runs.append(_MarkedRun(program, self.clock))
+        return self._runs[-1]
 
-        def frame(_: GatheredBytes, slots: SlotPlan, kept: KeptGradients) -> Frame:
-            self._runs.append(_MarkedRun(program, self.clock.mark()))
-            return _MarkedFrame(slots, kept, self.clock, self._runs[-1], plans)
 
-        return program.instrumented(regions, frame)
+class _MarkedRun(Observer):
+    """A run as in training, with marks around what it does."""
 
-    def _run_region(self, index: int, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
-        # The run that began last: no program runs within another one's region.
+    def __init__(self, program: Program, clock: Clock) -> None:
+        self.program, self.clock = program, clock
+        self.begin = self.end = clock.mark()
+        self.marks: list[tuple[What, int, Any, Any]] = []  # the index of the step, and the marks around it
+        self._under_way: dict[Pending, int] = {}
+
+    def run(self, run: Callable[[], T]) -> T:
+        value = run()
+        self.end = self.clock.mark()
+        return value
+
+    def region(self, index: int, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
+        return self._marked("region", index, partial(function, inputs))
+
+    def start(self, plan: StartPlan, start: Callable[[], Pending]) -> Pending:
+        if plan.step is None:
+            return start()
+        pending = self._marked("start", plan.step, start)
+        self._under_way[pending] = plan.step
+        return pending
+
+    def wait(self, pending: Pending, wait: Callable[[], Tensor]) -> Tensor:
+        index = self._under_way.pop(pending, None)
+        return wait() if index is None else self._marked("wait", index, wait)
+
+    def _marked(self, what: What, index: int, call: Callable[[], T]) -> T:
         begin = self.clock.mark()
-        outputs = function(inputs)
-        self._runs[-1].marks.append(("region", index, begin, self.clock.mark()))
-        return outputs
-
-
-class _MarkedRun:
-    def __init__(self, program: Program, begin: Any) -> None:
-        self.program, self.begin, self.end = program, begin, begin
-        self.marks: _Marks = []
-
-
-class _MarkedFrame(Frame):
-    """As in training, but that bytes and collectives are not counted: reports tell of training."""
-
-    def __init__(
-        self, slots: SlotPlan, kept: KeptGradients, clock: Clock, run: _MarkedRun, plans: dict[int, int]
-    ) -> None:
-        super().__init__(GatheredBytes(), slots, kept)
-        self._clock, self._run, self._plans = clock, run, plans
-        self._under_way: dict[int, int] = {}  # the index of the start, by the id of the buffer
-
-    def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
-        return self._start(super().gather_start, plan, shards)
-
-    def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
-        return self._start(super().reduce_start, plan, grads)
-
-    def copy_start(self, plan: CopyPlan, tensors: list[Tensor]) -> Tensor:
-        return self._start(super().copy_start, plan, tensors)
-
-    def _start(self, start: Callable[..., Tensor], plan: GatherPlan | ReducePlan | CopyPlan, inputs: Any) -> Tensor:
-        begin, index = self._clock.mark(), self._plans[id(plan)]
-        buffer = start(plan, inputs)
-        self._run.marks.append(("start", index, begin, self._clock.mark()))
-        self._under_way[id(buffer)] = index
-        return buffer
-
-    def wait(self, buffer: Tensor) -> Tensor:
-        index = self._under_way.pop(id(buffer), None)
-        if index is None:  # for a copy of an activation
-            return super().wait(buffer)
-        begin = self._clock.mark()
-        super().wait(buffer)
-        self._run.marks.append(("wait", index, begin, self._clock.mark()))
-        return buffer
-
-    def close(self) -> None:
-        super().close()
-        self._run.end = self._clock.mark()
+        value = call()
+        self.marks.append((what, index, begin, self.clock.mark()))
+        return value

@@ -13,17 +13,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from graph_fsdp.runtime.comm.collectives import Pending
-from graph_fsdp.runtime.executor import Frame, GatherPlan, MakeFrame, Program, ReducePlan
-from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.regions.regions import Compiled, Region, cut
-from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
+from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
+from graph_fsdp.runtime.executor import Program
+from graph_fsdp.runtime.frame import GatherPlan, ReducePlan
+from graph_fsdp.runtime.observe.observer import Observer
+from graph_fsdp.runtime.regions.regions import Compiled
 
 Place = tuple[Program, int]  # a step of a program, by its index in ``cut(program.graph)``
 
@@ -55,65 +53,45 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.clock = Clock(device)
         self.seconds: dict[Place, list[float]] = {}
-        self._marks: list[tuple[Place, Any, Any]] = []
+        self.marks: list[tuple[Place, Any, Any]] = []
 
     @contextlib.contextmanager
     def timing(self, programs: Iterable[Program]) -> Iterator[None]:
         """For a time, runs of these programs are timed."""
         with contextlib.ExitStack() as stack:
             for program in programs:
-                stack.enter_context(self._instrumented(program))
+                stack.enter_context(program.observed_by(lambda program: _TimedRun(self, program)))
             yield
 
     def read(self) -> None:
         """Turn the marks made so far into seconds. To be called between steps: it waits for the device."""
-        for place, begin, end in self._marks:
+        for place, begin, end in self.marks:
             self.seconds.setdefault(place, []).append(self.clock.seconds(begin, end))
-        self._marks.clear()
-
-    def _instrumented(self, program: Program) -> contextlib.AbstractContextManager[None]:
-        regions: dict[str, Compiled] = {}
-        plans: dict[int, int] = {}
-        for index, step in enumerate(cut(program.graph)):
-            name = f"region_{index}"
-            if not isinstance(step, Region):
-                plans[id(program.constants.get(f"plan_{index}"))] = index
-            elif not step.is_view_only:
-                regions[name] = partial(self._run_region, (program, index), program.constants[name])
-        record = lambda plan, begin, end: self._marks.append(((program, plans[id(plan)]), begin, end))  # noqa: E731
-        # Bytes and collectives of timed runs are counted by themselves: reports tell of training.
-        return program.instrumented(regions, _timed_frames(self.clock, record))
-
-    def _run_region(self, place: Place, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
-        begin = self.clock.mark()
-        outputs = function(inputs)
-        self._marks.append((place, begin, self.clock.mark()))
-        return outputs
+        self.marks.clear()
 
 
-def _timed_frames(clock: Clock, record: Callable[[Any, Any, Any], None]) -> MakeFrame:
-    return lambda _, slots, kept: _TimedFrame(slots, kept, clock, record)
-
-
-class _TimedFrame(Frame):
+class _TimedRun(Observer):
     """A run in which collectives end where they start."""
 
-    def __init__(
-        self, slots: SlotPlan, kept: KeptGradients, clock: Clock, record: Callable[[Any, Any, Any], None]
-    ) -> None:
-        super().__init__(GatheredBytes(), slots, kept)
-        self.clock, self.record = clock, record
+    def __init__(self, recorder: Recorder, program: Program) -> None:
+        self.recorder, self.program = recorder, program
 
-    def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Tensor:
-        return self._timed(super().gather_start, plan, shards)
+    def region(self, index: int, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
+        begin = self.recorder.clock.mark()
+        outputs = function(inputs)
+        self._add(index, begin)
+        return outputs
 
-    def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Tensor:
-        return self._timed(super().reduce_start, plan, grads)
+    def start(self, plan: StartPlan, start: Callable[[], Pending]) -> Pending:
+        if not isinstance(plan, (GatherPlan, ReducePlan)):
+            return start()
+        begin = self.recorder.clock.mark()
+        pending = start()
+        pending.finish()
+        pending.finish = lambda: None  # for the program's own wait
+        self._add(plan.step, begin)
+        return pending
 
-    def _timed(self, start: Callable[..., Tensor], plan: GatherPlan | ReducePlan, inputs: Any) -> Tensor:
-        begin = self.clock.mark()
-        buffer = start(plan, inputs)
-        self.pending[id(buffer)].finish()
-        self.pending[id(buffer)] = Pending(buffer, lambda: None)  # for the program's own wait
-        self.record(plan, begin, self.clock.mark())
-        return buffer
+    def _add(self, index: int | None, begin: Any) -> None:
+        assert index is not None
+        self.recorder.marks.append(((self.program, index), begin, self.recorder.clock.mark()))
