@@ -19,6 +19,7 @@ import graph_fsdp
 from graph_fsdp import ParameterChangedError
 from graph_fsdp.compat import without_torch_function
 from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.backends import BACKENDS, EagerBackend
