@@ -41,7 +41,7 @@ from graph_fsdp.passes.analysis.kernels import Arithmetic, Kind, Work, graph_wor
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument_names
+from graph_fsdp.passes.ir.operands import has_argument
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def op_key(node: fx.Node) -> str:
 
 def collective_key(node: fx.Node) -> str:
     """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
-    names = argument_names(node)
-    ranks = dialect.argument(node, "world_size" if "world_size" in names else "ranks")
+    ranks = dialect.argument(node, "world_size" if has_argument(node, "world_size") else "ranks")
     dtype = _dtype_name(node.meta["val"].dtype)
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
 

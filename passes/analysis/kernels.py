@@ -30,7 +30,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument_names
+from graph_fsdp.passes.ir.operands import argument
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -174,12 +174,6 @@ def node_flops(node: fx.Node) -> int:
     return int(formula(*args, **found[1], out_val=_with_hints(node.meta.get("val"))))
 
 
-def _is_causal(node: fx.Node) -> bool:
-    names = argument_names(node)
-    index = names.index("is_causal")
-    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("is_causal", False))
-
-
 def _with_hints(value: Any) -> Any:
     """The value with numbers for symbolic sizes, so that a formula guards on nothing."""
     if isinstance(value, torch.SymInt):
@@ -227,7 +221,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
             if packet(node) in _ATTENTION:
                 backward = packet(node) in _IN_BACKWARD
                 mine.arithmetic = Arithmetic.ATTENTION_BACKWARD if backward else Arithmetic.ATTENTION
-                mine.executed = 0.5 if _is_causal(node) else 1.0
+                mine.executed = 0.5 if argument(node, "is_causal") else 1.0
         for source, most in _reads(node, sizes):
             root = roots[source]
             if kernels[root] is kernel:

@@ -60,7 +60,7 @@ def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
     the user has set."""
     parts: list[str] = [graph.phase, settings.key()]
     for target in (dialect.gather_param, dialect.reduce_grad):
-        names = {str(node.args[4]) for node in graph.fx_graph.nodes if node.target is target}
+        names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
         parts.append("")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

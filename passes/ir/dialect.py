@@ -55,7 +55,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.operands import overload
+from graph_fsdp.passes.ir.operands import argument as argument
 from graph_fsdp.passes.ir.records import STARTING as STARTING
 from graph_fsdp.passes.ir.records import WAITING as WAITING
 from graph_fsdp.passes.ir.records import NodeRecord as NodeRecord
@@ -309,18 +309,14 @@ ACTIVATION_COPIES = _with(Effect.ACTIVATION_COPY)
 EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument of an operator of the dialect that its schema calls ``name``."""
-    for index, described in enumerate(compat.schema_arguments(overload(node))):
-        if described.name == name:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
-            return described.default_value if value is None else value
-    raise KeyError(f"{node.target} has no argument {name!r}")
-
-
 def is_custom(node: fx.Node) -> bool:
     """Whether an object of the user's runs a collective."""
     return node.target in (all_gather_start, reduce_scatter_start) and bool(argument(node, "custom"))
+
+
+def parameter_of(node: fx.Node) -> str:
+    """Name of the parameter of a ``gather_param`` or a ``reduce_grad``."""
+    return str(argument(node, "param"))
 
 
 def group_of(node: fx.Node) -> str:

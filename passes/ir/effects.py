@@ -12,6 +12,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.operands import argument, has_argument
 
 # A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
 # of the input, ``Tensor(a -> *)``, that its memory goes into a container.
@@ -95,3 +96,8 @@ def is_cheap(node: fx.Node) -> bool:
 def is_random(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers. Attention, whose operators count as random, has an argument that says so."""
+    return is_random(node) and not (has_argument(node, "dropout_p") and argument(node, "dropout_p") == 0)

@@ -29,9 +29,19 @@ def overload(node: fx.Node) -> OpOverload[..., Any]:
     return node.target
 
 
-def argument_names(node: fx.Node) -> list[str]:
-    """Of the operator that a node calls, by its schema."""
-    return [argument.name for argument in schema_arguments(overload(node))]
+def has_argument(node: fx.Node, name: str) -> bool:
+    """Whether the schema of the operator that a node calls has an argument of this name."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.name == name for argument in schema.arguments)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument that the schema of the operator calls ``name``, or the default that it has there."""
+    for index, described in enumerate(schema_arguments(overload(node))):
+        if described.name == name:
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+            return described.default_value if value is None else value
+    raise KeyError(f"{node.target} has no argument {name!r}")
 
 
 def function(node: fx.Node) -> Callable[..., Any]:

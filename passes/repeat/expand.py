@@ -92,7 +92,7 @@ class _Layer(_Copies):
 
     def parameter(self, node: fx.Node) -> str:
         """What a gather or a reduction of the trace gathers or reduces here."""
-        return self._parameters[str(node.args[4])]
+        return self._parameters[dialect.parameter_of(node)]
 
     def target(self, node: fx.Node) -> Any:
         if node.op != "get_attr":
@@ -151,7 +151,7 @@ class Expansion:
             elif node.target is repeat_backward:
                 self._backward(node)
             elif node.target is dialect.reduce_grad:
-                self._reductions[str(node.args[4])] = (self.around, node)
+                self._reductions[dialect.parameter_of(node)] = (self.around, node)
             else:
                 if node.op == "output":
                     self._reduce()
@@ -162,7 +162,7 @@ class Expansion:
         gathers: dict[str, tuple[_Copies, fx.Node]] = {}
         for node in nodes:
             if node.target is dialect.gather_param:
-                gathers[str(node.args[4])] = (self.around, node)
+                gathers[dialect.parameter_of(node)] = (self.around, node)
             elif node.target is repeat:
                 layer, given = self._layer(node)
                 layer.give(layer.trace.inputs, given, self.around)

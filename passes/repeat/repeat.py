@@ -62,7 +62,7 @@ class Repeats:
         if not self.traces:
             raise NotRepeatable("no layer can be traced for others")
         nodes = module.graph.nodes
-        self._gathered = [str(node.args[4]) for node in nodes if node.target is dialect.gather_param]
+        self._gathered = [dialect.parameter_of(node) for node in nodes if node.target is dialect.gather_param]
         self.contracted = self._contract(module)
 
     def registered(self) -> AbstractContextManager[None]:

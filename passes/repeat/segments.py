@@ -42,7 +42,7 @@ class Segment:
     @property
     def parameters(self) -> list[str]:
         """Names of the parameters that are gathered in it, in the order of their gathers."""
-        return [str(node.args[4]) for node in self.nodes if node.target is dialect.gather_param]
+        return [dialect.parameter_of(node) for node in self.nodes if node.target is dialect.gather_param]
 
 
 def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
@@ -101,7 +101,7 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
 
 def _units(sources: Iterable[fx.Node], model: ModelSpec) -> set[str]:
     """The units whose parameters are read; the root is ``""``."""
-    return {model.spec_of(str(s.args[4])).unit for s in sources if s.target is dialect.gather_param}
+    return {model.spec_of(dialect.parameter_of(s)).unit for s in sources if s.target is dialect.gather_param}
 
 
 def _complete(segment: Segment) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.effects import mutated_inputs
-from graph_fsdp.passes.ir.operands import argument_names
+from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
 _LIBRARY.define("repeat(Tensor[] inputs, int trace, int call) -> Tensor[]")
@@ -80,7 +79,7 @@ def trace(
         raise NotRepeatable(f"by itself it is an error: {error}") from error
     if forward_outputs != len(differentiable):
         raise NotRepeatable("it writes to its inputs, or returns views of what it computes")
-    prepared = not any(map(_draws, module.graph.nodes))  # a backend may make one seed per graph, and number the draws
+    prepared = not any(map(draws, module.graph.nodes))  # a backend may make one seed per graph, and number the draws
     if prepared:
         module = prepare(module)
     nodes = list(module.graph.nodes)
@@ -121,17 +120,6 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
         else:
             forward.append(node)
     return forward, backward
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers. Attention has an argument that says so."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = argument_names(node)
-    if "dropout_p" not in names:
-        return True
-    index = names.index("dropout_p")
-    return bool(node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0))
 
 
 # How a layer is called while the model around it is traced

@@ -8,6 +8,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.transforms.payloads import ancestors
 
 
@@ -26,17 +27,16 @@ class Annotate(GraphPass):
         for node in graph.nodes:
             if node.target is dialect.gather_param:
                 gathers += 1
-                shard, name = node.args[0], node.args[4]
-                assert isinstance(shard, fx.Node)
-                self._record(node, Role.GATHER, str(name), context)
+                shard, name = operand(node), dialect.parameter_of(node)
+                self._record(node, Role.GATHER, name, context)
                 is_payload = name in context.model.payloads
-                self._record(shard, Role.PAYLOAD if is_payload else Role.SHARD, str(name), context)
+                self._record(shard, Role.PAYLOAD if is_payload else Role.SHARD, name, context)
                 if is_payload:
-                    self._record_inputs(shard, str(name).rpartition("#")[0], context)
+                    self._record_inputs(shard, name.rpartition("#")[0], context)
             elif node.target is dialect.reduce_payloads:
                 dialect.set_record(node, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", (), nbytes(node.meta["val"])))
             elif node.target is dialect.reduce_grad:
-                name = str(node.args[4])
+                name = dialect.parameter_of(node)
                 reduced.append(name)
                 self._record(node, Role.REDUCE, name, context)
         for node in graph.placeholders[context.tangents]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +16,7 @@ from torch import fx
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
-from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, draws, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.runtime.regions.regions import Region, Step
@@ -134,23 +133,13 @@ def _operator(node: fx.Node) -> str:
     if isinstance(node.target, compat.HigherOrderOperator):
         return f"calls other graphs ({node})"
     tags = getattr(node.target, "tags", ())
-    if is_random(node) and _drop_probability(node) != 0:
+    if draws(node):
         return f"draws random numbers ({node})"
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return f"makes the host wait for values ({node})"
     if str(getattr(node.target, "namespace", "")).startswith("_c10d"):
         return f"communicates ({node})"
     return ""
-
-
-def _drop_probability(node: fx.Node) -> Any:
-    """Of attention, whose operators count as random even without dropout; None of any other operator."""
-    schema = getattr(node.target, "_schema", None)
-    for index, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            default = argument.default_value if argument.has_default_value() else None
-            return node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", default)
-    return None
 
 
 def _foreign(start: fx.Node) -> str:
