@@ -12,19 +12,19 @@ import dataclasses
 import functools
 import itertools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp import compat
+from graph_fsdp.engine.aot import AotTrace, weak
 from graph_fsdp.engine.dynamo import forget_programs, graph_break, own_code, traced_too_often
 from graph_fsdp.engine.entry import Entry, differentiable_once, entered
 from graph_fsdp.engine.owned_tensors import program_graphs
-from graph_fsdp.engine.pieces import Pieces, shared
+from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.engine.rank_facts import facts
 from graph_fsdp.engine.ranks import Schedules
@@ -38,21 +38,17 @@ from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.shards import ShardedParameter, Storage
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, memory_profile
-from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot
-from graph_fsdp.passes.pipeline import PassesHaveRun, add_stage, collector_paused
+from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import find_repeats
 from graph_fsdp.passes.repeat.trace import NotRepeatable
-from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
-from graph_fsdp.passes.transforms.unsharded import take_unsharded
 from graph_fsdp.report.failed_pass import save_failure
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
-from graph_fsdp.runtime.absent_gradients import find_absent
 from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
@@ -114,8 +110,8 @@ class Engine:
         self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
-        self.pieces = None if fullgraph or whole else Pieces(_weak(self))
-        self.python_reads = PythonReads(_weak(self), fullgraph)
+        self.pieces = None if fullgraph or whole else Pieces(weak(self))
+        self.python_reads = PythonReads(weak(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
@@ -193,7 +189,7 @@ class Engine:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
         key = (self.settings, entry, hooks)
         if key not in self._compiled:
-            backend = functools.partial(type(self)._compile_graph, _weak(self), self.settings, entry)
+            backend = functools.partial(type(self)._compile_graph, weak(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
@@ -272,94 +268,15 @@ class Engine:
             try:
                 log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
                 with repeats.registered():
-                    return self._trace(repeats.contracted, inputs, context, captured, entry, repeats.expand)
+                    trace = AotTrace(self, context, captured, entry, repeats.expand)
+                    return trace.run(repeats.contracted, inputs)
             except NotRepeatable as reason:
                 groups = repeats.without(reason.call)
                 which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
                 log.info("%s has no trace of others: %s", which, reason)
-        return self._trace(module, inputs, context, captured, entry, self.backend.prepare)
+        return AotTrace(self, context, captured, entry, self.backend.prepare).run(module, inputs)
 
-    def _trace(
-        self,
-        module: fx.GraphModule,
-        inputs: list[Any],
-        context: PassContext,
-        captured: CapturedGraph,
-        entry: Entry,
-        prepare: Callable[[fx.GraphModule], fx.GraphModule],
-    ) -> Callable[..., Any]:
-        # See ``_function_compiled``. None of the functions below may name ``self``: torch 2.9 keeps them.
-        engine, owner = _weak(self), weakref.ref(self)
-        partitioned: list[Graph] = []  # until their regions are compiled
-        piece: list[tuple[Snapshot | None, str]] = []  # until its program is
-        alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
-
-        def partition(
-            joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
-        ) -> tuple[fx.GraphModule, fx.GraphModule]:
-            alive.append(owner())
-            joint = prepare(joint)
-            primals, tangents = joint_inputs
-            context.tangents = slice(len(primals), len(primals) + len(tangents))
-            context.forward_outputs = num_fwd_outputs
-            joint_graph = Graph(joint, "joint")
-            engine.pipeline.run([joint_graph], context)
-            context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
-            kind = kind_of(joint_graph, engine.spec, context.settings) + entry.suffix
-            begin = time.perf_counter()
-            with compat.activation_memory_budget(context.activation_memory_budget):
-                forward, backward = compat.min_cut_rematerialization_partition(
-                    joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
-                )
-            forward, backward = map(compat.writes_code_when_asked, (forward, backward))
-            graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
-            save_as_they_were(graphs[0], num_fwd_outputs)
-            for graph in graphs:
-                add_stage(graph, context, "partition", time.perf_counter() - begin)
-            take_unsharded(graphs, context)
-            before_passes = engine._before_passes(graphs[0], entry)
-            engine._run_passes(graphs, context, captured, kind)
-            partitioned[:] = graphs
-            piece[:] = [(before_passes, kind)]
-            return forward, backward
-
-        def compile_forward(forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
-            if not engine.whole:
-                engine.regions.prepare(partitioned)
-            partitioned.clear()
-            graph = Graph(forward, "forward")
-            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, *piece.pop())
-
-        def compile_backward(backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
-                program = engine._program(Graph(backward, "backward"), context, captured)
-            alive.clear()
-            return program
-
-        def compile_inference(inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            graph = Graph(prepare(inference), "inference")
-            take_unsharded([graph], context)
-            kind = kind_of(graph, engine.spec, context.settings) + entry.suffix
-            before_passes = engine._before_passes(graph, entry)
-            engine._run_passes([graph], context, captured, kind)
-            if not engine.whole:
-                engine.regions.prepare([graph])
-            return shared(engine.pieces, engine._program(graph, context, captured), graph, context, before_passes, kind)
-
-        compiler = compat.aot_autograd(
-            fw_compiler=compile_forward,
-            bw_compiler=compile_backward,
-            inference_compiler=compile_inference,
-            partition_fn=partition,
-            decompositions=engine.backend.decompositions(),
-            keep_inference_input_mutations=engine.backend.keeps_mutations,
-        )
-        with compat.unlogged_graphs_unprinted():
-            run = compiler(module, inputs)
-        return run if context.absent is None else context.absent.watching(run)
-
-    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+    def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
             return self.schedules.run(self.pipeline, graphs, context, kind, lambda: facts(self))
         context.plan = Plan()
@@ -368,7 +285,7 @@ class Engine:
             captured.add_graph(graph, context)
         raise PassesHaveRun(graphs, context)
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+    def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost
         program: Program | WholeProgram
         if self.whole:
@@ -389,11 +306,6 @@ class Engine:
         in_step = self.schedules.in_step(runnable, graph, self.pipeline, context)
         return self.kept_buckets.around(in_step, graph, self.spec)
 
-    def _before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
+    def before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
         """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
         return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None
-
-
-def _weak(engine: Engine) -> Engine:
-    """A proxy for it."""
-    return cast(Engine, weakref.proxy(engine))

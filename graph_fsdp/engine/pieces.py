@@ -178,7 +178,7 @@ class Pieces:
             save_failure(error, engine)
             raise
         engine.regions.prepare([graph])
-        return _Variant(engine._program(graph, context, captured), context.taken, list(context.given))
+        return _Variant(engine.program(graph, context, captured), context.taken, list(context.given))
 
 
 class _Piece:

@@ -125,8 +125,8 @@ class GlobalEngine(Engine):
         (spec,) = compat_xla.sharding_specs([example])
         return read_placement(spec, self.mesh.ranks) == self.mesh.batch
 
-    def _run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
-        super()._run_passes(graphs, context, captured, kind)
+    def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
+        super().run_passes(graphs, context, captured, kind)
         lowered = lower_global(graphs, self.spec, self.global_mesh)
         for graph in graphs:
             # AOTAutograd reads the graph that it is to run: what is kept for backward is other values there.
@@ -134,7 +134,7 @@ class GlobalEngine(Engine):
             self._scheduled[captured.index, graph.phase] = Graph(fx.GraphModule(module, graph.fx_graph), graph.phase)
             module.graph = lowered[graph.phase].graph
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+    def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         scheduled = self._scheduled.pop((captured.index, graph.phase))
         scheduled.cost = context.cost
         on_host_fallback = self.backend.on_host_fallback

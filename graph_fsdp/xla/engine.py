@@ -122,7 +122,7 @@ class XlaEngine(Engine):
 
     # --- programs
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+    def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost
         capture = self._captures[captured.index]
         if graph.phase == "backward":

@@ -180,7 +180,7 @@ class ReplicaEngine(Engine):
 
         return on_device
 
-    def _program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+    def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         graph.cost = context.cost
         groups = self.storage.xla_mesh.groups
         program = ReplicaProgram(graph, groups, self.regions, self.counter, self.backend.on_host_fallback)

@@ -1,0 +1,128 @@
+"""AOTAutograd's side of a capture: joint graph, partition, passes, and the programs of forward and backward."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.pieces import shared
+from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.stage import Snapshot
+from graph_fsdp.passes.pipeline import add_stage, collector_paused
+from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
+from graph_fsdp.passes.transforms.unsharded import take_unsharded
+from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime.absent_gradients import find_absent
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+class AotTrace:
+    """One of Dynamo's graphs on its way through AOTAutograd, which calls the steps: ``partition``, ``compile_forward``
+    and, when a backward asks for it, ``compile_backward``; or ``compile_inference`` where nothing needs a gradient.
+
+    torch 2.9 keeps what it was given for good, so the engine is referred to weakly. ``prepare``: makes the traced graph
+    whole, where equal layers were traced once, and fit for the backend.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: PassContext,
+        captured: CapturedGraph,
+        entry: Entry,
+        prepare: Callable[[fx.GraphModule], fx.GraphModule],
+    ) -> None:
+        self.engine, self._owner = weak(engine), weakref.ref(engine)
+        self.context, self.captured, self.entry, self.prepare = context, captured, entry, prepare
+        self._partitioned: list[Graph] = []  # until their regions are compiled
+        self._piece: list[tuple[Snapshot | None, str]] = []  # until its program is
+        self._alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
+
+    def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        backend = self.engine.backend
+        compiler = compat.aot_autograd(
+            fw_compiler=self.compile_forward,
+            bw_compiler=self.compile_backward,
+            inference_compiler=self.compile_inference,
+            partition_fn=self.partition,
+            decompositions=backend.decompositions(),
+            keep_inference_input_mutations=backend.keeps_mutations,
+        )
+        with compat.unlogged_graphs_unprinted():
+            run: Callable[..., Any] = compiler(module, inputs)
+        del self.prepare  # and the traces of layers that it has: torch keeps the rest until backward is compiled
+        return run if self.context.absent is None else self.context.absent.watching(run)
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        engine, context = self.engine, self.context
+        self._alive.append(self._owner())
+        joint = self.prepare(joint)
+        primals, tangents = joint_inputs
+        context.tangents = slice(len(primals), len(primals) + len(tangents))
+        context.forward_outputs = num_fwd_outputs
+        joint_graph = Graph(joint, "joint")
+        engine.pipeline.run([joint_graph], context)
+        context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
+        kind = self._kind(joint_graph)
+        begin = time.perf_counter()
+        with compat.activation_memory_budget(context.activation_memory_budget):
+            forward, backward = compat.min_cut_rematerialization_partition(
+                joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+            )
+        forward, backward = map(compat.writes_code_when_asked, (forward, backward))
+        graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+        save_as_they_were(graphs[0], num_fwd_outputs)
+        for graph in graphs:
+            add_stage(graph, context, "partition", time.perf_counter() - begin)
+        take_unsharded(graphs, context)
+        before_passes = engine.before_passes(graphs[0], self.entry)
+        engine.run_passes(graphs, context, self.captured, kind)
+        self._partitioned[:] = graphs
+        self._piece[:] = [(before_passes, kind)]
+        return forward, backward
+
+    def compile_forward(self, forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
+        if not self.engine.whole:
+            self.engine.regions.prepare(self._partitioned)
+        self._partitioned.clear()
+        return self._first_program(Graph(forward, "forward"), *self._piece.pop())
+
+    def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
+            program = self.engine.program(Graph(backward, "backward"), self.context, self.captured)
+        self._alive.clear()
+        return program
+
+    def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        graph = Graph(self.prepare(inference), "inference")
+        take_unsharded([graph], self.context)
+        kind = self._kind(graph)
+        before_passes = self.engine.before_passes(graph, self.entry)
+        self.engine.run_passes([graph], self.context, self.captured, kind)
+        if not self.engine.whole:
+            self.engine.regions.prepare([graph])
+        return self._first_program(graph, before_passes, kind)
+
+    def _kind(self, graph: Graph) -> str:
+        return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix
+
+    def _first_program(self, graph: Graph, before_passes: Snapshot | None, kind: str) -> Callable[[list[Any]], Any]:
+        program = self.engine.program(graph, self.context, self.captured)
+        return shared(self.engine.pieces, program, graph, self.context, before_passes, kind)
+
+
+def weak(engine: Engine) -> Engine:
+    """A proxy for it."""
+    return weakref.proxy(engine)  # type: ignore[no-any-return]
