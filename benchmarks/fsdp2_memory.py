@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from graph_fsdp.passes.analysis.storages import Category, Storage
+from graph_fsdp.passes.analysis.storages import Category, GraphStorage
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
@@ -31,16 +31,16 @@ class Buffers:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.found: list[Storage] = []
+        self.found: list[GraphStorage] = []
         self.streams: dict[int, str] = {}
 
-    def add(self, nbytes: int, begin: int, end: int, category: Category, stream: str = "compute") -> Storage:
-        storage = Storage(self.graph.nodes[begin], nbytes, begin, end, category)
+    def add(self, nbytes: int, begin: int, end: int, category: Category, stream: str = "compute") -> GraphStorage:
+        storage = GraphStorage(self.graph.nodes[begin], nbytes, begin, end, category)
         self.found.append(storage)
         self.streams[id(storage)] = stream
         return storage
 
-    def parameters(self, parameters: list[ParameterSpec], begin: int, end: int) -> list[Storage]:
+    def parameters(self, parameters: list[ParameterSpec], begin: int, end: int) -> list[GraphStorage]:
         return [self.add(_full(p), begin, end, "gathered") for p in parameters]
 
 
@@ -76,12 +76,12 @@ def units_of(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
     return {**units, ROOT: root}
 
 
-def _forward(graph: Graph, units: dict[str, list[ParameterSpec]]) -> tuple[Buffers, dict[str, list[Storage]]]:
+def _forward(graph: Graph, units: dict[str, list[ParameterSpec]]) -> tuple[Buffers, dict[str, list[GraphStorage]]]:
     buffers, last = Buffers(graph), len(graph.nodes) - 1
     begins, ends = _positions(graph, Role.GATHER_WAIT, min), _positions(graph, Role.FREE, max)
     blocks = sorted((name for name in units if name != ROOT), key=begins.__getitem__)
     starts = [0, *(begins[name] for name in blocks)]
-    kept: dict[str, list[Storage]] = {}
+    kept: dict[str, list[GraphStorage]] = {}
     for index, name in enumerate([ROOT, *blocks]):
         until = starts[index + 1] if index + 1 < len(starts) else starts[index]
         buffers.add(_unit(units[name]), starts[index], until, "landing", GATHERS)
@@ -93,12 +93,12 @@ def _forward(graph: Graph, units: dict[str, list[ParameterSpec]]) -> tuple[Buffe
 
 
 def _backward(
-    graph: Graph, units: dict[str, list[ParameterSpec]], kept: dict[str, list[Storage]]
-) -> tuple[Buffers, dict[int, Storage], list[Storage]]:
+    graph: Graph, units: dict[str, list[ParameterSpec]], kept: dict[str, list[GraphStorage]]
+) -> tuple[Buffers, dict[int, GraphStorage], list[GraphStorage]]:
     buffers, last = Buffers(graph), len(graph.nodes) - 1
     ends = _positions(graph, Role.REDUCE_START, max)
     blocks = sorted((name for name in units if name != ROOT), key=ends.__getitem__)
-    received: dict[int, Storage] = {}
+    received: dict[int, GraphStorage] = {}
     gradients = []
     begin = before = 0
     reduced = [*((name, ends[name]) for name in blocks), (ROOT, last)]
@@ -127,7 +127,9 @@ def _reduce_root_last(graph: Graph, allocations: Allocations) -> None:
             storage.end = len(graph.nodes) - 1
 
 
-def _with(ours: Allocations, buffers: Buffers, received: dict[int, Storage], left: list[Storage]) -> Allocations:
+def _with(
+    ours: Allocations, buffers: Buffers, received: dict[int, GraphStorage], left: list[GraphStorage]
+) -> Allocations:
     kept = {mine for mine, _ in ours.received.items()} & {id(s) for s in ours.found}
     return Allocations(
         [*buffers.found, *ours.found],
@@ -137,7 +139,7 @@ def _with(ours: Allocations, buffers: Buffers, received: dict[int, Storage], lef
     )
 
 
-def _is_reduction(storage: Storage) -> bool:
+def _is_reduction(storage: GraphStorage) -> bool:
     """What a reduction makes, and a packed copy of what it sends."""
     record = storage.node.meta.get("fsdp")
     return record is not None and record.role is Role.REDUCE_START

@@ -61,7 +61,7 @@ def generate(
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs){note}")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
-        if line := _Call(step, index, graph, names, constants, owned, comms).line():
+        if line := _Line(step, index, graph, names, constants, owned, comms).line():
             lines.append(line)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
@@ -69,7 +69,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Line:
     """A node of the dialect that becomes a line of the program. Each method is what an operator becomes; it returns
     the call, and puts what that needs beside tensors into ``constants``."""
 
@@ -139,22 +139,22 @@ class _Call:
         return f"  # {self.node.meta['fsdp'].bucket}"
 
 
-_CALLS: dict[Any, Callable[[_Call], str]] = {
-    **dict.fromkeys(dialect.WAITS | dialect.COPY_WAITS, _Call.wait),
-    **dict.fromkeys(dialect.COPY_STARTS, _Call.copy_start),
-    dialect.all_gather_start: _Call.gather_start,
-    dialect.reduce_scatter_start: _Call.reduce_start,
-    dialect.all_reduce_start: _Call.reduce_start,
-    dialect.all_reduce_shard_start: _Call.reduce_start,
-    dialect.free: _Call.free,
-    dialect.keep_shard: _Call.keep_shard,
-    dialect.accumulate_grad: _Call.accumulate_grad,
-    dialect.reduce_hook: _Call.reduce_hook,
-    dialect.reduce_payloads: _Call.reduce_payloads,
-    dialect.offload_activation: _Call.offload_activation,
-    dialect.activation_offloaded: _Call.wait,
-    dialect.reload_activation: _Call.reload_activation,
-    dialect.activation_reloaded: _Call.wait,
+_CALLS: dict[Any, Callable[[_Line], str]] = {
+    **dict.fromkeys(dialect.WAITS | dialect.COPY_WAITS, _Line.wait),
+    **dict.fromkeys(dialect.COPY_STARTS, _Line.copy_start),
+    dialect.all_gather_start: _Line.gather_start,
+    dialect.reduce_scatter_start: _Line.reduce_start,
+    dialect.all_reduce_start: _Line.reduce_start,
+    dialect.all_reduce_shard_start: _Line.reduce_start,
+    dialect.free: _Line.free,
+    dialect.keep_shard: _Line.keep_shard,
+    dialect.accumulate_grad: _Line.accumulate_grad,
+    dialect.reduce_hook: _Line.reduce_hook,
+    dialect.reduce_payloads: _Line.reduce_payloads,
+    dialect.offload_activation: _Line.offload_activation,
+    dialect.activation_offloaded: _Line.wait,
+    dialect.reload_activation: _Line.reload_activation,
+    dialect.activation_reloaded: _Line.wait,
 }
 CALLED = _CALLS.keys()  # operators that the executor runs
 

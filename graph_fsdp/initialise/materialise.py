@@ -37,7 +37,7 @@ ParamInitFn = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class Initialiser:
     """One call of a user's initialisation."""
 
     what: str
@@ -51,7 +51,7 @@ class Piece:
     modules: tuple[nn.Module, ...]
     fresh: tuple[Tensor, ...]  # of theirs: get their values here
     others: tuple[Tensor, ...]  # of theirs: have values already
-    calls: tuple[Call, ...]
+    calls: tuple[Initialiser, ...]
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, str]:
@@ -174,7 +174,7 @@ def _register(table: dict[str, Any], module: nn.Module, leaf: str, tensor: Tenso
 
 
 @contextlib.contextmanager
-def _named(call: Call) -> Iterator[None]:
+def _named(call: Initialiser) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -225,14 +225,14 @@ def _all_tensors(*modules: nn.Module) -> set[Tensor]:
     return {tensor for top in modules for module in top.modules() for tensor in _own_tensors(module)}
 
 
-def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
+def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Initialiser]:
     """``init_fn`` on every module that has something to initialise in it or below it."""
     for module, name in modules.items():
         if not fresh or not fresh.isdisjoint(_all_tensors(module)):
-            yield Call(f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module))
+            yield Initialiser(f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module))
 
 
-def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
+def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Initialiser]:
     """Each module's own initialisation, or that of the nearest module above it in the piece that has one."""
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
@@ -251,7 +251,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
             )
         chosen.add(by)
     return [
-        Call(f"{method.__name__}() of {_where(module, name)}", method)
+        Initialiser(f"{method.__name__}() of {_where(module, name)}", method)
         for module, name in modules.items()
         if module in chosen and (method := _own_initialisation(module)) is not None
     ]

@@ -22,7 +22,7 @@ from torch import fx
 
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.analysis.memory import shard_nbytes
-from graph_fsdp.passes.analysis.storages import Storage, Storages, allocations
+from graph_fsdp.passes.analysis.storages import GraphStorage, Storages, allocations
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.planning.allocator import Block, CachingAllocator
@@ -57,10 +57,10 @@ class Allocations:
     """Of one graph. ``received``: storages that are those of the graph before; ``left``: those that are allocated when
     the graph has run. ``stream``: whose pool a storage lies in."""
 
-    found: Sequence[Storage]
-    received: Mapping[int, Storage]
-    left: Sequence[Storage]
-    stream: Callable[[Storage], str] = lambda storage: "compute"
+    found: Sequence[GraphStorage]
+    received: Mapping[int, GraphStorage]
+    left: Sequence[GraphStorage]
+    stream: Callable[[GraphStorage], str] = lambda storage: "compute"
 
 
 def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> Step:
@@ -135,7 +135,7 @@ def _run(graph: Allocations, allocator: CachingAllocator, before: Mapping[int, B
     return blocks
 
 
-def _of(node: Any, storages: Storages) -> list[Storage]:
+def _of(node: Any, storages: Storages) -> list[GraphStorage]:
     return storages.of[node] if isinstance(node, fx.Node) else []
 
 

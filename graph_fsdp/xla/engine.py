@@ -22,13 +22,13 @@ from graph_fsdp import compat
 from graph_fsdp.compat import pytree
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.entry import Entry as Function
+from graph_fsdp.engine.entry import Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.backends.xla import XlaBackend
-from graph_fsdp.runtime.xla.lower import Entry, Exit, lower, varying_nodes
+from graph_fsdp.runtime.xla.lower import Exit, ProgramInput, lower, varying_nodes
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.checkpoint import XlaTensors
@@ -41,7 +41,7 @@ class _Capture:
     def __init__(self, placements: list[Placement | None], shapes: list[tuple[int, ...] | None]) -> None:
         self.placements = placements  # of the graph's inputs; None for what is no tensor
         self.shapes = shapes  # of parameters, as the model has them
-        self.saved: list[Entry | None] = []
+        self.saved: list[ProgramInput | None] = []
         self.stacked_outputs: list[bool] = []  # of those that backward is given a gradient of
 
 
@@ -60,7 +60,7 @@ class XlaEngine(Engine):
         self._functions: dict[Any, dict[Any, Callable[..., Any]]] = {}
         self._told = False  # that no input is sharded
 
-    def run(self, entry: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         views = LocalViews(self.mesh, self.storage.device)
         args, kwargs = views.of((args, kwargs))
         if not views.has_sharded and not self._told and self.mesh.size > 1:
@@ -78,7 +78,7 @@ class XlaEngine(Engine):
         return XlaTensors(self.storage)
 
     def _compile_graph(
-        self, settings: Any, entry: Function, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         self._captures.append(self._describe_inputs(module))
         _clone_outputs(module)
@@ -145,7 +145,7 @@ class XlaEngine(Engine):
 
     def _forward_or_inference(
         self, graph: Graph, context: PassContext, capture: _Capture
-    ) -> tuple[list[Entry | None], list[Exit | None]]:
+    ) -> tuple[list[ProgramInput | None], list[Exit | None]]:
         inputs = zip(graph.placeholders, capture.placements, capture.shapes, strict=True)
         entries = [_entry(place, node, is_shard=shape is not None) for node, place, shape in inputs]
         varying = varying_nodes(graph, [e is not None and not e.placement.is_replicated for e in entries])
@@ -196,7 +196,7 @@ class XlaEngine(Engine):
 
     def _backward(
         self, graph: Graph, context: PassContext, capture: _Capture
-    ) -> tuple[list[Entry | None], list[Exit | None]]:
+    ) -> tuple[list[ProgramInput | None], list[Exit | None]]:
         nodes = graph.placeholders
         tangents = nodes[len(capture.saved) :]
         entries = list(capture.saved)
@@ -226,11 +226,11 @@ class XlaEngine(Engine):
         return Exit(place, scale=1 / self.mesh.size)
 
 
-def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard: bool = False) -> Entry | None:
+def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard: bool = False) -> ProgramInput | None:
     value = node.meta.get("val")
     if place is None or not isinstance(value, Tensor):
         return None
-    return Entry(place, tuple(value.shape), scale, is_shard)
+    return ProgramInput(place, tuple(value.shape), scale, is_shard)
 
 
 def warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from graph_fsdp.passes.analysis.storages import CATEGORIES, Category, Storage, storages
+from graph_fsdp.passes.analysis.storages import CATEGORIES, Category, GraphStorage, storages
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, aligned
@@ -132,7 +132,7 @@ def shard_nbytes(model: ModelSpec) -> int:
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
 
 
-def _timeline(found: Iterable[Storage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:
+def _timeline(found: Iterable[GraphStorage], length: int, shards: int) -> dict[Category, tuple[int, ...]]:
     changes: dict[Category, list[int]] = {category: [0] * (length + 1) for category in CATEGORIES}
     changes["shards"][0] = shards
     for storage in found:

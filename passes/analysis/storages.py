@@ -52,7 +52,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass
-class Storage:
+class GraphStorage:
     """``nbytes`` live while the nodes at the positions ``begin`` to ``end`` run, both included. ``node``: what
     allocates it."""
 
@@ -67,8 +67,8 @@ class Storage:
 class Storages:
     """``found``: all but the parameters' shards; ``of``: those that each node's value lies in, shards among them."""
 
-    found: list[Storage]
-    of: Mapping[fx.Node, list[Storage]]
+    found: list[GraphStorage]
+    of: Mapping[fx.Node, list[GraphStorage]]
 
 
 def storages(graph: Graph, context: PassContext, keep_slots: bool = False) -> Storages:
@@ -87,13 +87,13 @@ def allocations(graph: Graph, context: PassContext) -> Storages:
     buffers = [s for s in _collective_buffers(nodes) if s.category != "landing" or _slot(s, "landing_slot") is None]
     found = [s for s in values.found if s.node.target is not dialect.all_gather_start or _slot(s, "slot") is None]
     slots = [
-        Storage(slot.buffers[0].start, slot.nbytes, slot.begin, slot.end, "gathered")
+        GraphStorage(slot.buffers[0].start, slot.nbytes, slot.begin, slot.end, "gathered")
         for slot in slot_table(graph, context).slots
     ]
     return Storages([*found, *buffers, *_pooled_buffers(nodes), *slots], values.of)
 
 
-def _slot(storage: Storage, field: str) -> int | None:
+def _slot(storage: GraphStorage, field: str) -> int | None:
     found: int | None = getattr(storage.node.meta["fsdp"], field)
     return found
 
@@ -141,12 +141,12 @@ class _Lifetimes:
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self.found: list[Storage] = []
-        self.of: dict[fx.Node, list[Storage]] = {}
+        self.found: list[GraphStorage] = []
+        self.of: dict[fx.Node, list[GraphStorage]] = {}
         self._positions = {node: index for index, node in enumerate(nodes)}
         self._region_end = _region_ends(nodes)
-        self._inputs: dict[int, Storage] = {}
-        self._elements: dict[fx.Node, dict[int, list[Storage]]] = {}
+        self._inputs: dict[int, GraphStorage] = {}
+        self._elements: dict[fx.Node, dict[int, list[GraphStorage]]] = {}
         for index, node in enumerate(nodes):
             for source in [*node.all_input_nodes, *_sent_until(node)]:
                 until = min(index, self._region_end[source]) if self._is_element(node) else index
@@ -157,7 +157,7 @@ class _Lifetimes:
     def _is_element(self, node: fx.Node) -> bool:
         return node.target is operator.getitem and node.args[0] in self._elements
 
-    def _value(self, node: fx.Node, value: Any) -> list[Storage]:
+    def _value(self, node: fx.Node, value: Any) -> list[GraphStorage]:
         # Higher-order operators return no views of their inputs.
         is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
         if self._is_element(node):
@@ -176,7 +176,7 @@ class _Lifetimes:
             return []
         return self._results(node, value, 0 if node.op == "get_attr" else self._positions[node])
 
-    def _element(self, node: fx.Node, value: Any) -> list[Storage]:
+    def _element(self, node: fx.Node, value: Any) -> list[GraphStorage]:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
         elements = self._elements[source]
@@ -185,15 +185,15 @@ class _Lifetimes:
             self.of[source] += elements[index]
         return elements[index]
 
-    def _results(self, node: fx.Node, value: Any, begin: int) -> list[Storage]:
+    def _results(self, node: fx.Node, value: Any, begin: int) -> list[GraphStorage]:
         if not isinstance(value, (list, tuple)):
             return [self._allocate(node, value, begin)]
         parts = {index: [self._allocate(node, part, begin)] for index, part in enumerate(value)}
         self._elements[node] = parts
         return [storage for part in parts.values() for storage in part]
 
-    def _allocate(self, node: fx.Node, value: Any, begin: int) -> Storage:
-        self.found.append(Storage(node, _nbytes(value), begin, self._positions[node]))
+    def _allocate(self, node: fx.Node, value: Any, begin: int) -> GraphStorage:
+        self.found.append(GraphStorage(node, _nbytes(value), begin, self._positions[node]))
         return self.found[-1]
 
 
@@ -223,14 +223,14 @@ def _category_of_origin(node: fx.Node, phase: Phase) -> Category:
     return "inputs" if node.op in ("placeholder", "get_attr") else "temporary"
 
 
-def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[Storage]], category: Category) -> None:
+def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[GraphStorage]], category: Category) -> None:
     for value in values:
         for storage in storages_of[value] if isinstance(value, fx.Node) else ():
             if storage.category == "temporary":
                 storage.category = category
 
 
-def _collective_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
+def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
     """What collectives hold from their start to their wait, besides the buffer that is their value."""
     started: dict[fx.Node, int] = {}
     buffers = []
@@ -241,11 +241,11 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
             start = operand(node)
             begin = started[start]
             if start.target is dialect.all_gather_start:
-                buffers.append(Storage(start, landing_nbytes(start), begin, index, "landing"))
-                buffers.append(Storage(start, scattered_nbytes(start), begin, index, "landing"))
+                buffers.append(GraphStorage(start, landing_nbytes(start), begin, index, "landing"))
+                buffers.append(GraphStorage(start, scattered_nbytes(start), begin, index, "landing"))
             elif start.target is dialect.reduce_scatter_start:
                 packed = packed_nbytes(start)
-                buffers.append(Storage(start, packed, begin, index, "reducing"))
+                buffers.append(GraphStorage(start, packed, begin, index, "reducing"))
     return [buffer for buffer in buffers if buffer.nbytes]
 
 
@@ -264,15 +264,15 @@ def _casts(start: fx.Node) -> bool:
     return _flat(start.args[0])[0].meta["val"].dtype is not start.meta["val"].dtype
 
 
-def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
+def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
     """Of the buffers without a slot, those that nothing uses and that are not given back to the device: within a run,
     a freed buffer waits for the next gather of its size and dtype."""
-    unused: dict[tuple[int, torch.dtype], list[Storage]] = {}
+    unused: dict[tuple[int, torch.dtype], list[GraphStorage]] = {}
     pooled = []
 
     def give(nbytes: int, start: fx.Node, index: int) -> None:
         if nbytes:
-            pooled.append(Storage(start, nbytes, index + 1, len(nodes) - 1, "pooled"))
+            pooled.append(GraphStorage(start, nbytes, index + 1, len(nodes) - 1, "pooled"))
             unused.setdefault((nbytes, start.meta["val"].dtype), []).append(pooled[-1])
 
     def take(nbytes: int, start: fx.Node, index: int) -> None:
@@ -297,7 +297,7 @@ def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[Storage]:
     return pooled
 
 
-def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[Storage]:
+def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphStorage]:
     """What is allocated of slots and holds nothing: between two buffers the whole slot, and what a buffer is smaller
     than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
     idle = []
@@ -305,11 +305,11 @@ def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[Storage]
         free = slot.begin if kept is None else 0
         for buffer in slot.buffers:
             start, used = buffer.start, buffer.used_nbytes
-            idle.append(Storage(start, slot.nbytes, free, buffer.begin - 1, "pooled"))
-            idle.append(Storage(start, slot.nbytes - used, buffer.begin, buffer.end, "pooled"))
+            idle.append(GraphStorage(start, slot.nbytes, free, buffer.begin - 1, "pooled"))
+            idle.append(GraphStorage(start, slot.nbytes - used, buffer.begin, buffer.end, "pooled"))
             free = buffer.end + 1
         if kept is not None:
-            idle.append(Storage(slot.buffers[-1].start, slot.nbytes, free, kept - 1, "pooled"))
+            idle.append(GraphStorage(slot.buffers[-1].start, slot.nbytes, free, kept - 1, "pooled"))
     return [storage for storage in idle if storage.nbytes and storage.begin <= storage.end]
 
 

@@ -146,11 +146,11 @@ def raise_failures() -> None:
 
 
 def call(trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = _Call.apply(trace_index, call_index, *inputs)
+    outputs: tuple[Tensor, ...] = _LayerCall.apply(trace_index, call_index, *inputs)
     return outputs
 
 
-class _Call(torch.autograd.Function):
+class _LayerCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.trace, ctx.call = _registered[trace_index], call_index

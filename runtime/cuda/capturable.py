@@ -27,7 +27,7 @@ _Roots = dict[fx.Node, Set[fx.Node]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class RegionChoice:
     """``reason``: why the region is no CUDA graph; empty where it is one. ``copied``: by index, inputs that lie
     elsewhere in each run. ``saved``: for each output, whether its memory outlives the run."""
 
@@ -41,7 +41,7 @@ class ProgramChoice:
     """``regions``: by index of the step. ``read``: placeholders that CUDA graphs read, by index; ``written``: those of
     them that are written to, and so are never copied. ``saved``: placeholders whose memory outlives the run."""
 
-    regions: dict[int, Choice]
+    regions: dict[int, RegionChoice]
     read: tuple[int, ...]
     written: frozenset[int]
     saved: frozenset[int]
@@ -64,7 +64,7 @@ def choose(graph: Graph, steps: Sequence[Step], device_type: str, user_outputs: 
     saved = _roots_of([o for o in outputs[user_outputs:] if isinstance(o, fx.Node)], roots)
     moving: set[fx.Node] = set()  # what allocates memory that is elsewhere in each run
     foreign = {n: _foreign(n) for n in graph.with_role(Role.GATHER_START) if _foreign(n)}
-    regions: dict[int, Choice] = {}
+    regions: dict[int, RegionChoice] = {}
     read: set[fx.Node] = set()
     written: set[fx.Node] = set()
     for index, step in enumerate(steps):
@@ -98,22 +98,22 @@ def _choice(
     moving: set[fx.Node],
     foreign: dict[fx.Node, str],
     saved: set[fx.Node],
-) -> Choice:
+) -> RegionChoice:
     if region.is_view_only:
-        return Choice(VIEWS)
+        return RegionChoice(VIEWS)
     reason = _values(region, device_type) or next(filter(None, map(_operator, region.body)), "")
     reason = reason or next((foreign[root] for n in region.inputs for root in roots[n] if root in foreign), "")
     if reason:
-        return Choice(reason)
+        return RegionChoice(reason)
     copied = [index for index, node in enumerate(region.inputs) if roots[node] & moving]
     changed = _roots_of([n for node in region.body for n in mutated_inputs(node)], roots)
     for node in (region.inputs[index] for index in copied):
         if roots[node] & changed:
-            return Choice(f"writes to {node}, which lies elsewhere in each run")
+            return RegionChoice(f"writes to {node}, which lies elsewhere in each run")
     for node in region.outputs:
         if roots[node] & moving:
-            return Choice(f"returns a view of what lies elsewhere in each run ({node})")
-    return Choice("", tuple(copied), tuple(bool(roots[node] & saved) for node in region.outputs))
+            return RegionChoice(f"returns a view of what lies elsewhere in each run ({node})")
+    return RegionChoice("", tuple(copied), tuple(bool(roots[node] & saved) for node in region.outputs))
 
 
 def _values(region: Region, device_type: str) -> str:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.runtime.cuda.capturable import Choice, choose
+from graph_fsdp.runtime.cuda.capturable import RegionChoice, choose
 from graph_fsdp.runtime.cuda.capture import Capture
 from graph_fsdp.runtime.regions.regions import Compiled, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
@@ -153,7 +153,7 @@ def _unset(*_: Any) -> Any:
 class CapturedCall:
     """A region's call in a program: captured by its first run, replayed by all others."""
 
-    def __init__(self, name: str, function: Compiled, choice: Choice, captured: Captured) -> None:
+    def __init__(self, name: str, function: Compiled, choice: RegionChoice, captured: Captured) -> None:
         self.name, self.function, self.choice, self.captured = name, function, choice, captured
         self._replay: Callable[[], None] | None = None
         self._copies: dict[int, Tensor] = {}

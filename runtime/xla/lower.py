@@ -37,7 +37,7 @@ _functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProgramInput:
     """How an input enters: sharded so, each value multiplied by ``scale``. ``local``: its shape on a device.
     ``is_shard``: of a parameter."""
 
@@ -77,7 +77,7 @@ class Lowered:
 def lower(
     graph: Graph,
     groups: Mapping[str, list[list[int]]],
-    entries: Sequence[Entry | None],
+    entries: Sequence[ProgramInput | None],
     exits: Sequence[Exit | None],
     each: Placement,
     *,
@@ -99,12 +99,12 @@ class Translation:
         self.module, self.groups, self.each, self.barriers = module, groups, each, barriers
         self.graph = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
-        self.entries: dict[fx.Node, Entry] = {}  # of inputs that have not entered yet
+        self.entries: dict[fx.Node, ProgramInput] = {}  # of inputs that have not entered yet
         self.activations: set[fx.Node] = set()  # what is not computed from parameters alone; of the graph translated
         self.newest: fx.Node | None = None  # the activation that was computed last
         self.channels = 0
 
-    def run(self, entries: Sequence[Entry | None], exits: Sequence[Exit | None]) -> Lowered:
+    def run(self, entries: Sequence[ProgramInput | None], exits: Sequence[Exit | None]) -> Lowered:
         placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         for node, entry in zip(placeholders, entries, strict=True):
             self.values[node] = self.graph.placeholder(node.name)
@@ -116,7 +116,7 @@ class Translation:
         seeds = [node for node in self.module.graph.nodes if node.target is random.seed]
         for node in seeds:
             self.values[node] = self.graph.placeholder("seed")
-            entry = Entry(self.each, ())
+            entry = ProgramInput(self.each, ())
             self._give_shape(self.values[node], node, entry)
             self.entries[node] = entry
         for node in self.module.graph.nodes:
@@ -127,7 +127,7 @@ class Translation:
         self.graph.lint()
         return Lowered(fx.GraphModule(self.module, self.graph), lowered, bool(seeds))
 
-    def _give_shape(self, placeholder: fx.Node, local: fx.Node, entry: Entry) -> None:
+    def _give_shape(self, placeholder: fx.Node, local: fx.Node, entry: ProgramInput) -> None:
         with fake_mode_of([local]):
             value = local.meta["val"]
             placeholder.meta["val"] = torch.empty(entry.shape, dtype=value.dtype, device=value.device)
@@ -144,7 +144,7 @@ class Translation:
             self.values[node] = self._enter(node, entry)
         return self.values[node]
 
-    def _enter(self, node: fx.Node, entry: Entry) -> fx.Node:
+    def _enter(self, node: fx.Node, entry: ProgramInput) -> fx.Node:
         place = entry.placement
         entered = self.call(operators.enter, self.values[node], list(place.devices), place.tiles, name=node.name)
         if not entry.local and not place.is_replicated:

@@ -27,7 +27,7 @@ from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
-from graph_fsdp.runtime.xla.lower import Entry, Lowered
+from graph_fsdp.runtime.xla.lower import Lowered, ProgramInput
 from graph_fsdp.runtime.xla.placement import Placement, read_placement
 
 
@@ -62,7 +62,7 @@ class XlaProgram(WholeProgram):
         self,
         graph: Graph,
         lowered: Lowered,
-        entries: Sequence[Entry | None],
+        entries: Sequence[ProgramInput | None],
         cache: RegionCache,
         counter: GatheredBytes,
         *,
@@ -78,7 +78,7 @@ class XlaProgram(WholeProgram):
         self.each, self.on_host_fallback = each, on_host_fallback
         if lowered.seeded:
             assert each is not None
-            self.entries.append(Entry(each, ()))
+            self.entries.append(ProgramInput(each, ()))
         self.compilations: list[Compilation] = []
         self._compiled: tuple[Any, list[int | Tensor]] | None = None
         self._descriptions: list[Any] = []  # of the inputs

@@ -36,7 +36,7 @@ from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
-from graph_fsdp.runtime.xla.lower import Entry, Exit, Lowered, Translation
+from graph_fsdp.runtime.xla.lower import Exit, Lowered, ProgramInput, Translation
 from graph_fsdp.runtime.xla.placement import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram
 
@@ -94,20 +94,20 @@ def all_here() -> None:
 
 
 class _ReplicaTranslation(Translation):
-    def _enter(self, node: fx.Node, entry: Entry) -> fx.Node:
+    def _enter(self, node: fx.Node, entry: ProgramInput) -> fx.Node:
         return self.values[node]
 
     def _exit(self, value: fx.Node, leaving: Exit) -> fx.Node:
         return self.call(aten.clone.default, value)  # each result is a tensor of its own
 
 
-def lower_replica(graph: Graph, groups: Mapping[str, list[list[int]]]) -> tuple[Lowered, list[Entry | None]]:
+def lower_replica(graph: Graph, groups: Mapping[str, list[list[int]]]) -> tuple[Lowered, list[ProgramInput | None]]:
     """Lower a graph that has been through all passes, which stays as it is; and how its inputs enter."""
-    entries: list[Entry | None] = []
+    entries: list[ProgramInput | None] = []
     for node in graph.placeholders:
         value = node.meta.get("val")
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        entries.append(None if shape is None else Entry(_OWN, shape, is_shard=has_role(node, Role.SHARD)))
+        entries.append(None if shape is None else ProgramInput(_OWN, shape, is_shard=has_role(node, Role.SHARD)))
     outputs: Any = graph.output.args[0]
     exits = [Exit(_OWN) if isinstance(v, fx.Node) and v.op != "placeholder" else None for v in outputs]
     with torch.no_grad():
