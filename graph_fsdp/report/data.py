@@ -6,16 +6,19 @@ all passes.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.bucket_rows import prefetch_distances
-from graph_fsdp.report.line_diff import line_diff
 
 if TYPE_CHECKING:
     from graph_fsdp.report.report import CapturedGraph, GraphReport, GraphView
+
+Change = tuple[Literal["same", "removed", "added"], int]
+"""So many lines that are the same in both texts, that only the old one has, or that only the new one has."""
 
 
 class UnitData(TypedDict):
@@ -57,7 +60,7 @@ class ScheduleData(TypedDict):
 
 
 class StageData(TypedDict):
-    """``changes`` and ``added``: how its lines are made of those of the stage before, see ``line_diff``."""
+    """``changes`` and ``added``: how its lines are made of those of the stage before, see ``line_changes``."""
 
     name: str
     header: str
@@ -221,16 +224,26 @@ def stage_data(view: GraphView) -> list[StageData]:
     before: list[str] = []
     for stage in view.stages.values():
         lines = stage.body.splitlines()
-        added: list[str] = []
-        position = 0
-        changes = line_diff(before, lines)
-        for kind, count in changes:
-            if kind == "added":
-                added += lines[position : position + count]
-            position += count if kind != "removed" else 0
+        changes, added = line_changes(before, lines)
         stages.append({"name": stage.name, "header": stage.header, "changes": changes, "added": added})
         before = lines
     return stages
+
+
+def line_changes(old: list[str], new: list[str]) -> tuple[list[Change], list[str]]:
+    """What makes ``new`` of ``old``, in order, and the lines that are added; removed before added."""
+    changes: list[Change] = []
+    added: list[str] = []
+    for tag, i, until_i, j, until_j in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag == "equal":
+            changes.append(("same", until_i - i))
+            continue
+        if until_i > i:
+            changes.append(("removed", until_i - i))
+        if until_j > j:
+            changes.append(("added", until_j - j))
+            added += new[j:until_j]
+    return changes, added
 
 
 def stage_texts(stages: Iterable[StageData]) -> dict[str, str]:
