@@ -125,8 +125,7 @@ SETTINGS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "mlp, SGD, accumulated gradients": ("mlp", "sgd", 3, 1, {}),
     "mlp, kept for backward": ("mlp", "adamw", 1, 1, {"reshard_after_forward": False}),
     "mlp, bfloat16": ("mlp", "adamw", 1, 1, {"mp_policy": BF16}),
-    "tied weights": ("gpt_tied", "adamw", 1, 1, {}),
-    "checkpointing and dropout": ("gpt_checkpoint_dropout", "adamw", 1, 1, {}),
+    "tied weights, checkpointing and dropout": ("gpt_tied_checkpoint_dropout", "adamw", 1, 1, {}),
     "BatchNorm": ("cnn_batchnorm", "adamw", 1, 1, {}),
     "frozen parameters": ("frozen", "adamw", 1, 1, {}),
 }
@@ -139,7 +138,7 @@ def both() -> list[dict[str, list[dict[str, Any]]]]:
 
 # Of what is long, attention is in those with tied weights, and the rest in test_models.py and test_option_numbers.py.
 SHORT = [
-    *("mlp, SGD, accumulated gradients", "mlp, bfloat16", "tied weights", "checkpointing and dropout"),
+    *("mlp, SGD, accumulated gradients", "mlp, bfloat16", "tied weights, checkpointing and dropout"),
     "frozen parameters",
 ]
 
