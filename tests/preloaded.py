@@ -216,6 +216,16 @@ def _warm_up() -> None:
     graph_fsdp.dynamo._forwards = itertools.count()
 
 
+def _keep_headers() -> None:
+    """What g++ makes of Inductor's headers stays with Inductor's cache. By default it is in the folder of temporary
+    files, which is another one in each run of the tests, and takes as long as ten kernels."""
+    import torch
+
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is not None and hasattr(torch._inductor.codecache, "_HEADER_DIR"):
+        torch._inductor.codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
+
+
 def _main(connection: socket.socket) -> None:
     for name in MODULES:
         importlib.import_module(name)
@@ -223,6 +233,7 @@ def _main(connection: socket.socket) -> None:
     for name in library.__all__:  # a module of the library is imported when a name of it is asked for
         getattr(library, name)
     _warm_up()
+    _keep_headers()
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
         sys.exit(f"{threads} threads run in the process that is to fork: a fork would not have them")
