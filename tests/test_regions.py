@@ -310,8 +310,8 @@ def test_a_task_that_raises_holds_nothing(tmp_path: Path) -> None:
 def compilations() -> tuple[Counter[str], float]:
     """On a rank: what Inductor's cache counted in a step of a model, and the norm of its gradients."""
     torch.manual_seed(0)
-    model = MLP(depth=2)
-    graph_fsdp.compile(model)
+    model = MLP(depth=1)
+    graph_fsdp.compile(model, auto_wrap_policy={nn.Linear})
     output = model(torch.ones(2, 16))
     output.square().mean().backward()
     norm = clip_grad_norm_(model.parameters(), 1.0)
@@ -325,7 +325,7 @@ def test_ranks_compile_each_region_once_between_them_and_a_second_run_none(tmp_p
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     (first, norm), (second, _) = run_ranks(compilations, 2, env=env)
     regions = first.total()
-    assert regions > 3 and second.total() == regions
+    assert regions > 2 and second.total() == regions
     assert first["miss"] + second["miss"] == regions and first["hit"] == second["miss"], "each by one of them"
     assert first["miss"] and second["miss"], "both had a part"
     kernels = sorted(tmp_path.rglob("*.so"))
