@@ -39,6 +39,7 @@ LONG = (
     *("test_option_numbers", "test_regions", "test_one_process", "test_tensor_parallel", "test_cuda_graphs_ranks"),
     *("test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index", "test_checkpoint_faults"),
     *("test_accelerate", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat", "test_train"),
+    *("test_unshard_ranks", "test_tensor_parallel_meshes"),
 )
 
 

@@ -300,6 +300,7 @@ SMALL_CASES = {
     "gpt_tied": Case(lambda: GPT(tied=True), tokens),
     "gpt_checkpoint": Case(lambda: GPT(checkpointed=True), tokens),
     "gpt_checkpoint_dropout": Case(lambda: GPT(checkpointed=True, dropout=0.2), tokens),
+    "gpt_tied_checkpoint_dropout": Case(lambda: GPT(tied=True, checkpointed=True, dropout=0.2), tokens),
     "cnn_batchnorm": Case(CNN, images),
     "frozen": Case(frozen_mlp, vectors),
     "uneven": Case(lambda: MLP(block=UnevenBlock), vectors),

@@ -3,7 +3,7 @@
 Of what a rank cost, the imports were more than the half. A process of this file has made its imports and one
 compilation, of which it keeps what torch imports and makes lazily (tables of decompositions, patterns). What it forks
 knows no more than a fresh process otherwise: no compile caches, no threads, no process group, no random numbers drawn,
-no model numbered.
+no model numbered. It ends without taking the interpreter down (``_leave``); scripts under torchrun do.
 
 [Note: two seeds]
 Python's order of a set of strings is another one in each process, and ranks must agree nevertheless. Forks of one
@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 # Of all that a rank needs to compile a model, with what torch imports in its first compilation.
 MODULES = (
@@ -215,6 +216,16 @@ def _warm_up() -> None:
     graph_fsdp.engine.dynamo._forwards = itertools.count()
 
 
+def _keep_headers() -> None:
+    """What g++ makes of Inductor's headers stays with Inductor's cache. By default it is in the folder of temporary
+    files, which is another one in each run of the tests, and takes as long as ten kernels."""
+    import torch
+
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is not None and hasattr(torch._inductor.codecache, "_HEADER_DIR"):
+        torch._inductor.codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
+
+
 def _main(connection: socket.socket) -> None:
     for name in MODULES:
         importlib.import_module(name)
@@ -222,6 +233,7 @@ def _main(connection: socket.socket) -> None:
     for name in library.__all__:  # a module of the library is imported when a name of it is asked for
         getattr(library, name)
     _warm_up()
+    _keep_headers()
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
         sys.exit(f"{threads} threads run in the process that is to fork: a fork would not have them")
@@ -230,6 +242,17 @@ def _main(connection: socket.socket) -> None:
     arguments = _serve(connection)
     if arguments is not None:
         importlib.import_module("launch").main(*arguments)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """What Python does at the end of a process, but for taking down all modules and objects. In a rank that touches,
+    and so copies, every page that the fork shared: half a CPU second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

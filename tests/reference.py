@@ -71,11 +71,17 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     }
 
 
-def train_sharded(name: str, steps: Sequence[Step], optimizer: str = "sgd", **options: Any) -> Outcome:
-    """Train a case on this rank of the default process group; ``options`` go to ``graph_fsdp.compile``."""
+def train_sharded(
+    name: str,
+    steps: Sequence[Step],
+    optimizer: str = "sgd",
+    shard: Callable[..., nn.Module] = graph_fsdp.compile,
+    **options: Any,
+) -> Outcome:
+    """Train a case on this rank of the default process group; ``options`` go to ``shard``."""
     case, rank, world_size = CASES[name], dist.get_rank(), dist.get_world_size()
     model = case.model()
-    compiled = graph_fsdp.compile(model, **options)
+    compiled = shard(model, **options)
     assert compiled is model, "the same module comes back"
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     step_optimizer = OPTIMIZERS[optimizer](model.parameters())

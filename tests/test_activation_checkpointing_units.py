@@ -151,8 +151,7 @@ def test_inductor_replays_dropout() -> None:
 @pytest.mark.filterwarnings("ignore:activation_checkpointing")
 @pytest.mark.parametrize("value", ["unit", "offload", 0.5])
 def test_symbolic_sizes_change_nothing(value: Any) -> None:
-    operators = [saved(traced(value, dynamic=dynamic)) for dynamic in (True, False)]
-    assert operators[0] == operators[1]
+    assert saved(traced(value, dynamic=True)) == saved(traced(value))
 
 
 def test_a_forward_that_was_set_on_the_instance() -> None:

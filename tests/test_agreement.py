@@ -5,6 +5,8 @@ Both ranks run each fact, in one launch for all of them.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from facts import Facts, Failures, check
 from launch import run_ranks
 from marks import mostly_long
-from models import GPT, MLP, VOCABULARY
+from models import GPT, MLP, VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -84,6 +86,10 @@ def batch() -> Tensor:
     return torch.ones(4, 16)
 
 
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 5))
+
+
 def disagree(model: nn.Module, *words: str, **options: Any) -> None:
     """The first step raises on both ranks, and the model has its shards."""
     graph_fsdp.compile(model, **{"backend": "eager", **options})
@@ -96,7 +102,7 @@ def disagree(model: nn.Module, *words: str, **options: Any) -> None:
 @FACTS
 def another_reshard_after_forward() -> None:
     words = ("'reshard_after_forward False' on rank 1", "'reshard_after_forward True' on rank 0")
-    disagree(MLP(), *words, reshard_after_forward=rank() == 0)
+    disagree(small(), *words, reshard_after_forward=rank() == 0)
 
 
 @FACTS
@@ -114,7 +120,7 @@ def another_width() -> None:
 @FACTS
 def another_dtype() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if rank() else None)
-    disagree(MLP(), "float32 float32 bfloat16", "float32 float32 float32", mp_policy=policy)
+    disagree(small(), "float32 float32 bfloat16", "float32 float32 float32", mp_policy=policy)
 
 
 @FACTS.long
@@ -145,7 +151,7 @@ def another_budget() -> None:
 
 @FACTS
 def a_budget_that_is_too_small_is_the_same_error_on_every_rank() -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager", passes=default_pipeline(budget=1000))
+    model = graph_fsdp.compile(MLP(depth=2), backend="eager", passes=default_pipeline(budget=1000))
     for _ in range(2):
         with pytest.raises(BudgetError, match=r"unit 'blocks.0' in the forward graph: .* 4,352 bytes"):
             model(batch())
@@ -162,7 +168,7 @@ class Extra(GraphPass):
 def another_pipeline() -> None:
     pipeline = default_pipeline()
     words = ("pass Extra('extra')", "pass AssignSlots('slots')")
-    disagree(MLP(), *words, passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
+    disagree(small(), *words, passes=pipeline.insert_after("free", Extra()) if rank() else pipeline)
 
 
 class Backwards(GraphPass):
@@ -196,7 +202,7 @@ class FailsOnTheFirstRank(GraphPass):
 @FACTS
 def a_pass_that_fails_on_the_first_rank_is_an_error_on_all_at_once() -> None:
     passes = default_pipeline().insert_before("free", FailsOnTheFirstRank())
-    model = graph_fsdp.compile(MLP(), backend="eager", passes=passes)
+    model = graph_fsdp.compile(small(), backend="eager", passes=passes)
     expected = (PassError, "of rank 0 alone") if rank() == 0 else (RankDisagreement, "rank 0 failed to schedule")
     with pytest.raises(expected[0], match=expected[1]):
         model(batch())
@@ -209,7 +215,7 @@ def another_distance() -> None:
 
 @FACTS
 def another_group_for_reductions() -> None:
-    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model: Any = graph_fsdp.compile(small(), backend="eager")
     model.set_separate_reduce_scatter_group(True)
     model.set_separate_reduce_scatter_group(rank() == 0)
     with pytest.raises(RankDisagreement, match="'settings own_reduce_group=True' on rank 0"):
@@ -218,7 +224,7 @@ def another_group_for_reductions() -> None:
 
 @FACTS
 def another_divide_factor() -> None:
-    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model: Any = graph_fsdp.compile(small(), backend="eager")
     model.set_gradient_divide_factor(2.0 + rank())
     with pytest.raises(RankDisagreement, match="divide_factors"):
         model(batch())
@@ -226,14 +232,14 @@ def another_divide_factor() -> None:
 
 @FACTS
 def a_frozen_parameter_on_one_rank() -> None:
-    model = MLP()
-    model.head.requires_grad_(rank() == 0)
-    disagree(model, "parameter head.weight", "frozen")
+    model = small()
+    model[0].weight.requires_grad_(rank() == 0)
+    disagree(model, "parameter 0.weight", "frozen")
 
 
 @FACTS.long
 def the_ranks_may_go_on_with_another_model() -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager")
+    model = graph_fsdp.compile(small(), backend="eager")
     model(batch()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -241,22 +247,28 @@ def the_ranks_may_go_on_with_another_model() -> None:
 # Recompiling alone
 
 
+Batches = Callable[[int, int, int], Tensor]  # of a step, a rank and a length
+
+
 def tokens(step: int, rank: int, length: int) -> Tensor:
     return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(2 * step + rank))
 
 
-def train(lengths: list[tuple[int, ...]], **options: Any) -> None:
-    """Steps with sequences of these lengths on the ranks: as many graphs as each needs, and the same training as on
-    one process that sees all ranks' sequences."""
-    model, reference = GPT(depth=1), GPT(depth=1)
-    reference.load_state_dict(model.state_dict())
+def rows(step: int, rank: int, length: int) -> Tensor:
+    return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: nn.Module, batches: Batches, lengths: list[tuple[int, ...]], **options: Any) -> None:
+    """Steps with batches of these lengths on the ranks: as many graphs as each needs, and the same training as on
+    one process that sees all ranks' batches."""
+    reference = copy.deepcopy(model)
     graph_fsdp.compile(model, backend="eager", **options)
     optimizers = [AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (model, reference)]
     captured = []
     for step, of_rank in enumerate(lengths):
-        model(tokens(step, rank(), of_rank[rank()])).logsumexp(-1).mean().backward()
+        model(batches(step, rank(), of_rank[rank()])).logsumexp(-1).mean().backward()
         for other, length in enumerate(of_rank):
-            (reference(tokens(step, other, length)).logsumexp(-1).mean() / len(of_rank)).backward()
+            (reference(batches(step, other, length)).logsumexp(-1).mean() / len(of_rank)).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -270,13 +282,13 @@ def train(lengths: list[tuple[int, ...]], **options: Any) -> None:
 
 @FACTS
 def a_rank_with_other_lengths_recompiles_alone() -> None:
-    train([(8, 8), (8, 5), (8, 6), (8, 7), (8, 3), (8, 2), (8, 8), (8, 4)])
+    train(GPT(depth=1), tokens, [(8, 8), (8, 5), (8, 6), (8, 7), (8, 3), (8, 2), (8, 8), (8, 4)])
 
 
 @FACTS.long
 def ranks_take_turns_to_recompile() -> None:
     lengths = [(8, 7), (6, 7), (6, 5), (4, 5), (4, 3), (8, 3), (8, 7), (2, 7)]
-    train(lengths, dynamic=False, reshard_after_forward=True)
+    train(GPT(depth=1), tokens, lengths, dynamic=False, reshard_after_forward=True)
 
 
 def train_with_other_lengths_on_every_rank(steps: int) -> None:
@@ -284,9 +296,9 @@ def train_with_other_lengths_on_every_rank(steps: int) -> None:
     its gathers start."""
     torch.manual_seed(0)
     world = dist.get_world_size()
-    lengths = [tuple(1 + (3 * step + 5 * index) % 8 for index in range(world)) for step in range(steps)]
-    passes = default_pipeline(bucket=4096, budget=60_000)
-    train(lengths, dynamic=None if rank() != 1 else False, passes=passes, reshard_after_forward="auto")
+    lengths = [tuple(2 + (3 * step + 5 * index) % 8 for index in range(world)) for step in range(steps)]
+    passes = default_pipeline(bucket=4096, budget=10_000)
+    train(MLP(), rows, lengths, dynamic=None if rank() != 1 else False, passes=passes, reshard_after_forward="auto")
 
 
 @pytest.mark.parametrize(("world_size", "steps"), mostly_long([(2, 5), (4, 20)], [(2, 5)]))
@@ -295,7 +307,7 @@ def test_ranks_with_other_lengths_in_every_step_train_alike(world_size: int, ste
 
 
 def change_settings_on_rank_1() -> None:
-    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model: Any = graph_fsdp.compile(small(), backend="eager")
     for step in range(6):
         model.set_force_sum_reduction_for_comms(step % 2 == 1)
         model(batch()).sum().backward()
@@ -309,7 +321,7 @@ def test_another_setting_between_steps() -> None:
 
 
 def make_a_group_on_rank_0() -> None:
-    model: Any = graph_fsdp.compile(MLP(), backend="eager")
+    model: Any = graph_fsdp.compile(small(), backend="eager")
     model(batch()).sum().backward()
     with pytest.raises(RankDisagreement, match=r"set_separate_reduce_scatter_group\(\) call of model 0"):
         if rank() == 0:
@@ -325,7 +337,7 @@ def test_a_process_group_is_made_by_all_ranks() -> None:
 def train_one_more_on_rank_0() -> None:
     groups = [dist.new_group([index]) for index in range(2)]
     if rank() == 0:
-        teacher = graph_fsdp.compile(MLP(), DeviceMesh.from_group(groups[0], "cpu"), backend="eager")
+        teacher = graph_fsdp.compile(small(), DeviceMesh.from_group(groups[0], "cpu"), backend="eager")
         teacher(batch()).sum().backward()
     the_ranks_may_go_on_with_another_model()
 

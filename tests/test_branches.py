@@ -199,9 +199,9 @@ def gradients_that_were_not_reduced_count() -> None:
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
+        self.router = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
         )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ class Masked(Experts):
 class OneHot(Experts):
     def forward(self, x: Tensor) -> Tensor:
         weight, index = self.route(x)
-        dispatch = F.one_hot(index, 4).to(x.dtype)
+        dispatch = F.one_hot(index, 2).to(x.dtype)
         per_expert = torch.einsum("te,td->etd", dispatch, x)
         results = torch.stack([expert(rows) for expert, rows in zip(self.experts, per_expert, strict=True)])
         return x + torch.einsum("te,etd->td", dispatch * weight.unsqueeze(1), results)

@@ -96,12 +96,15 @@ def logits_of(output: Any) -> Tensor:
 
 PACKED: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
     "a dataclass": lambda logits, hidden: Output(logits, hidden),
-    "a dict": lambda logits, hidden: {"logits": logits, "hidden": hidden, "none": None},
     "a namedtuple": lambda logits, hidden: Pair(logits, hidden),
-    "nested": lambda logits, hidden: (logits, [{"hidden": tuple(hidden)}, None], (None, [])),
-    "a number and a string": lambda logits, hidden: [logits, 3, "text", True, 0.5],
-    "some without gradient": lambda logits, hidden: (logits, hidden[0].detach(), logits.argmax(-1), logits > 0),
-    "an output twice": lambda logits, hidden: (logits, logits, logits.t()),
+    "a list, nested": lambda logits, hidden: [logits, [{"hidden": tuple(hidden)}, None], (None, []), 3, "text", 0.5],
+    "a dict, some without gradient and one twice": lambda logits, hidden: {
+        "logits": logits,
+        "hidden": (hidden[0].detach(), logits.argmax(-1), logits > 0),
+        "none": None,
+        "true": True,
+        "twice": (logits, logits.t()),
+    },
 }
 
 
@@ -151,23 +154,22 @@ class Keywords(MLP):
 
 @FACTS
 def inputs_by_keyword_and_nested() -> None:
-    scale = torch.tensor(0.5)
-    train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale).square().mean())
+    scale, target = torch.tensor(0.5), torch.ones(4, 5)
+    train(lambda: Keywords(depth=1), lambda m, x: F.mse_loss(m(x, scale=scale), target))
     extra = {"bias": [torch.ones(5)], "times": 2}
     train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale, extra=extra).square().mean())
 
 
 @FACTS
-def the_loss_inside_the_model_or_outside() -> None:
+def the_loss_inside_the_model() -> None:
     scale, target = torch.tensor(0.5), torch.ones(4, 5)
     train(lambda: Keywords(depth=1), lambda m, x: m(x, scale=scale, target=target))
-    train(lambda: Keywords(depth=1), lambda m, x: F.mse_loss(m(x, scale=scale), target))
 
 
 @FACTS
 def an_input_gets_its_gradient() -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager")
-    plain = MLP()
+    model = graph_fsdp.compile(MLP(depth=1), backend="eager")
+    plain = MLP(depth=1)
     plain.load_state_dict(parameters_of(model))
     inputs = [batch(dist.get_rank()).requires_grad_() for _ in range(2)]
     for m, x in zip((model, plain), inputs, strict=True):
@@ -175,21 +177,7 @@ def an_input_gets_its_gradient() -> None:
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
 
 
-# Graph breaks
-
-
-class Broken(MLP):
-    """A graph break between the blocks, and the first block used on both sides of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        torch._dynamo.graph_break()
-        return self.head(self.blocks[1](self.blocks[0](x)))
-
-
-@FACTS
-def a_broken_model_trains_to_the_same_numbers() -> None:
-    train(Broken, lambda m, x: m(x).square().mean(), fullgraph=False)
+# Graph breaks (test_pieces_ranks.py has those that the model makes itself)
 
 
 class Printing(MLP):

@@ -56,7 +56,7 @@ def contrast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @FACTS
 def two_forwards_and_one_backward() -> None:
-    model, plain = pair(MLP())
+    model, plain = pair(MLP(depth=1))
     for step in range(2):
         for m in (model, plain):
             contrast(m, rows(4, 16, seed=step), rows(4, 16, seed=step + 1)).backward()
@@ -113,7 +113,7 @@ def gradients_by_autograd_grad() -> None:
 
 @FACTS
 def a_second_derivative_is_refused_and_training_goes_on() -> None:
-    model, plain = pair(MLP())
+    model, plain = pair(MLP(depth=1))
     for through in ("loss", "input"):
         x = rows(4, 16).requires_grad_()
         loss = model(x).square().mean()
@@ -134,7 +134,7 @@ def a_second_derivative_is_refused_and_training_goes_on() -> None:
 @FACTS
 def a_generator_through_a_discriminator() -> None:
     generator, plain_generator = pair(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16)))
-    critic, plain_critic = pair(MLP())
+    critic, plain_critic = pair(MLP(depth=1))
     for step in range(2):
         for g, d in ((generator, critic), (plain_generator, plain_critic)):
             noise, real = rows(4, 8, seed=step), rows(4, 16, seed=step + 5)
@@ -151,7 +151,7 @@ def a_generator_through_a_discriminator() -> None:
 
 @FACTS
 def evaluations_between_training_steps() -> None:
-    model, plain = pair(nn.Sequential(MLP(), nn.Dropout(0.5), nn.Linear(5, 5)))
+    model, plain = pair(nn.Sequential(MLP(depth=1), nn.Dropout(0.5), nn.Linear(5, 5)))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad)):
         with mode():
@@ -173,7 +173,7 @@ class TwoTowers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(16, 16)
-        self.text, self.image = MLP(), MLP()
+        self.text, self.image = MLP(depth=1), MLP(depth=1)
 
     def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         return scale * self.text(self.embed(x))
@@ -232,7 +232,7 @@ def a_model_that_sets_attributes_in_its_forward() -> None:
             self.seen = x.mean()
             return super().forward(x)
 
-    model, plain = pair(Counts())
+    model, plain = pair(Counts(depth=1))
     for m in (model, plain):
         for _ in range(2):
             m(rows(4, 16)).square().mean().backward()

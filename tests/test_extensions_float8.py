@@ -160,18 +160,11 @@ def torchaos_float8_trains_as_with_fsdp2() -> None:
     for emulate, options in ((False, {}), (True, by_layer)):
         torch._dynamo.reset()
         model = graph_fsdp.compile(converted(emulate), **{"backend": "eager", **options})
-        found, expected = losses_and_parameters(model), of_fsdp2(emulate)
+        precompute = emulate  # which finds nothing to do: the scales are the graph's
+        found, expected = losses_and_parameters(model, precompute), of_fsdp2(emulate, precompute=precompute)
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected)), (emulate, options)
         assert graph_fsdp.inspect(model).collectives["payload_reduce"] == 2
-
-
-@FACTS
-def scales_that_torchao_precomputes_are_those_of_the_graph() -> None:
-    if importlib.util.find_spec("torchao") is None:
-        return
-    model = graph_fsdp.compile(converted(emulate=True), backend="eager")
-    assert all(map(torch.equal, losses_and_parameters(model, precompute=True), of_fsdp2(True, precompute=True)))
 
 
 @FACTS

@@ -169,7 +169,7 @@ def test_transformers_of_torch_with_a_mask(kind: str) -> None:
         assert_as_plain(lambda: nn.TransformerEncoder(layer, 2), lambda: (sequences(), mask), calls=2)
     else:
         inputs = lambda: (sequences(), sequences(), None, mask)  # noqa: E731
-        assert_as_plain(lambda: nn.Transformer(8, 2, 2, 2, 16, **options), inputs, calls=2)
+        assert_as_plain(lambda: nn.Transformer(8, 2, 1, 1, 16, **options), inputs, calls=2)
 
 
 @pytest.mark.filterwarnings("ignore:code outside of graphs reads")

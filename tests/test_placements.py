@@ -135,9 +135,8 @@ def test_columns_that_the_ranks_do_not_divide(fake_group: Any) -> None:
 FACTS = Facts(__name__)
 
 SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "gpt, kept for backward": ("gpt", 2, {"reshard_after_forward": False}),
-    "gpt, gathered again in bfloat16": ("gpt", 1, {"reshard_after_forward": True, "mp_policy": BF16}),
-    "tied weights": ("gpt_tied", 1, {}),
+    "tied weights, kept for backward": ("gpt_tied", 2, {"reshard_after_forward": False}),
+    "gathered again in bfloat16": ("mlp", 1, {"reshard_after_forward": True, "mp_policy": BF16}),
 }
 
 

@@ -68,9 +68,7 @@ def save(folder: Path) -> list[float]:
     hybrid.load(folder / "ours_3")
     assert not different(hybrid.values(), before)
     hybrid.save(folder / "hybrid_3")
-    losses = ours.train(STEPS)
-    assert close(hybrid.train(STEPS), losses)
-    return losses
+    return ours.train(STEPS)
 
 
 def close(losses: list[float], expected: list[float]) -> bool:
@@ -83,8 +81,7 @@ def resume(folder: Path, losses: list[float], kinds: list[str]) -> None:
     for kind in kinds:
         torch._dynamo.reset()
         options: dict[str, Any] = {
-            "buckets": {"passes": default_pipeline(bucket=600)},
-            "zero2": {"reshard_after_forward": False},
+            "of hybrid": {"passes": default_pipeline(bucket=600), "reshard_after_forward": False},
             "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         }.get(kind, {})
         training = Training(compiled(**options), seed=2)
@@ -104,7 +101,7 @@ def without_averages(training: Training, expected: Path) -> list[dict[str, torch
 
 def mixed_with_fsdp2(folder: Path, losses: list[float]) -> None:
     """Two ranks."""
-    resume(folder, losses, ["plain", "buckets", "zero2", "bfloat16", "of hybrid"])
+    resume(folder, losses, ["bfloat16", "of hybrid"])
     theirs = Training(sharded_by_fsdp2, seed=3, make=odd)
     model, optimizer = get_state_dict(theirs.model, theirs.optimizer)
     state = {"model": model, "optimizer": optimizer}

@@ -34,7 +34,7 @@ def seconds(trace: Traced) -> list[float]:
     return [simulate(graph, trace.context.cost).seconds for graph in (trace.forward, trace.backward)]
 
 
-@pytest.mark.parametrize("distance", [1, 2, 3])
+@pytest.mark.parametrize("distance", [1, 3])
 def test_the_schedule_pass_computes_with_the_clock_of_simulate(distance: int) -> None:
     serial, ahead = traced(prefetch=0), traced(prefetch=distance)
     assert serial.context.cost is not None
@@ -74,7 +74,7 @@ def most_gathered(plan: Traced) -> int:
 )
 def test_automatic_prefetch_is_never_slower_than_one_ahead_nor_holds_more(hardware: str | Hardware) -> None:
     tokens = torch.empty(2, 8, dtype=torch.int64)
-    for model, inputs in ((lambda: MLP(depth=6), torch.empty(4, 16)), (lambda: GPT(depth=4), tokens)):
+    for model, inputs in ((lambda: MLP(depth=4), torch.empty(4, 16)), (lambda: GPT(depth=4), tokens)):
         plans = [
             trace(
                 model, (inputs,), world_size=8, loss=torch.sum, passes=default_pipeline(prefetch=p, hardware=hardware)

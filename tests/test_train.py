@@ -56,7 +56,7 @@ def eager_outcomes() -> Outcomes:
     return run_ranks(train_all, 2, selected(TRAINED, __name__, "name"), STEPS, "adamw", {"backend": "eager"})
 
 
-@pytest.mark.parametrize("name", mostly_long(TRAINED, ["mlp", "uneven"]))
+@pytest.mark.parametrize("name", mostly_long(TRAINED, ["uneven"]))
 def test_twenty_steps_on_two_ranks_equal_one_process(eager_outcomes: Outcomes, name: str) -> None:
     check_training(eager_outcomes, name, "adamw", bound=1e-5)
 
@@ -121,13 +121,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 # name, optimizer, microbatches per step, steps, options
 SETTINGS: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
-    "mlp, SGD": ("mlp", "sgd", 1, 1, {}),
     "gpt, AdamW, three steps": ("gpt", "adamw", 1, 3, {}),
-    "mlp, accumulated gradients": ("mlp", "adamw", 3, 1, {}),
+    "mlp, SGD, accumulated gradients": ("mlp", "sgd", 3, 1, {}),
     "mlp, kept for backward": ("mlp", "adamw", 1, 1, {"reshard_after_forward": False}),
     "mlp, bfloat16": ("mlp", "adamw", 1, 1, {"mp_policy": BF16}),
-    "tied weights": ("gpt_tied", "adamw", 1, 1, {}),
-    "checkpointing and dropout": ("gpt_checkpoint_dropout", "adamw", 1, 1, {}),
+    "tied weights, checkpointing and dropout": ("gpt_tied_checkpoint_dropout", "adamw", 1, 1, {}),
     "BatchNorm": ("cnn_batchnorm", "adamw", 1, 1, {}),
     "frozen parameters": ("frozen", "adamw", 1, 1, {}),
 }
@@ -140,7 +138,7 @@ def both() -> list[dict[str, list[dict[str, Any]]]]:
 
 # Of what is long, attention is in those with tied weights, and the rest in test_models.py and test_option_numbers.py.
 SHORT = [
-    *("mlp, SGD", "mlp, accumulated gradients", "mlp, bfloat16", "tied weights", "checkpointing and dropout"),
+    *("mlp, SGD, accumulated gradients", "mlp, bfloat16", "tied weights, checkpointing and dropout"),
     "frozen parameters",
 ]
 

@@ -29,32 +29,45 @@ def held_by(model: Any) -> int:
     return int(model._graph_fsdp.counter.current)
 
 
-def generate(model: Any, prompt: Tensor) -> Tensor:
+def generate(model: Any, prompt: Tensor, tokens: int = 2) -> Tensor:
     model.eval()
-    return model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0)
+    return model.generate(prompt, max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)
+
+
+def llamas() -> tuple[Any, Any, Tensor]:
+    """A compiled model, the plain one, and this rank's prompt."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model, plain = pair(llama(depth=1), auto_wrap_policy={LlamaDecoderLayer})
+    return model, plain, torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 @FACTS
 def hugging_face_generation_with_a_cache() -> None:
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    model, plain = pair(llama(depth=1), auto_wrap_policy={LlamaDecoderLayer})
-    prompt = torch.randint(1, 32, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, plain, prompt = llamas()
     expected = generate(plain, prompt)
     assert torch.equal(generate(model, prompt), expected)
+    with graph_fsdp.unsharded(model):
+        assert torch.equal(generate(model, prompt, tokens=1), expected[:, :-1])
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@FACTS.long
+def hugging_face_generation_of_more_tokens_on_whole_parameters_and_training_behind_it() -> None:
+    model, plain, prompt = llamas()
+    expected = generate(plain, prompt, 3)
+    assert torch.equal(generate(model, prompt, 3), expected)
     before = gathers_of(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
     units = gathers_of(model) - before
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    assert torch.equal(generate(model, prompt), expected)
+    assert torch.equal(generate(model, prompt, 3), expected)
     assert gathers_of(model) == before + units
     model.reshard()
     model.reset_iter_state()
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    with graph_fsdp.unsharded(model):
-        assert torch.equal(generate(model, prompt), expected)
     model.train()
     for m in (model, plain):
         m(input_ids=prompt, labels=prompt).loss.backward()
@@ -224,7 +237,7 @@ def a_whole_parameter_that_is_out_of_date_is_an_error() -> None:
 
 @FACTS
 def resharding_between_forward_and_backward_changes_nothing() -> None:
-    model, plain = pair(MLP())
+    model, plain = pair(MLP(depth=1))
     _unshard_all(model, 0, False)
     losses = [m(rows(4, 16)).square().mean() for m in (model, plain)]
     for unit in units_of(model):
@@ -301,7 +314,7 @@ def handles_in_a_forward_are_waited_for() -> None:
 
 @FACTS
 def ranks_that_do_not_all_reshard_are_found() -> None:
-    model, _ = pair(MLP(), reshard_after_forward=False)
+    model, _ = pair(MLP(depth=1), reshard_after_forward=False)
     for _ in range(4):
         model(rows(4, 16)).sum().backward()
     loss = model(rows(4, 16)).sum()

@@ -1,4 +1,4 @@
-"""``regions="whole"`` on gloo ranks: the numbers of graphs that are cut.
+"""``regions="whole"`` on gloo ranks: the numbers of FSDP2, as those of graphs that are cut are.
 
 Uncompiled, what is lowered gives the same bits: the same operators and collectives on the same data. With Inductor it
 gives those of one process, to what other kernels' sums differ by.
@@ -16,6 +16,7 @@ from marks import mostly_long, selected
 from models import MLP, GPTBlock
 from reference import Outcome, Step, check_close, check_outcome, train_reference, train_sharded
 from test_option_numbers import CHEAP_MESSAGES
+from test_train import fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -60,8 +61,9 @@ Outcomes = dict[str, list[Outcome]]
 
 
 def train_both(settings: dict[str, Setting], *forms: dict[str, Any]) -> Outcomes:
-    """On a rank: each setting in each form. Where only the schedule is another one, the cut form is that of the first
-    such setting: its numbers are the same (see test_option_numbers.py)."""
+    """On a rank: each setting in each form. Where only the schedule is another one, the first form is that of the first
+    such setting: its numbers are the same (see test_option_numbers.py). ``FSDP2`` takes no scalars: there it is the cut
+    form."""
     register()
     outcomes: Outcomes = {}
     cut: dict[str, Outcome] = {}
@@ -73,8 +75,12 @@ def train_both(settings: dict[str, Setting], *forms: dict[str, Any]) -> Outcomes
                 outcomes[key].append(cut[numbers])
                 continue
             torch._dynamo.reset()
-            mesh = init_device_mesh("cpu", shape)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
             steps = steps_of(name)
+            if form == FSDP2 and name != "uneven":
+                policy = {key: value for key, value in options.items() if key == "mp_policy"}
+                outcomes[key].append(train_sharded(name, steps, "adamw", fsdp2, mesh=mesh, **policy))
+                continue
             outcomes[key].append(train_sharded(name, steps, "adamw", mesh=mesh, **form, **options))
         cut[numbers] = outcomes[key][0]
     return outcomes
@@ -84,7 +90,8 @@ def steps_of(name: str) -> list[Step]:
     return WITH_EVALUATION if name == "cnn_batchnorm" else STEPS
 
 
-UNCOMPILED = ({"backend": "eager"}, {"backend": "functional", "regions": "whole"})
+FSDP2: dict[str, Any] = {"backend": "eager"}
+UNCOMPILED = (FSDP2, {"backend": "functional", "regions": "whole"})
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +113,8 @@ def four_other_ranks() -> list[Outcomes]:
 
 def check_equal(ranks: list[Outcomes], setting: str) -> None:
     for outcomes in ranks:
-        cut, whole = outcomes[setting]
-        check_outcome(whole, cut, bound=0.0)
+        other, whole = outcomes[setting]
+        check_outcome(whole, other, bound=0.0)
         assert any(gradient is not None and gradient.any() for gradient in whole.gradients.values())
 
 

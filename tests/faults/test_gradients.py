@@ -67,8 +67,8 @@ def nan_and_infinite_gradients_are_those_of_fsdp2() -> None:
 
 @FACTS
 def a_scaler_skips_the_step_on_all_ranks() -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
     for bad in (float("nan"), float("inf")):
-        model = graph_fsdp.compile(MLP(), backend="eager")
         optimizer, scaler = SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for factor, moves in ((1.0, True), (bad, False), (1.0, True)):
             before = [p.full_tensor().detach().clone() for p in model.parameters()]
