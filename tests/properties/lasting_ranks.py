@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import socket
 import tempfile
 import time
@@ -19,6 +20,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ class Ranks:
             self._start()
         pipes = self._pipes[: case.mesh.ranks]
         for pipe in pipes:
-            pipe.send(case)
+            send(pipe, case)
         answers: dict[int, Outcome | Raised] = {}
         deadline = time.monotonic() + CASE_SECONDS
         while len(answers) < len(pipes):
@@ -73,7 +75,7 @@ class Ranks:
             for pipe in wait(missing, max(0.0, deadline - time.monotonic())):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    answers[rank] = self._pipes[rank].recv()
+                    answers[rank] = receive(self._pipes[rank])
                 except (EOFError, ConnectionResetError):
                     answers[rank] = Raised(("Died",), "the process ended", "")
                 if isinstance(answers[rank], Raised):
@@ -97,13 +99,22 @@ class Ranks:
             port = listener.getsockname()[1]
             stack.enter_context(started(folder, serve, self._number, port, timeout=CASE_SECONDS))
             pipes = [stack.enter_context(_connection(listener.accept()[0])) for _ in range(self._number)]
-            by_rank = {pipe.recv(): pipe for pipe in pipes}
+            by_rank = {receive(pipe): pipe for pipe in pipes}
             self._pipes = [by_rank[rank] for rank in range(self._number)]
             self._processes = stack.pop_all()
 
 
 def _connection(ours: socket.socket) -> Connection:
     return Connection(ours.detach())
+
+
+def send(pipe: Connection, value: object) -> None:
+    """By value: ``Connection.send`` leaves tensors in memory that only processes of multiprocessing share."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
 
 
 def serve(port: int) -> None:
@@ -113,13 +124,13 @@ def serve(port: int) -> None:
     meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= dist.get_world_size()}
     runner = Runner()
     with _connection(socket.create_connection(("127.0.0.1", port))) as pipe:
-        pipe.send(rank)
+        send(pipe, rank)
         while True:
             try:
-                case: Case = pipe.recv()
+                case: Case = receive(pipe)
             except EOFError:  # the tests are over
                 return
-            pipe.send(runner.run(case, meshes[case.mesh], rank))
+            send(pipe, runner.run(case, meshes[case.mesh], rank))
 
 
 MESHES = (
