@@ -18,7 +18,7 @@ import elastic
 import train_gpt
 
 pytestmark = pytest.mark.long
-STEPS, EVERY = 16, 5
+STEPS, EVERY = 24, 5
 
 
 def train_undisturbed(arguments: list[str]) -> elastic.Outcome:
