@@ -58,6 +58,22 @@ def text_file(folder: Path) -> Path:
     return path
 
 
+def arguments_of(folder: Path, steps: int, every: int) -> list[str]:
+    """Of the example: a small model, with checkpoints in ``folder``."""
+    given = [*SMALL, "--text", str(text_file(folder.parent)), "--steps", str(steps)]
+    return [*given, "--checkpoint", str(folder), "--checkpoint-every", str(every)]
+
+
+def read_line(line: str, outcome: Outcome) -> int | None:
+    """Add what a line of the example's output says; the step that it is about."""
+    if found := re.match(r"resumed after step (\d+)", line):
+        outcome.resumed.append(int(found[1]))
+    if found := re.match(r"step (\d+) loss (\S+)", line):
+        outcome.losses[int(found[1])] = float(found[2])
+        return int(found[1])
+    return None
+
+
 def train(
     folder: Path,
     *,
@@ -72,9 +88,7 @@ def train(
     """Train with checkpoints in ``folder``; ``kill_after``: a step, after whose line a rank is killed; with ``end``
     torchrun and all ranks are, and nothing starts them again."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(EXAMPLE), *SMALL]
-    command += ["--text", str(text_file(folder.parent)), "--steps", str(steps)]
-    command += ["--checkpoint", str(folder), "--checkpoint-every", str(every)]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(EXAMPLE), *arguments_of(folder, steps, every)]
     # What ranks that have died left in a store that torchrun keeps, those it starts again would take for each other's
     # (https://github.com/pytorch/pytorch/issues/135712): they get a new one.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -89,17 +103,14 @@ def train(
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if found := re.match(r"resumed after step (\d+)", line):
-                    outcome.resumed.append(int(found[1]))
-                if found := re.match(r"step (\d+) loss (\S+)", line):
-                    outcome.losses[int(found[1])] = float(found[2])
-                    if int(found[1]) == kill_after and not outcome.killed:
-                        outcome.killed = f"rank {kill_rank} after step {kill_after}"
-                        ended = workers(process.pid, None if end else kill_rank)  # nobody's after torchrun's end
-                        if end:
-                            os.killpg(process.pid, signal.SIGKILL)
-                        for pid in ended:
-                            os.kill(pid, signal.SIGKILL)
+                step = read_line(line, outcome)
+                if step is not None and step == kill_after and not outcome.killed:
+                    outcome.killed = f"rank {kill_rank} after step {kill_after}"
+                    ended = workers(process.pid, None if end else kill_rank)  # nobody's after torchrun's end
+                    if end:
+                        os.killpg(process.pid, signal.SIGKILL)
+                    for pid in ended:
+                        os.kill(pid, signal.SIGKILL)
             outcome.status = process.wait()
         finally:
             watch.kill()

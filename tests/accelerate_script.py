@@ -1,7 +1,12 @@
-"""A training script for Accelerate, as people write them. ``--own`` trains with Accelerate's own FSDP2 instead."""
+"""A training script for Accelerate, as people write them. ``--own`` trains with Accelerate's own FSDP2 instead.
+
+``--then`` between arguments: one training after the other, in the same processes.
+"""
 
 import argparse
+import itertools
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -43,13 +48,13 @@ def own_fsdp2():
     return accelerator
 
 
-def main() -> None:
+def main(arguments: list[str]):
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--epochs", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     if args.own:
         accelerator = own_fsdp2()
@@ -94,8 +99,16 @@ def main() -> None:
             facts["report"] = str(graph_fsdp.inspect(model))
         (args.out / "facts.json").write_text(json.dumps(facts))
     accelerator.wait_for_everyone()
-    accelerator.end_training()
+    return accelerator
 
 
 if __name__ == "__main__":
-    main()
+    from accelerate.state import AcceleratorState, GradientState
+
+    for then, arguments in itertools.groupby(sys.argv[1:], lambda word: word == "--then"):
+        if not then:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+            torch._dynamo.reset()
+            accelerator = main(list(arguments))
+    accelerator.end_training()

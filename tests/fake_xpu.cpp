@@ -1,6 +1,7 @@
 // A device of type xpu for a torch that has none, to trace for: tensors have sizes and zeros, and no kernels.
 // Built and loaded by fake_xpu.py.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/XPUHooksInterface.h>
 #include <ATen/ops/as_strided_native.h>

@@ -73,20 +73,34 @@ def run_ranks(
             ``timeout`` seconds (the message has what each wrote last, and the stacks of its threads).
             All ranks are dead by then.
     """
-    module, root = _import_path(function)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
-        call = (module, function.__qualname__, args, backend, timeout)
-        torch.save(call, directory / "call.pt")
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = _environment(root, store.port, world_size, env or {})
-        with _processes(directory, world_size, environment) as ranks:
+        with started(directory, function, world_size, *args, timeout=timeout, backend=backend, env=env) as ranks:
             _wait(ranks, directory, time.monotonic() + timeout, timeout, lost)
         return [
             torch.load(directory / f"result{rank}.pt", map_location="cpu", weights_only=False)
             for rank in range(world_size)
             if rank not in lost
         ]
+
+
+@contextlib.contextmanager
+def started(
+    directory: Path,
+    function: Callable[..., object],
+    world_size: int,
+    *args: object,
+    timeout: float,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+) -> Iterator[list[_Rank]]:
+    """Ranks that call ``function(*args)``, and are killed at the end, as ``run_ranks`` starts them; ``directory`` is to
+    be an empty one."""
+    module, root = _import_path(function)
+    torch.save((module, function.__qualname__, args, backend, timeout), directory / "call.pt")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with _processes(directory, world_size, _environment(root, store.port, world_size, env or {})) as ranks:
+        yield ranks
 
 
 def _import_path(function: Callable[..., object]) -> tuple[str, Path]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 
 pytestmark = pytest.mark.long
 PAGE = (Path(__file__).parents[1] / "docs" / "index.md").read_text()
@@ -18,18 +23,28 @@ PROGRAMS = {
 COMMANDS = re.findall(r"^\$ OMP_NUM_THREADS=1 torchrun (.*)$", PAGE, re.MULTILINE)
 
 
+def program(folder: str, name: str) -> str:
+    """On a rank: what it prints."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(name, run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("index")
     for name, code in PROGRAMS.items():
         (folder / name).write_text(code)
-    outputs = []
-    for command in COMMANDS:
-        run = [sys.executable, "-m", "torch.distributed.run", *command.split()]
-        done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    return folder, outputs
+    first, second = (command.split() for command in COMMANDS)
+    run = [sys.executable, "-m", "torch.distributed.run", *first]
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    # Its command is the same but for the program: without torchrun's imports.
+    assert second[:-1] == first[:-1]
+    ranks = run_ranks(program, 2, str(folder), second[-1], backend=None)
+    return folder, [done.stdout, "".join(ranks)]
 
 
 def losses(output: str) -> list[str]:

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import sys
 from pathlib import Path
 
-import elastic
 import pytest
+from launch import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # on a rank, too
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import elastic
+import train_gpt
 
 pytestmark = pytest.mark.long
 STEPS, EVERY = 24, 5
 
 
+def train_undisturbed(arguments: list[str]) -> elastic.Outcome:
+    """On a rank: what the example prints."""
+    sys.argv = [str(elastic.EXAMPLE), *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_gpt.main()
+    outcome = elastic.Outcome()
+    for line in printed.getvalue().splitlines():
+        elastic.read_line(line, outcome)
+    return outcome
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, elastic.Outcome]:
     folder = tmp_path_factory.mktemp("plain") / "runs"
-    return folder, elastic.train(folder, steps=STEPS, every=EVERY)
+    first, _ = run_ranks(train_undisturbed, 2, elastic.arguments_of(folder, STEPS, EVERY), backend=None)
+    return folder, first
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -71,15 +71,19 @@ def own_group_at_times(model: nn.Module, microbatch: int) -> None:
         model.set_separate_reduce_scatter_group(microbatch != 1)
 
 
+def sums_hook_and_own_group(model: nn.Module, microbatch: int) -> None:
+    every_unit("set_force_sum_reduction_for_comms", True)(model, microbatch)
+    every_unit("set_all_reduce_hook", halve)(model, microbatch)
+    own_group_at_times(model, microbatch)
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 
 
 SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "mlp, one reduction": ("mlp", (2,), {}, sync_last),
-    "gpt, one reduction": ("gpt", (2,), {}, sync_last),
-    "mlp, bfloat16": ("mlp", (2,), {"mp_policy": BF16}, sync_last),
-    "mlp, kept for backward": ("mlp", (2,), {"reshard_after_forward": False}, sync_last),
+    "mlp, bfloat16, kept for backward": ("mlp", (2,), {"mp_policy": BF16, "reshard_after_forward": False}, sync_last),
     "reduced in float16": ("one_block", (2,), {"mp_policy": FP16}, sync_last),
     "tied weights": ("gpt_tied", (2,), {}, sync_last),
     "frozen parameters": ("frozen", (2,), {}, sync_last),
@@ -90,13 +94,10 @@ SETTINGS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
     "a group of reductions": ("mlp", (2,), {}, own_group_at_times),
 }
 SETTINGS_ON_FOUR: dict[str, tuple[str, tuple[int, ...], dict[str, Any], Calls]] = {
-    "one reduction": ("mlp", (2, 2), {}, sync_last),
+    "one reduction, bfloat16": ("mlp", (2, 2), {"mp_policy": BF16}, sync_last),
     "one all-reduce": ("mlp", (2, 2), {}, replicate_last),
-    "one all-reduce, bfloat16": ("mlp", (2, 2), {"mp_policy": BF16}, replicate_last),
     "whole, then shards": ("one_block", (2, 2), {}, sync_then_replicate),
-    "sums": ("mlp", (2, 2), {}, every_unit("set_force_sum_reduction_for_comms", True)),
-    "a hook": ("mlp", (2, 2), {}, every_unit("set_all_reduce_hook", halve)),
-    "a group of reductions": ("mlp", (2, 2), {}, own_group_at_times),
+    "sums, a hook and a group of reductions": ("mlp", (2, 2), {}, sums_hook_and_own_group),
 }
 
 

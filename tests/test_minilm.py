@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_checkpoint_ranks import counted_reads, local_elements
 from torch import Tensor
 
@@ -20,12 +22,15 @@ from ranks import launched
 from transformers import AutoModel, AutoTokenizer
 
 PARAMETERS = 22_713_216
+LAYERS, OF_A_LAYER = 6, 1_774_464
+FEWER = 2  # layers that the ranks have: more are more of the same
 COUNT, LENGTH = 16, 16
 
 
 def on_a_rank(folder: str, backend: str, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    given = ["--backend", backend, "--device", "cpu", "--save", folder, "--steps", str(steps), "--batch", "8"]
+    given = ["--backend", backend, "--device", "cpu", "--model", f"{folder}/pretrained", "--save", f"{folder}/tuned"]
+    given += ["--steps", str(steps), "--batch", "8"]
     given += ["--length", str(LENGTH), "--pairs", "64", "--held-out", str(COUNT)]
     with launched("cpu"), counted_reads() as elements:
         outcome = minilm.run(given)
@@ -35,7 +40,17 @@ def on_a_rank(folder: str, backend: str, steps: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("minilm")
+    """With the first layers of the pretrained model, and, when the ranks have run, what they made of it."""
+    folder = tmp_path_factory.mktemp("minilm")
+    shutil.copytree(minilm.pretrained(), folder / "pretrained")
+    config = json.loads((folder / "pretrained" / "config.json").read_text())
+    assert config["num_hidden_layers"] == LAYERS
+    (folder / "pretrained" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": FEWER}))
+    weights = load_file(folder / "pretrained" / "model.safetensors")
+    others = tuple(f"encoder.layer.{index}." for index in range(FEWER, LAYERS))
+    kept = {name: value for name, value in weights.items() if not name.startswith(others)}
+    save_file(kept, folder / "pretrained" / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +74,12 @@ def by_transformers(folder: Path) -> Tensor:
 def test_each_rank_reads_the_rows_that_it_holds(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["read"] == rank["held"] and rank["model"] == "FSDPBertModel"
-    assert [sum(rank["held"].values()) for rank in ranks] == [PARAMETERS // 2] * 2
+    assert [sum(rank["held"].values()) for rank in ranks] == [(PARAMETERS - (LAYERS - FEWER) * OF_A_LAYER) // 2] * 2
 
 
 @pytest.mark.long
-def test_embeddings_are_those_of_the_unsharded_model_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
-    expected = by_transformers(minilm.pretrained())
+def test_embeddings_are_those_of_the_unsharded_model_bit_for_bit(ranks: list[dict[str, Any]], folder: Path) -> None:
+    expected = by_transformers(folder / "pretrained")
     assert expected.shape == (COUNT, 384)
     for rank in ranks:
         assert torch.equal(rank["embeddings"][0], expected)
@@ -82,12 +97,12 @@ def test_it_learns(ranks: list[dict[str, Any]]) -> None:
 def test_plain_transformers_loads_what_was_saved_and_embeds_bit_for_bit_the_same(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    tuned = by_transformers(folder)
+    tuned = by_transformers(folder / "tuned")
     before = ranks[0]["embeddings"][0]
     for rank in ranks:
         assert torch.equal(rank["embeddings"][1], tuned)
     assert (tuned - before).norm(dim=1).min() > 1e-3, "it was trained"
-    saved, original = (load_file(where / "model.safetensors") for where in (folder, minilm.pretrained()))
+    saved, original = (load_file(where / "model.safetensors") for where in (folder / "tuned", folder / "pretrained"))
     assert saved.keys() == original.keys() - {"embeddings.position_ids"}
     assert all(saved[name].shape == original[name].shape for name in saved)
 

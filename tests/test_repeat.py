@@ -264,7 +264,6 @@ ONCE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "mlp": (lambda: MLP(DEPTH), VECTORS, "3 layers have 1 traces"),  # the first one's input needs no gradient
     "uneven": (lambda: MLP(DEPTH, block=UnevenBlock), VECTORS, "3 layers have 1 traces"),
     "dropout": (Dropped, VECTORS, "3 layers have 1 traces"),
-    "gpt": (lambda: GPT(depth=DEPTH), TOKENS, "4 layers have 1 traces"),
     "gpt_dropout": (lambda: GPT(depth=3, dropout=0.2), TOKENS, "3 layers have 1 traces"),
     "gpt_tied": (lambda: GPT(depth=DEPTH, tied=True), TOKENS, "4 layers have 1 traces"),
     "frozen": (Frozen, VECTORS, "7 layers have 2 traces"),
@@ -329,7 +328,7 @@ def test_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("name", mostly_long(["dropout", "gpt_dropout", "llama"], ["dropout"]))
+@pytest.mark.parametrize("name", mostly_long(["dropout", "llama"], ["dropout"]))
 def test_as_inductor_prepares_them(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, inputs, expected = ONCE[name]
     with caplog.at_level(logging.INFO, "graph_fsdp"):

@@ -210,9 +210,10 @@ def test_locks_are_the_users(tmp_path: Path, anything_goes: None) -> None:
 
 COMPILE = """
 import torch
-from models import MLP
+from torch._inductor import config
 import graph_fsdp
-model = graph_fsdp.compile(MLP(depth=1), backend="inductor")
+config.cpp_cache_precompile_headers = config.cpp.vec_isa_ok = False  # which take longer than the model
+model = graph_fsdp.compile(torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Tanh()), backend="inductor")
 model(torch.ones(4, 16)).sum().backward()
 """
 

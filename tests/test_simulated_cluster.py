@@ -320,7 +320,7 @@ def test_fsdp2_and_graph_fsdp_train_alike(shape: tuple[int, ...], policy: MixedP
 @pytest.mark.long
 def test_the_benchmark_compares_both_on_each_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    options = "--device cpu --size tiny --backend eager --rounds 2 --warmup 1 --latency-scale 1 --out"
+    options = "--device cpu --size tiny --layers 1 --backend eager --rounds 2 --warmup 1 --latency-scale 1 --out"
     simulated_cluster.main([*options.split(), str(out)])
     printed = capsys.readouterr().out
     assert printed.count("\nratio: step ") == len(simulated_cluster.CLUSTERS)
@@ -364,7 +364,7 @@ def test_a_run_whose_numbers_differ_fails(
 ) -> None:
     monkeypatch.setitem(simulated_cluster.IMPLEMENTATIONS, "graph_fsdp", shard_model)
     out = tmp_path / "result.json"
-    options = "--device cpu --size tiny --backend eager --rounds 1 --warmup 1 --clusters nvlink --out"
+    options = "--device cpu --size tiny --layers 1 --backend eager --rounds 1 --warmup 1 --clusters nvlink --out"
     with pytest.raises(SystemExit, match="losses or gradients differ on nvlink"):
         simulated_cluster.main([*options.split(), str(out)])
     assert out.exists(), "what was measured can be looked at"

@@ -8,18 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import trainer_script
 from accelerate.state import AcceleratorState
 from accelerate_script import make_model
 from launch import run_ranks
-from running import run_script
 
-SCRIPT = Path(__file__).with_name("trainer_script.py")
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CHECKPOINT = Path("run") / "checkpoint-3"
 
 
-def launch(folder: Path, *arguments: str) -> dict[str, Any]:
-    return run_script(TORCHRUN, SCRIPT, folder, *arguments)
+def trained(folder: str, runs: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """On a rank: the script with each of these arguments, one after the other; what each writes about itself."""
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
+    for name, arguments in runs.items():
+        torch._dynamo.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        out = Path(folder) / name
+        out.mkdir(exist_ok=True)
+        sys.argv = ["trainer_script.py", "--out", str(out), *arguments]
+        trainer_script.main()
+    dist.barrier()
+    return {name: json.loads((Path(folder) / name / "facts.json").read_text()) for name in runs}
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> dict[str, Any]:
-    return launch(folder / "theirs", "--own")
+def ranks(folder: Path) -> dict[str, dict[str, Any]]:
+    runs = {"theirs": ["--own"], "ours": [], "resumed": ["--resume", str(folder / "theirs" / CHECKPOINT)]}
+    return run_ranks(trained, 2, str(folder), runs, backend=None)[0]
 
 
 @pytest.mark.long
-def test_losses_are_those_of_accelerates_fsdp2(folder: Path, theirs: dict[str, Any]) -> None:
-    ours = launch(folder / "ours")
+def test_losses_are_those_of_accelerates_fsdp2(ranks: dict[str, dict[str, Any]]) -> None:
+    ours, theirs = ranks["ours"], ranks["theirs"]
     assert ours["compiled"] and not theirs["compiled"]
     assert len(ours["losses"]) == 6
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
@@ -42,30 +53,18 @@ def test_losses_are_those_of_accelerates_fsdp2(folder: Path, theirs: dict[str, A
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, theirs: dict[str, Any]) -> None:
-    resumed = launch(folder / "resumed", "--resume", str(folder / "theirs" / "run" / "checkpoint-3"))
-    assert resumed["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+def test_a_checkpoint_of_accelerates_fsdp2_is_resumed(folder: Path, ranks: dict[str, dict[str, Any]]) -> None:
+    assert ranks["resumed"]["losses"] == pytest.approx(ranks["theirs"]["losses"], rel=1e-6)
     loaded = type(make_model()).from_pretrained(folder / "resumed" / "saved")
     expected = type(make_model()).from_pretrained(folder / "theirs" / "saved")
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-def trained_both(folder: str) -> None:
-    """On a rank: the script, without a launcher, with ours and with Accelerate's own FSDP2."""
-    torch.set_num_threads(1)
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # not by the launch: the rank would be a new process
-    for name in ("ours", "own"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        out = Path(folder) / name
-        out.mkdir(exist_ok=True)
-        sys.argv = ["trainer_script.py", "--out", str(out), "--steps", "2", *(["--own"] if name == "own" else [])]
-        trainer_script.main()
-
-
 def test_two_steps_are_those_of_accelerates_fsdp2(tmp_path: Path) -> None:
-    run_ranks(trained_both, 2, str(tmp_path), backend=None)
-    ours, own = (json.loads((tmp_path / name / "facts.json").read_text()) for name in ("ours", "own"))
+    runs = {"ours": ["--steps", "2"], "own": ["--steps", "2", "--own"]}
+    found = run_ranks(trained, 2, str(tmp_path), runs, backend=None)[0]
+    ours, own = found["ours"], found["own"]
     assert ours["compiled"] and not own["compiled"] and len(ours["losses"]) == 2
     assert ours["losses"] == pytest.approx(own["losses"], rel=1e-6)
     assert ours["norms"] == pytest.approx(own["norms"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Trains with the Trainer of transformers on each rank of torchrun. ``--own`` trains with Accelerate's own FSDP2."""
+"""Trains with the Trainer of transformers on each rank of a launch. ``--own`` trains with Accelerate's own FSDP2."""
 
 import argparse
 import json

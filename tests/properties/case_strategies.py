@@ -53,11 +53,11 @@ def models(draw: st.DrawFn, *, cast: bool) -> ModelCase:
         block = tuple(draw(st.lists(kinds, min_size=1, max_size=2)))
         blocks: tuple[tuple[LayerCase, ...], ...] = (block,) * draw(st.integers(1, 3))
     else:
-        blocks = tuple(map(tuple, draw(st.lists(st.lists(kinds, min_size=1, max_size=2), min_size=1, max_size=3))))
+        blocks = tuple(map(tuple, draw(st.lists(st.lists(kinds, min_size=1, max_size=2), min_size=1, max_size=2))))
     indices = st.integers(0, len(blocks) - 1)
     in_order = tuple(range(len(blocks)))
-    registered = draw(st.just(in_order) | st.lists(indices, min_size=1, max_size=4).map(tuple))
-    calls = draw(st.just(tuple(range(len(registered)))) | st.lists(st.integers(0, 4), max_size=4).map(tuple))
+    registered = draw(st.just(in_order) | st.lists(indices, min_size=1, max_size=3).map(tuple))
+    calls = draw(st.just(tuple(range(len(registered)))) | st.lists(st.integers(0, 4), max_size=3).map(tuple))
     used = [registered[call % len(registered)] for call in calls]
     if any(used.count(i) > 1 and any(layer.kind == "counter" for layer in blocks[i]) for i in used):
         # Plain PyTorch refuses that: the second use writes to what the first saved for backward.

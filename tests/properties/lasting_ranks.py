@@ -1,6 +1,6 @@
 """Ranks that live as long as a file of tests: processes with gloo between them, which cases are sent to.
 
-A rank imports torch and makes its process groups once, and then takes case after case from a pipe; those that are not
+A rank makes its process groups once, and then takes case after case from a socket; those that are not
 on a case's mesh go on waiting. A rank that dies or does not answer costs all, and the next case starts new ones.
 
 [Note: garbage]
@@ -10,25 +10,27 @@ tracing the model. What a case leaves is collected every few cases.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import multiprocessing
-import os
-import sys
+import pickle
+import socket
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import started
 from random_cases import Case, MeshCase
 from random_training import Outcome, train_sharded
 from torch.distributed.device_mesh import DeviceMesh
-from tracing import trace_cheaply
 
 COLLECT_EVERY = 8
-START_SECONDS = 300.0  # to import torch and to find each other
+START_SECONDS = 300.0  # to find each other
 CASE_SECONDS = 120.0  # no case takes a tenth of it on a busy machine
 STRAGGLER_SECONDS = 60.0  # for the others, when one rank has raised: they may wait for it in a collective
 
@@ -47,9 +49,8 @@ class Ranks:
 
     def __init__(self, number: int) -> None:
         self._number, self._alone = number, Runner()
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes = contextlib.ExitStack()
         self._pipes: list[Connection] = []
-        self._store: dist.TCPStore | None = None
 
     def __enter__(self) -> Ranks:
         return self
@@ -62,11 +63,11 @@ class Ranks:
         """The outcome of each rank of the case's mesh."""
         if case.mesh.kind == "none":
             return [self._alone.run(case, None, 0)]
-        if not self._processes:
+        if not self._pipes:
             self._start()
         pipes = self._pipes[: case.mesh.ranks]
         for pipe in pipes:
-            pipe.send(case)
+            send(pipe, case)
         answers: dict[int, Outcome | Raised] = {}
         deadline = time.monotonic() + CASE_SECONDS
         while len(answers) < len(pipes):
@@ -74,7 +75,7 @@ class Ranks:
             for pipe in wait(missing, max(0.0, deadline - time.monotonic())):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    answers[rank] = self._pipes[rank].recv()
+                    answers[rank] = receive(self._pipes[rank])
                 except (EOFError, ConnectionResetError):
                     answers[rank] = Raised(("Died",), "the process ended", "")
                 if isinstance(answers[rank], Raised):
@@ -88,48 +89,48 @@ class Ranks:
         return found
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
+        self._processes.close()
+        self._pipes = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(self._number):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self._number, self._store.port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(START_SECONDS):
-                self.stop()
-                raise TimeoutError(f"rank {rank} did not start in {START_SECONDS:g} seconds")
-            pipe.recv()  # raises EOFError if it has died
+        with contextlib.ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as listener:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cases-")))
+            listener.settimeout(START_SECONDS)
+            port = listener.getsockname()[1]
+            stack.enter_context(started(folder, serve, self._number, port, timeout=CASE_SECONDS))
+            pipes = [stack.enter_context(_connection(listener.accept()[0])) for _ in range(self._number)]
+            by_rank = {receive(pipe): pipe for pipe in pipes}
+            self._pipes = [by_rank[rank] for rank in range(self._number)]
+            self._processes = stack.pop_all()
 
 
-def serve(rank: int, number: int, port: int, pipe: Connection) -> None:
-    """A rank's life."""
+def _connection(ours: socket.socket) -> Connection:
+    return Connection(ours.detach())
+
+
+def send(pipe: Connection, value: object) -> None:
+    """By value: ``Connection.send`` leaves tensors in memory that only processes of multiprocessing share."""
+    pipe.send_bytes(pickle.dumps(value))
+
+
+def receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())
+
+
+def serve(port: int) -> None:
+    """A rank's life. ``port``: of this host, where cases come from and outcomes go to."""
     torch.set_num_threads(1)
-    if sys.platform == "linux":  # or gloo looks up the host's name, which may not resolve
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    trace_cheaply()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=number, timeout=timedelta(seconds=CASE_SECONDS))
-    meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= number}
+    rank = dist.get_rank()
+    meshes = {mesh: make_mesh(mesh) for mesh in MESHES if mesh.ranks <= dist.get_world_size()}
     runner = Runner()
-    pipe.send("ready")
-    while True:
-        try:
-            case: Case = pipe.recv()
-        except EOFError:  # the tests are over
-            return
-        pipe.send(runner.run(case, meshes[case.mesh], rank))
+    with _connection(socket.create_connection(("127.0.0.1", port))) as pipe:
+        send(pipe, rank)
+        while True:
+            try:
+                case: Case = receive(pipe)
+            except EOFError:  # the tests are over
+                return
+            send(pipe, runner.run(case, meshes[case.mesh], rank))
 
 
 MESHES = (

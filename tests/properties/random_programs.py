@@ -61,6 +61,7 @@ class Model(nn.Module):
 class _Program:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.large = seed % 4 == 0  # what takes time is compiling a program's ten or more graphs
         self.methods: list[str] = []
         self.layers = self.random.randint(2, 4)
         kinds = ", ".join(f"{self.random.choice(['Block', 'Block', 'Breaking'])}()" for _ in range(self.layers))
@@ -70,7 +71,8 @@ class _Program:
         self.header = HEADER % {"kinds": f"[{kinds}]", "init": init}
 
     def source(self) -> str:
-        forward = self.method("forward", "x, turn", 3, self.random.randint(2, 5), "return self.norm(x) * self.v")
+        depth, count = (3, self.random.randint(2, 5)) if self.large else (2, self.random.randint(1, 3))
+        forward = self.method("forward", "x, turn", depth, count, "return self.norm(x) * self.v")
         return self.header + "\n".join([*self.methods, forward])
 
     def method(self, name: str, arguments: str, depth: int, count: int, end: str) -> str:
