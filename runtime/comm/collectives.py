@@ -1,4 +1,4 @@
-"""The dialect's collectives on real process groups.
+"""The dialect's collectives run on real process groups here.
 
 Each collective is a start, which launches it asynchronously, and a wait. On CUDA and XPU the process group runs it
 on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
