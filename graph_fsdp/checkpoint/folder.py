@@ -39,7 +39,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Header | None:
-        """Read the header; None where something else wrote the checkpoint. Raises CheckpointError: it is damaged, or newer."""
+        """Read the header; None where another program wrote it. Raises CheckpointError if damaged or newer."""
         file = path / HEADER
         if not file.exists():
             return None
