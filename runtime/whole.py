@@ -29,7 +29,7 @@ COUNTED_AS = {
 
 
 def collectives_of(graph: Graph) -> Counter[str]:
-    """How many of each kind a run of the graph starts."""
+    """Count the collectives of each kind that a run of the graph starts."""
     return Counter(COUNTED_AS[n.target] for n in graph.fx_graph.nodes if n.target in dialect.STARTS)
 
 

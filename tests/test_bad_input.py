@@ -25,7 +25,7 @@ from graph_fsdp.module.communication import METHODS
 from graph_fsdp.module.gradients import GradientMethods
 from graph_fsdp.module.module import unsupported
 from graph_fsdp.module.unit_methods import UnitMethods
-from graph_fsdp.options import torch_version, world_size_of_environment
+from graph_fsdp.validate import torch_version, world_size_of_environment
 
 
 def batch() -> Tensor:

@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 
 
 def spans_sums(path: Path, spans: Iterable[Span]) -> dict[Span, int]:
-    """The sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
+    """Compute the sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
     wanted = list(spans)
     try:
         size = path.stat().st_size

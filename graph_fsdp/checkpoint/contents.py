@@ -64,7 +64,7 @@ class Contents:
         return "\n".join(lines)
 
     def table(self) -> str:
-        """A line for each tensor."""
+        """Return a text with a line for each tensor."""
         rows = [(t.key, t.dtype, str(list(t.shape)), f"{t.bytes:,}", str(t.pieces)) for t in self.tensors]
         rows.insert(0, ("tensor", "dtype", "shape", "bytes", "pieces"))
         widths = [max(len(row[at]) for row in rows) for at in range(5)]

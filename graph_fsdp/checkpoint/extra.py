@@ -68,7 +68,7 @@ def _take_apart(value: Any, path: Path, tensors: dict[Path, Tensor]) -> Any:
 
 
 def put_together(value: Any, tensors: Mapping[Path, Tensor], path: Path = ()) -> Any:
-    """The inverse of ``take_apart``: values with their tensors."""
+    """Invert ``take_apart``: return the values with their tensors."""
     if path in tensors:
         return tensors[path]
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def encode(structure: Any, paths: Mapping[str, Path]) -> bytes:
 
 
 def decode(data: Any) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The inverse of ``encode``."""
+    """Invert ``encode``."""
     try:
         found = torch.load(io.BytesIO(data), weights_only=True)
         return dict(found["structure"]), dict(found["paths"])

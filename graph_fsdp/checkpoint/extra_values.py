@@ -1,4 +1,4 @@
-"""What of a checkpoint is neither the model's nor the optimizer's."""
+"""Entries of a checkpoint that belong neither to the model nor to the optimizer are read here."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _PARTIAL = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.(partial|replaced)$")
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint says of itself."""
+    """The header holds what a checkpoint says of itself."""
 
     sequence: int  # one more than that of the newest checkpoint in the folder when it was saved
     ranks: int
@@ -39,7 +39,7 @@ class Header:
 
     @classmethod
     def read(cls, path: Path) -> Header | None:
-        """None of a checkpoint that something else has written. Raises CheckpointError: it is damaged, or newer."""
+        """Read the header; None where another program wrote it. Raises CheckpointError if damaged or newer."""
         file = path / HEADER
         if not file.exists():
             return None
@@ -106,7 +106,7 @@ def begin(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Of interrupted saves of this checkpoint's series."""
+    """Remove what interrupted saves of this checkpoint's series have left."""
     for other in path.parent.iterdir():
         found = _PARTIAL.match(other.name)
         if found and series(found[1]) == series(path.name):
@@ -143,7 +143,7 @@ def _remove(path: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Names in a folder are on the disk when this returns."""
+    """Write the names in a folder to the disk before returning."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,7 +152,7 @@ def sync(folder: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """A small file that only the user can read, on the disk when this returns."""
+    """Write a small file that only the user can read; it is on the disk when this returns."""
     with open(path, "w", encoding="utf-8", opener=private) as file:
         file.write(text)
         file.flush()
@@ -160,5 +160,5 @@ def write_private(path: Path, text: str) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """What ``open`` takes as ``opener``."""
+    """Open a file for the user alone: ``open`` takes this function as ``opener``."""
     return os.open(path, flags, 0o600)

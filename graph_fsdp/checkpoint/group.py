@@ -28,7 +28,7 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Global ranks; ``group`` is None where this process is alone."""
+    """The global ranks that save and load together; ``group`` is None where this process is alone."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None

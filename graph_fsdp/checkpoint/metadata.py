@@ -56,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The description of a checkpoint.
+    """Read the description of a checkpoint.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it asks for something that it does not need.
@@ -172,7 +172,7 @@ class Checkpoint:
                 )
 
     def value(self, key: str) -> Any:
-        """What is under a key: a value that is no tensor, or a tensor that was saved in one piece.
+        """Return what is under a key: a value that is no tensor, or a tensor that was saved in one piece.
 
         Raises:
             CheckpointError: it is damaged, or holds objects of other classes than numbers, text, their lists and dicts,

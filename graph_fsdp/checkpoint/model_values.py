@@ -1,4 +1,4 @@
-"""What of a checkpoint goes into a model."""
+"""Entries of a checkpoint are matched with a model's tensors and read into them."""
 
 from __future__ import annotations
 

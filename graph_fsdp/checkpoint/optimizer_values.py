@@ -1,4 +1,4 @@
-"""What of a checkpoint goes into optimizers.
+"""Entries of a checkpoint are matched with optimizers' states and read into them.
 
 [Note: states that are not there yet]
 An optimizer makes a parameter's state when it first steps with a gradient. So a new one is given its states, by

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def random_state(model: nn.Module) -> dict[str, Any]:
-    """Tensors, and tuples of tensors and numbers."""
+    """Return this rank's random states as tensors, and as tuples of tensors and numbers."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
     device = device_of(model)
@@ -36,7 +36,7 @@ def set_random_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """The accelerator that the model is on."""
+    """Return the accelerator that the model is on."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     accelerator = torch.accelerator.current_accelerator()
     return device if accelerator is not None and device.type == accelerator.type else None

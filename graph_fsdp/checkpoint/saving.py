@@ -30,11 +30,11 @@ class PendingSave:
         self.path, self._future, self._told = path, future, False
 
     def done(self) -> bool:
-        """Whether it has ended on this rank, in whatever way."""
+        """Say whether the save has ended on this rank, in whatever way."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait for its end; the folder of the checkpoint, which is complete then.
+        """Wait for the end of the save; return the folder of the checkpoint, which is complete then.
 
         Raises:
             CheckpointError: it failed, on all ranks alike. What was there before is as it was.

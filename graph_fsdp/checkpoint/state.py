@@ -49,7 +49,7 @@ def training_state(
     rank: int,
     access: TensorAccess,
 ) -> dict[str, Any]:
-    """The tree of this rank.
+    """Return the tree that this rank writes.
 
     Raises:
         TypeError, ValueError: there is something in it that could not be loaded again.
@@ -113,7 +113,7 @@ def _written(value: Any, access: TensorAccess) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A tree with copies of its tensors on the CPU."""
+    """Return the tree with copies of its tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -116,7 +116,7 @@ class _Saved:
 
 
 class _Description(pickle.Unpickler):
-    """Of a plain contiguous tensor; it fails with any other."""
+    """An unpickler of the description of a plain contiguous tensor; it fails with any other."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -146,7 +146,7 @@ def _contiguous(storage: tuple[torch.dtype, str], offset: int, shape: Any, strid
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+    """A part of a file is read as if it were a file."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from graph_fsdp.errors import CheckpointError
 
 
 def read_tensors(checkpoint: Checkpoint, keys: Iterable[str], verify: bool = True) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, by their keys in the checkpoint.
+    """Read whole tensors to the CPU, by their keys in the checkpoint.
 
     Raises:
         CheckpointError: a file of theirs is damaged.

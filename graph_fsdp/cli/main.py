@@ -21,7 +21,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for input that cannot be."""
+    """Run a subcommand and return the exit status: 0, or 2 for invalid input."""
     parser = argparse.ArgumentParser("graph-fsdp", description="Fully sharded data parallelism by graph passes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

@@ -1,5 +1,6 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place. (Those of Inductor's scheduler: compat_inductor.py;
-of its C++ compiler: compat_cpp.py; why Dynamo traces again: compat_recompiles.py.)
+"""Every private PyTorch name that graph_fsdp uses, in one place. (Names of Inductor's
+scheduler are in ``inductor_scheduler.py``, of its C++ compiler in ``inductor_cpp.py``, and the reasons why Dynamo
+traces again in ``recompiles.py``.)
 
 Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the

@@ -1,4 +1,4 @@
-"""Process groups, meshes and collectives."""
+"""Private names of torch.distributed: process groups, meshes and collectives."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def grouped_all_gather(pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Wor
 def grouped_reduce_scatter(
     pairs: _Pairs, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> list[dist.Work | Any]:
-    """Reduce-scatters of (target, source) pairs, likewise."""
+    """Start reduce-scatters of (target, source) pairs as ``grouped_all_gather`` starts its all-gathers."""
     return _grouped(functools.partial(reduce_scatter_single, op=op), pairs, group)
 
 

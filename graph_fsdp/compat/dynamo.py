@@ -1,4 +1,4 @@
-"""Dynamo, AOTAutograd, and what torch logs of them."""
+"""Private names of Dynamo and AOTAutograd, and of what torch logs about them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def is_compiled_backward(node: Any) -> bool:
 
 @contextlib.contextmanager
 def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
-    """How Dynamo traces our models.
+    """Trace under the configuration that the models of this package need.
 
     Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
     breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.

@@ -1,4 +1,4 @@
-"""Inductor on one region. (Its scheduler: compat_inductor.py; its C++ compiler: compat_cpp.py.)"""
+"""Inductor on one region. (Its scheduler: inductor_scheduler.py; its C++ compiler: inductor_cpp.py.)"""
 
 from __future__ import annotations
 

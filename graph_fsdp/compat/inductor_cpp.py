@@ -1,4 +1,4 @@
-"""Inductor's C++ kernels of several graphs, built together. Private names of torch, as in compat/.
+"""Inductor's C++ kernels of several graphs, built together. Private names of torch:
 
 | name | for | torch |
 |---|---|---|

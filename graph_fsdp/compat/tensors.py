@@ -1,4 +1,4 @@
-"""DTensors, fake tensors, and memory."""
+"""Private names of torch for DTensors, fake tensors, and the memory of tensors."""
 
 from __future__ import annotations
 

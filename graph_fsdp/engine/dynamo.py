@@ -1,4 +1,4 @@
-"""What Dynamo is given, and what it says when it cannot trace."""
+"""Dynamo is given the model's functions here, and its errors are made readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cuda_graphs=True``: what it is refused with, and which tensors a model owns."""
+"""``cuda_graphs=True`` is checked against the other options here, and the tensors that a model owns are listed."""
 
 from __future__ import annotations
 

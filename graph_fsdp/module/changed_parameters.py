@@ -1,4 +1,4 @@
-"""What code did to a model's parameters between two calls, and cannot be taken over: one error each.
+"""Changes to a model's parameters between two calls that cannot be taken over raise one error each.
 
 [Note: data of a DTensor]
 ``parameter.data = …`` exchanges what the DTensor itself has, and its local tensor stays: no shard changes, in FSDP2

@@ -1,4 +1,4 @@
-"""What an optimizer's step is told of compiled models: a hook of torch, before each step of every optimizer.
+"""A hook of torch checks compiled models before each step of every optimizer.
 
 It looks at one parameter of each group, so that its price does not grow with the model.
 """

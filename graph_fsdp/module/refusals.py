@@ -1,4 +1,4 @@
-"""What other code asks of a compiled model and cannot have: one error each, before anything is changed.
+"""Calls that a compiled model refuses raise one error each, before anything is changed.
 
 Other libraries' functions are not patched. Each asks the module something first, and is answered here.
 """

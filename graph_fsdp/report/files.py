@@ -1,4 +1,4 @@
-"""Files that users name."""
+"""Files that users name are written here, with errors that say what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gradients are computed of which outputs' gradients.
+"""The joint graph says which gradients are computed from which outputs' gradients.
 
 A loss that leaves outputs out has no gradient for the parameters that only those outputs are made of. The graph of
 backward is one for all losses: it computes them of zeros. Which parameters these are is read off the joint graph,

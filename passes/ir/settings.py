@@ -1,4 +1,4 @@
-"""What the user has changed since the model was compiled, by methods: what graphs depend on beside their inputs."""
+"""Settings that the user changed by methods after compile; graphs depend on them beside their inputs."""
 
 from __future__ import annotations
 

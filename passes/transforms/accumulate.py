@@ -1,4 +1,4 @@
-"""Gradients that are kept and not reduced, and what else a user sets of reductions after compile.
+"""Gradients that are not reduced are accumulated, and reductions follow the settings made after compile.
 
 A graph that does not reduce a unit's gradients (``set_requires_gradient_sync(False)``) ends each of them in an
 ``accumulate_grad`` where the reduction would start, so that the compute regions are those of the graph that reduces.

@@ -1,4 +1,4 @@
-"""The traced graph: gathers, reductions and shard inputs get their typed records."""
+"""Gathers, reductions and shard inputs of the traced graph get their typed records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamo's graph: a full-shape parameter input becomes a shard input and a gather."""
+"""Each full-shape parameter input of Dynamo's graph becomes a shard input and a gather."""
 
 from __future__ import annotations
 

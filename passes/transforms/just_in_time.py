@@ -1,4 +1,4 @@
-"""What the partitioner put at one end of a graph moves to where the rest of its unit is.
+"""Nodes that the partitioner put at one end of a graph move to where the rest of their unit is.
 
 Backward. The partitioner puts everything that backward recomputes before its first gradient, in forward order. In that
 order all buckets would be gathered at once, the first unit's first. Walking the gradient nodes in autograd's order and

@@ -1,4 +1,4 @@
-"""Parameters that travel as something else: what is gathered of them is computed from their shards, in the graph.
+"""Payloads of tensor extensions: the graph computes what is gathered of a parameter from its shard.
 
 FSDP2's tensor extensions. ``fsdp_pre_all_gather`` makes payloads of a shard (int8 values and scales, say), each of
 which is gathered by a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes the parameter of what was gathered.

@@ -1,4 +1,4 @@
-"""The joint graph: what is gathered is never saved for backward.
+"""Gathered parameters in the joint graph are recomputed in backward, and never saved for it.
 
 The partitioner saves what is dear to compute, and a gather is dear; left alone it would keep every full parameter
 from forward to backward. Gathers, and what is cheap and computed from parameters alone (views, casts, pointwise

@@ -1,4 +1,4 @@
-"""Inputs that forward writes to, and backward needs as they were.
+"""Where forward writes to an input that backward needs, a copy of the input's old value is saved.
 
 A module may write to its buffers, or to its inputs. AOTAutograd makes such a write a copy at the end of the graph. The
 partitioner may then choose to save the input itself, and to compute from it again in backward what forward computed

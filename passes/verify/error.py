@@ -1,4 +1,4 @@
-"""What the verifier raises: which pass broke which invariant, at which node, and of which parameters."""
+"""The verifier's error says which pass broke which invariant, at which node, and of which parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the verifier looks at a bucket's layout: what is gathered and reduced lies where the bucket says."""
+"""The verifier checks a bucket's layout: what is gathered and reduced lies where the bucket says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend is."""
+"""A backend turns a compute region, or a whole graph, into a function."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Collectives and copies."""
+"""Collectives on process groups, and copies between devices."""

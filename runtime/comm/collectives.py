@@ -1,4 +1,4 @@
-"""The dialect's collectives on real process groups.
+"""The dialect's collectives run on real process groups here.
 
 Each collective is a start, which launches it asynchronously, and a wait. On CUDA and XPU the process group runs it
 on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
@@ -13,7 +13,8 @@ where it was written.
 gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
 kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
 A sum of two has the same bits in either order. Where gradients are reduced in a wider type than they have, only the
-half that is sent is cast; adding the other half to it casts each element as it is read. (Figures: docs/decisions.md.)
+half that is sent is cast; adding the other half to it casts each element as it is read. (Figures:
+docs/decisions/ranks_and_collectives.md.)
 
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that

@@ -76,12 +76,12 @@ def agree(
 
 
 def publish(key: str, value: str, ranks: Sequence[int]) -> None:
-    """For the other ``ranks`` to :func:`receive`."""
+    """Publish a value that the other ``ranks`` :func:`receive`."""
     compat.default_store().set(f"{prefix_of(ranks, key)}/value", value)
 
 
 def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused | None = None) -> str:
-    """What the first of ``ranks`` published under ``key``. ``refused``: as above.
+    """Return what the first of ``ranks`` published under ``key``. ``refused``: as above.
 
     Raises:
         RankDisagreement: it did not publish anything within ``timeout`` seconds.

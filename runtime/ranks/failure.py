@@ -144,7 +144,7 @@ def _described_region(index: int, program: Any) -> str:
 
 
 class Failures:
-    """Those of some ranks, in the store. ``base`` begins the names of its keys."""
+    """The failures of some ranks, in the store. ``base`` begins the names of its keys."""
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self.ranks, self.store, self.base = tuple(ranks), store, base
@@ -154,7 +154,7 @@ class Failures:
         self._published = False
 
     def publish_process(self) -> None:
-        """So that other ranks of this host can see whether it exists."""
+        """Publish this rank's process, so that other ranks of its host can see whether it exists."""
         me = dist.get_rank()
         _answered(
             lambda: self.store.set(
@@ -163,7 +163,7 @@ class Failures:
         )
 
     def announce(self, failure: Failure) -> None:
-        """What happened on this rank; in place of what it announced before."""
+        """Announce what happened on this rank, in place of what it announced before."""
         self.mine = failure
         if failure.inside and not failure.of_others:
             self._last_own = failure.position
@@ -174,7 +174,7 @@ class Failures:
             _answered(lambda: self.store.add(f"{self.base}failures", 1))
 
     def withdraw(self) -> None:
-        """This rank is back."""
+        """Withdraw this rank's failure: it takes part again."""
         if self.mine is not None:
             name = f"{self.base}failure/{self.mine.rank}"
             self.mine = None

@@ -93,7 +93,7 @@ class Lockstep:
         self._long_waits = LongWaits(ranks, store, self._base)
 
     def know(self, program: RunnableProgram) -> str:
-        """The key to ``begin`` it with."""
+        """Register a program; return the key with which it is given to ``begin``."""
         self._programs[program.key] = program
         return program.key
 
@@ -369,7 +369,7 @@ _current: Lockstep | None = None  # that of the program that began last
 
 
 def lockstep_of(ranks: Sequence[int]) -> Lockstep:
-    """That of all models on these ranks."""
+    """Return the ``Lockstep`` that all models on these ranks share."""
     store, key = compat.default_store(), tuple(ranks)
     found = _lockstep_of.get(key)
     if found is None or found.store is not store:  # another process group since

@@ -53,7 +53,7 @@ class RegionCache:
         return self._cache[key]
 
     def compile_whole(self, module: fx.GraphModule, kind: Phase) -> Compiled:
-        """A graph that is not cut: no other is equal to it."""
+        """Compile a graph that is not cut; no other is equal to it."""
         self.regions += 1
         self.compiled += 1
         whole: Compiled = self.backend.compile_whole(module, kind)

@@ -49,7 +49,7 @@ class Region:
 
     @property
     def is_view_only(self) -> bool:
-        """Nothing but views: no kernel to compile."""
+        """Say whether the region has nothing but views, and so no kernel to compile."""
         return all(aliased_inputs(n) for n in self.body)
 
     @cached_property

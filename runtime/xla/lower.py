@@ -48,7 +48,7 @@ class ProgramInput:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the input, where its parts are equal."""
+        """The shape of the input, where its parts are equal."""
         return self.placement.global_shape(self.local)
 
 
@@ -91,7 +91,7 @@ def lower(
 
 
 class Translation:
-    """Of one graph, whose collectives are functional ones."""
+    """Translates one graph, whose collectives are functional ones."""
 
     def __init__(
         self, module: fx.GraphModule, groups: Mapping[str, list[list[int]]], each: Placement, barriers: bool
@@ -138,7 +138,7 @@ class Translation:
         return node
 
     def value(self, node: fx.Node) -> fx.Node:
-        """Of the local view; an input enters before its first use."""
+        """Return a value of the local view; an input enters before its first use."""
         entry = self.entries.pop(node, None)
         if entry is not None:
             self.values[node] = self._enter(node, entry)

@@ -26,11 +26,11 @@ class Placement:
         return self.tiles == 1
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the part that each device holds of a tensor of ``shape``."""
+        """Return the shape of the part that each device holds of a tensor of ``shape``."""
         return (-(-shape[0] // self.tiles), *shape[1:]) if self.tiles > 1 and shape else tuple(shape)
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Of equal parts put together; a scalar on each device becomes one row."""
+        """Return the shape of equal parts put together; a scalar on each device becomes one row."""
         if self.tiles == 1:
             return tuple(local)
         return (local[0] * self.tiles, *local[1:]) if local else (self.tiles,)

@@ -42,7 +42,7 @@ FOR_ITS_TEXT = "its HLO was asked for"
 
 @dataclass(frozen=True)
 class Compilation:
-    """One by XLA, of a graph that is captured. ``cause``: why; ``seconds``: how long it took, with what leads to it."""
+    """One compilation of a captured graph by XLA. ``cause``: why; ``seconds``: how long it took, tracing included."""
 
     cause: str
     seconds: float
