@@ -93,7 +93,9 @@ def compile(
             forward each rank keeps one part in so many of every unit, and backward gathers it over as many
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Shards and optimizer state keep the
+            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Without ``reduce_dtype`` gradients are
+            reduced as the installed torch's FSDP2 does it: in the parameters' dtype from 2.15, in ``param_dtype``
+            before. Shards and optimizer state keep the
             parameters' dtype, buffers their own: cast those before. A dict from module classes to policies, or a
             function of a module that returns its policy or None, gives modules policies of their own, as FSDP2 does
             for modules that are sharded by themselves: see :mod:`graph_fsdp.mixed_precision`.
@@ -250,7 +252,7 @@ def compile(
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
-    spec, extensions = extend(spec, originals, owners, parallel, lambda name: policies.of_parameter([name]), device)
+    spec, extensions = extend(spec, originals, owners, parallel, policies.around, device)
     for name in extensions:  # nothing of the model refers to the new one yet
         p_names = names.pop(originals[name])
         originals[name] = plain(originals[name])
@@ -321,9 +323,7 @@ def _model_spec(
     specs = []
     for p, (name, *others) in names.items():  # in order of registration, which is about the order of use
         if name in unit_of:
-            policy = policies.of_parameter([name, *others])
-            param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
-            reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
+            param_dtype, reduce_dtype = policies.dtypes_of(p, [name, *others])
             specs.append(
                 ParameterSpec(
                     name,
