@@ -86,10 +86,12 @@ def compile(
             forward each rank keeps one part in so many of every unit, and backward gathers it over as many
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Shards and optimizer state keep the
-            parameters' dtype, buffers their own: cast those before. A dict from module classes to policies, or a
-            function of a module that returns its policy or None, gives modules policies of their own, as FSDP2 does
-            for modules that are sharded by themselves: see :mod:`graph_fsdp.parameters.mixed_precision`.
+            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Without ``reduce_dtype`` gradients are
+            reduced as the installed torch's FSDP2 does it: in the parameters' dtype from 2.15, in ``param_dtype``
+            before. Shards and optimizer state keep the parameters' dtype, buffers their own: cast those before. A dict
+            from module classes to policies, or a function of a module that returns its policy or None, gives modules
+            policies of their own, as FSDP2 does for modules that are sharded by themselves: see
+            :mod:`graph_fsdp.parameters.mixed_precision`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
@@ -216,7 +218,7 @@ def _compile(model: Model, mesh: DeviceMesh | None, options: CompileOptions) -> 
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
-    spec, extensions = extend(spec, originals, owners, parallel, lambda name: policies.of_parameter([name]), device)
+    spec, extensions = extend(spec, originals, owners, parallel, policies.around, device)
     for name in extensions:  # nothing of the model refers to the new one yet
         p_names = names.pop(originals[name])
         originals[name] = plain(originals[name])

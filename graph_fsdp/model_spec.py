@@ -33,9 +33,7 @@ def model_spec(
     specs = []
     for p, (name, *others) in names.items():
         if name in unit_of:
-            policy = policies.of_parameter([name, *others])
-            param_dtype = policy.param_dtype if policy.param_dtype and p.is_floating_point() else p.dtype
-            reduce_dtype = policy.reduce_dtype if policy.reduce_dtype and p.is_floating_point() else param_dtype
+            param_dtype, reduce_dtype = policies.dtypes_of(p, [name, *others])
             specs.append(
                 ParameterSpec(
                     name,

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardedOptimStateDictConfig,
@@ -220,6 +221,8 @@ def test_precision_offloading_and_checkpointing() -> None:
     policy_of = arguments(model := Model(), mixed_precision_policy="bf16")["mp_policy"]
     assert policy_of(model) == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32, True)
     assert policy_of(model[0]) is None, "FSDP1 casts what the model returns alone"
+    of_fsdp1 = arguments(model := Model(), mixed_precision_policy=MixedPrecision(torch.bfloat16))["mp_policy"]
+    assert of_fsdp1(model).reduce_dtype is torch.bfloat16, "FSDP1 reduces in param_dtype if not told otherwise"
     own = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert arguments(fsdp_version=2, mixed_precision_policy=own)["mp_policy"] is own
     assert type(arguments()["offload_policy"]) is OffloadPolicy

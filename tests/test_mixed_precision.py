@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 from torch.nn import functional as F
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.planning import trace
 from graph_fsdp.units import find_units
 
@@ -51,6 +53,7 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
+        self.norm.weight.exact = self.norm.bias.exact = True  # type: ignore[attr-defined]
         self.head = nn.Linear(WIDTH, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,6 +92,24 @@ SETTINGS: dict[str, tuple[Any, MixedPrecisionPolicy]] = {
     "norms in float32, by function": (norms_in_float32_and_linears_that_cast, POLICY),
     "a reduction by function": (head_is_reduced_in_float32, MixedPrecisionPolicy(param_dtype=BF16)),
 }
+# From torch 2.15.
+OVERRIDES = "param_dtype_override_fn" in {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
+
+
+def policy_with_override(override: Callable[[nn.Parameter], Any]) -> MixedPrecisionPolicy:
+    if OVERRIDES:
+        return MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=override)  # type: ignore[call-arg]
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    object.__setattr__(policy, "param_dtype_override_fn", override)
+    return policy
+
+
+def exact_in_float32(p: nn.Parameter) -> torch.dtype | None:
+    return FP32 if getattr(p, "exact", False) else None
+
+
+if OVERRIDES:
+    SETTINGS["some parameters in float32"] = 2 * (policy_with_override(exact_in_float32),)
 
 
 # The graphs
@@ -143,6 +164,28 @@ _to_copy_8 = _to_copy.default(add_1, dtype = torch.float32)
 native_layer_norm_2 = native_layer_norm.default(_to_copy_8, [16], norm_weight, norm_bias, 1e-05)
 _to_copy_9 = _to_copy.default(getitem_6, dtype = torch.bfloat16)""",
     )
+
+
+@pytest.mark.parametrize(("in_own_dtype", "expected"), [(True, "float32"), (False, "bfloat16")])
+def test_without_reduce_dtype_gradients_are_reduced_as_the_installed_fsdp2_does_it(
+    in_own_dtype: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "REDUCES_IN_OWN_DTYPE", in_own_dtype)
+    report = graphs(MixedPrecisionPolicy(param_dtype=BF16))
+    reductions = lines_with(report.backward.stages["free"].body, "reduce_scatter_start").splitlines()
+    assert reductions and all(f"torch.{expected}, 8" in line for line in reductions)
+
+
+def test_param_dtype_override_fn_gives_parameters_a_dtype_of_their_own() -> None:
+    report = graphs(policy_with_override(exact_in_float32))
+    gathers = lines_with(report.forward.stages["free"].body, "all_gather_start")
+    found = re.findall(r"^gather_([a-z]+_?[01]?).* torch\.(\w+), 8", gathers, re.MULTILINE)
+    assert sorted({(name.rstrip("_1") if "root" in name else name, dtype) for name, dtype in found}) == [
+        ("blocks_0", "bfloat16"),
+        ("blocks_1", "bfloat16"),
+        ("root", "bfloat16"),
+        ("root", "float32"),
+    ]
 
 
 def test_a_unit_casts_what_it_is_given() -> None:
@@ -311,6 +354,19 @@ def test_policies_that_are_none() -> None:
     refuse(TypeError, "mp_policy gives torch.bfloat16 for a MLP", mp_policy=lambda module: BF16)
     refuse(ValueError, "gives no module of the model a policy", mp_policy=lambda module: None)
     refuse(ValueError, "policy for LayerNorm, and the model has no module", mp_policy={nn.LayerNorm: POLICY})
+
+
+def test_overrides_that_are_none() -> None:
+    refuse(TypeError, "gives 'bfloat16' for 'blocks.0.up.weight'", mp_policy=policy_with_override(lambda p: "bfloat16"))
+    refuse(ValueError, "gives torch.float16", "or torch.bfloat16", mp_policy=policy_with_override(lambda p: FP16))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_gradients_in_another_dtype_than_their_parameters_are_refused() -> None:
+    model = MLP()
+    name, p = next(iter(model.named_parameters()))
+    p.grad_dtype = BF16
+    refuse(ValueError, repr(name), "grad_dtype is torch.bfloat16", "reduce_dtype", model=model, mp_policy=POLICY)
 
 
 def test_fsdp1s_policy_is_told_apart() -> None:

@@ -105,6 +105,23 @@ class TestOneProcess:
             gaps = [b.data_ptr() - a.data_ptr() - a.nbytes for a, b in itertools.pairwise(grads)]
             assert all(0 <= gap < ALIGNMENT for gap in gaps), "a copy would lie elsewhere"
 
+    @pytest.mark.parametrize("before", [True, False])
+    def test_hooks_of_all_modules_run_for_submodules_if_they_were_there_when_traced(self, before: bool) -> None:
+        model, seen = graph_fsdp.compile(MLP(), backend="eager"), {}
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            seen[type(module).__name__] = True
+
+        if not before:
+            model(torch.ones(2, 16))
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            model(torch.ones(2, 16))
+        finally:
+            handle.remove()
+        assert type(model).__name__ in seen
+        assert ("Linear" in seen) == before
+
     def test_module_hooks_of_root_and_submodules_run(self) -> None:
         model, seen = MLP(), []
         model.register_forward_hook(lambda *_: seen.append("root"))

@@ -1,4 +1,4 @@
-"""Training by libraries: the same trainer under DistributedDataParallel and under graph_fsdp, on two processes."""
+"""Training by libraries: the same program under DistributedDataParallel and under graph_fsdp, on two processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,48 +16,86 @@ from typing import Any
 from tables import Table
 
 NAME = "libraries_compatibility"
-PROGRAM = Path(__file__).with_name("trainer_program.py")
 SECONDS = 900.0
 BOUND = 1e-5  # relative, of losses and of norms of gradients: float32 in another order
 WHAT = "accumulation, evaluation, resumed from a checkpoint"
-# What the program is told, the packages that it needs, and what it is.
-PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
-    "transformers": (("transformers",), f"Trainer: {WHAT}"),
-    "trl": (("trl", "datasets"), f"SFTTrainer: its chunked loss, activation checkpointing, {WHAT}"),
-    "trl-lora": (("trl", "peft", "datasets"), f"SFTTrainer with LoRA: the same, {WHAT}"),
+
+
+@dataclass(frozen=True)
+class Program:
+    """``file``: beside this one. ``packages``: that it needs; their versions stand in the table."""
+
+    file: str
+    packages: tuple[str, ...]
+    what: str
+
+    def is_possible(self) -> bool:
+        return all(importlib.util.find_spec(package) for package in self.packages)
+
+    @property
+    def versions(self) -> str:
+        return ", ".join(f"{package} {version(package)}" for package in self.packages)
+
+
+PROGRAMS = {
+    "transformers": Program("trainer_program.py", ("transformers",), f"Trainer: {WHAT}"),
+    "trl": Program(
+        "trainer_program.py", ("trl", "datasets"), f"SFTTrainer: its chunked loss, activation checkpointing, {WHAT}"
+    ),
+    "trl-lora": Program("trainer_program.py", ("trl", "peft", "datasets"), f"SFTTrainer with LoRA: the same, {WHAT}"),
+    "peft": Program(
+        "loop_program.py", ("peft", "transformers"), "`get_peft_model` with LoRA in a loop; adapters saved"
+    ),
+    "lightning": Program("loop_program.py", ("lightning",), f"Trainer, `ModelParallelStrategy`: {WHAT}"),
+    "nanogpt": Program(
+        "loop_program.py",
+        ("torch",),
+        "nanoGPT's loop, as [from DDP](migrating.md#ddp): own seeds and `sync_module_states`, accumulation, evaluation",
+    ),
+    "accelerate-checkpointing": Program(
+        "accelerate_program.py",
+        ("accelerate", "transformers", "datasets"),
+        "`accelerate.test_utils.scripts.external_deps.test_checkpointing`, and each of its checkpoints resumed",
+    ),
+    "accelerate-performance": Program(
+        "accelerate_program.py",
+        ("accelerate", "transformers", "datasets"),
+        "`accelerate.test_utils.scripts.external_deps.test_performance`, and what `save_model` writes",
+    ),
 }
 
 
 def run_all(folder: Path, only: list[str]) -> int:
     """Those whose packages are installed; how many failed."""
     rows = []
-    for name, (packages, what) in PROGRAMS.items():
-        if all(importlib.util.find_spec(package) for package in packages) and (not only or name in only):
-            rows.append(run(name, packages, what))
+    for name, program in PROGRAMS.items():
+        if program.is_possible() and (not only or name in only):
+            rows.append(run(name, program))
             print(json.dumps(rows[-1]), flush=True)
     if rows:
         record(folder, rows)
     return sum(row["result"] != "as DDP" for row in rows)
 
 
-def run(name: str, packages: tuple[str, ...], what: str) -> dict[str, Any]:
+def run(name: str, program: Program) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = [losses(name, way, Path(folder) / way) for way in ("ddp", "graph_fsdp")]
+            found = [losses(name, program, way, Path(folder) / way) for way in ("ddp", "graph_fsdp")]
             result = difference(*found)
         except RuntimeError as error:
             result = str(error)
-    return {"name": name, "version": ", ".join(f"{p} {version(p)}" for p in packages), "what": what, "result": result}
+    return {"name": name, "version": program.versions, "what": program.what, "result": result}
 
 
-def losses(name: str, way: str, out: Path) -> dict[str, Any]:
+def losses(name: str, program: Program, way: str, out: Path) -> dict[str, Any]:
     """
     Raises:
         RuntimeError: says with which error, or that it took too long.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(PROGRAM), "--library", name, "--way", way, "--out", str(out)]
-    path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
+    file = Path(__file__).with_name(program.file)
+    command = [*launcher, str(file), "--library", name, "--way", way, "--out", str(out)]
+    path = os.pathsep.join([str(file.parents[1]), os.environ.get("PYTHONPATH", "")])
     variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path}
     environment = {**os.environ, **variables}
     try:
@@ -97,8 +136,8 @@ def record(folder: Path, rows: list[dict[str, Any]]) -> None:
     written = {
         "benchmark": "third_party.library_programs",
         "command": "make compatibility",
-        "about": "Losses and norms of gradients of training and evaluation beside the same trainer under DDP, on two "
-        "processes of the CPU, `backend='eager'`, `fullgraph=False`",
+        "about": "Losses, norms of gradients and what is saved, beside the same program under DDP, on two processes of "
+        "the CPU, `backend='eager'`; models of transformers with `fullgraph=False`",
         "rows": sorted([*kept, *rows], key=lambda row: list(PROGRAMS).index(row["name"])),
     }
     folder.mkdir(parents=True, exist_ok=True)

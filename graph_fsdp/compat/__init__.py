@@ -200,10 +200,11 @@ from graph_fsdp.compat.tensors import (
     without_torch_function,
     wrapper_of,
 )
-from graph_fsdp.compat.versions import check_torch_version
+from graph_fsdp.compat.versions import REDUCES_IN_OWN_DTYPE, check_torch_version
 
 __all__ = [
     "APPLIED",
+    "REDUCES_IN_OWN_DTYPE",
     "BackendCompilerFailed",
     "CheckpointPolicy",
     "FailOnRecompileLimitHit",

@@ -214,7 +214,8 @@ def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.M
         return policy
     # Around a model of FSDP1, Accelerate converts outputs to float32: the model's, and not those of its units.
     cast = policy.cast_forward_inputs or policy.cast_root_forward_inputs
-    of_model = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32, cast)
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype  # FSDP1 means this by None, and FSDP2 not in every torch
+    of_model = MixedPrecisionPolicy(policy.param_dtype, reduce_dtype, torch.float32, cast)
     return lambda module: of_model if module is model else None
 
 

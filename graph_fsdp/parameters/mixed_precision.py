@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
+from graph_fsdp import compat
 from graph_fsdp.compat import tree_map_only
 
 PrecisionPolicies: TypeAlias = (
@@ -68,21 +69,31 @@ class ModulePolicies:
             found = self.named.get(module, found)
         return found
 
-    def of_parameter(self, names: Iterable[str]) -> MixedPrecisionPolicy:
-        """Of the parameter with these names.
+    def around(self, parameter: str) -> MixedPrecisionPolicy:
+        """Of the module that the parameter of this name lies in."""
+        return self.of_module(parameter.rpartition(".")[0])
+
+    def dtypes_of(self, p: nn.Parameter, names: Iterable[str]) -> tuple[torch.dtype, torch.dtype]:
+        """In which the parameter with these names is gathered, and its gradient reduced.
 
         Raises:
-            ValueError: its modules want different dtypes.
+            TypeError, ValueError: see ``_dtypes``; its modules want different dtypes; it has a ``grad_dtype``.
         """
-        found = {name: self.of_module(name.rpartition(".")[0]) for name in names}
+        found = {name: self.around(name) for name in names}
         (first, policy), *others = found.items()
+        dtypes = _dtypes(policy, p, first)
+        if p.requires_grad and (grad_dtype := getattr(p, "grad_dtype", p.dtype)) is not p.dtype:
+            raise ValueError(
+                f"parameter {first!r} is {p.dtype} and its grad_dtype is {grad_dtype}; graph_fsdp gives gradients the "
+                "dtype of their parameters: leave grad_dtype as it is; mp_policy's reduce_dtype is that of reductions"
+            )
         for name, other in others:
-            if (other.param_dtype, other.reduce_dtype) != (policy.param_dtype, policy.reduce_dtype):
+            if _dtypes(other, p, name) != dtypes:
                 raise ValueError(
                     f"mp_policy gives one parameter two policies: it is {first!r} with {policy} and {name!r} with "
                     f"{other}; give both modules the same param_dtype and reduce_dtype"
                 )
-        return policy
+        return dtypes
 
     def casts_of(self, unit_name: str) -> InputOutputCasts:
         """Where the forward of a unit, or of the model (""), begins and ends."""
@@ -135,6 +146,26 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
     if not named:
         raise ValueError("mp_policy gives no module of the model a policy; return one for some, or leave mp_policy out")
     return ModulePolicies(model, named.get(model, MixedPrecisionPolicy()), named)
+
+
+def _dtypes(policy: MixedPrecisionPolicy, p: nn.Parameter, name: str) -> tuple[torch.dtype, torch.dtype]:
+    """``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy.
+
+    Raises:
+        TypeError, ValueError: ``param_dtype_override_fn`` gives what is no dtype, or another than the two it may.
+    """
+    if not p.is_floating_point():
+        return p.dtype, p.dtype
+    param_dtype = policy.param_dtype or p.dtype
+    override = getattr(policy, "param_dtype_override_fn", None)
+    if override is not None and (asked := override(p)) is not None:
+        allowed = f"return None, {p.dtype} (its own) or {param_dtype} (param_dtype)"
+        if not isinstance(asked, torch.dtype):
+            raise TypeError(f"mp_policy: param_dtype_override_fn gives {asked!r} for {name!r}; {allowed}")
+        if asked not in (p.dtype, param_dtype):
+            raise ValueError(f"mp_policy: param_dtype_override_fn gives {asked} for {name!r}; {allowed}")
+        param_dtype = asked
+    return param_dtype, policy.reduce_dtype or (p.dtype if compat.REDUCES_IN_OWN_DTYPE else param_dtype)
 
 
 def _check_mapping(modules: list[nn.Module], mp_policy: Mapping[Any, Any]) -> None:
