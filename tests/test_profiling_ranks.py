@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 import graph_fsdp
 from graph_fsdp.passes import default_pipeline
-from graph_fsdp.profiling.profiling import _Ran
+from graph_fsdp.profiling.profiling import Ran
 
 FACTS = Facts(__name__)
 
@@ -48,7 +48,7 @@ def all_ranks_hold_the_same_profile_bit_for_bit_and_each_the_schedule_that_it_ha
 @FACTS
 def of_each_region_the_slowest_rank_is_named_and_the_mean_is_taken() -> None:
     rank = dist.get_rank()
-    ran = _Ran()
+    ran = Ran()
     ran.means = {"a": 1.0 + rank, "b": 4.0 - 2 * rank, "wait": 3.0 * rank}
     ran.steps = dict.fromkeys(("a", "b"))
     ran.collectives = {"gather": [5.0 - rank, 1.0 + rank]}

@@ -22,7 +22,7 @@ from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.tensors import read_tensors
 
 BEFORE, AFTER = b"what is before", b"and what is after"
-DTYPES = list(tensor_bytes._DTYPES.values())
+DTYPES = list(tensor_bytes.DTYPES.values())
 
 
 def entry(path: Path, tensor: Any) -> tuple[io.FileIO, int, int]:

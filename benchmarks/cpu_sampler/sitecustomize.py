@@ -8,6 +8,7 @@ sums are written as the process runs, so that one that is killed is counted too.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -61,9 +62,10 @@ def _count(number: int, frame: FrameType | None) -> None:
 
 def _write() -> None:
     process = "rank" if "RANK" in os.environ else "tests"
-    with open(_path + ".partial", "w") as file:
-        json.dump({"process": process, "sums": _sums}, file)
-    os.replace(_path + ".partial", _path)
+    with contextlib.suppress(OSError):  # a test that bounds the size of files
+        with open(_path + ".partial", "w") as file:
+            json.dump({"process": process, "sums": _sums}, file)
+        os.replace(_path + ".partial", _path)
 
 
 def _begin() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip file: …, length of its name, length of the extra field
 
-_DTYPES = {  # by the names that torch.save has for them
+DTYPES = {  # by the names that torch.save has for them
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -123,8 +123,8 @@ class _Description(pickle.Unpickler):
             return _contiguous
         if (module, name) == ("collections", "OrderedDict"):  # of backward hooks, of which there are none
             return collections.OrderedDict
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
         raise pickle.UnpicklingError(f"{module}.{name} is in no description of a plain tensor")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:

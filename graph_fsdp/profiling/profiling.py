@@ -104,7 +104,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
-    ran = _Ran.of(recorder, engine.programs)
+    ran = Ran.of(recorder, engine.programs)
     ran.add_schedule(schedules.steps)
     groups = _groups(engine)
     ran.share(groups, device)
@@ -173,7 +173,7 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 # What ran
 
 
-class _Ran:
+class Ran:
     """What a rank has run, by names that other ranks which ran the same have too. ``means``: name → median seconds,
     of regions, and of waits for collectives and of whole runs in steps as in training. ``collectives``: name → seconds
     of each run. ``slowest``: name of a region → the rank on which it took longest, and its seconds there."""
@@ -186,7 +186,7 @@ class _Ran:
         self.slowest: dict[str, tuple[int, float]] = {}
 
     @classmethod
-    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> _Ran:
+    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts: dict[Program, list[Step]] = {}
