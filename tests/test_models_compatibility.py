@@ -18,14 +18,16 @@ from torch import Tensor, nn
 SCRIPT = Path(models_compatibility.__file__)
 
 
+IN_PIECES = {"Wav2Vec2ForCTC", "SwitchTransformersForConditionalGeneration", "Qwen2VLForConditionalGeneration"}
+
+
 @pytest.mark.long
-def test_a_sample_of_transformers_trains_on_two_ranks_as_it_does_alone() -> None:
+def test_a_sample_of_transformers_trains_as_it_does_alone() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), "--sample"], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])
-    pieces = {name: "fullgraph=False" if name == "Wav2Vec2ForCTC" else "fullgraph" for name in results}
-    assert results == pieces
-    assert set(results) == set(models_compatibility.SAMPLE)
+    sample = {*models_compatibility.SAMPLE_ON_TWO_RANKS, *models_compatibility.SAMPLE_ALONE}
+    assert results == {name: "fullgraph=False" if name in IN_PIECES else "fullgraph" for name in sample}
 
 
 def linear_case() -> Case:
