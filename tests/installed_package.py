@@ -33,7 +33,7 @@ def installed(repository: Path) -> None:
     found = Path(graph_fsdp.__file__)
     assert "site-packages" in found.parts and repository not in found.parents, found
     assert importlib.metadata.version("graph-fsdp") == graph_fsdp.__version__
-    for name in ("py.typed", "html/report.html"):
+    for name in ("py.typed", "report/html/report.html"):
         assert importlib.resources.files("graph_fsdp").joinpath(name).is_file(), name
     for command in ([sys.executable, "-m", "graph_fsdp"], [str(Path(sys.executable).with_name("graph-fsdp"))]):
         said = subprocess.run([*command, "--help"], check=True, capture_output=True, text=True).stdout
