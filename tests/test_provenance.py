@@ -128,3 +128,34 @@ def test_modules_of_a_planned_model_with_a_loss_have_the_models_names() -> None:
     )
     names = {module_name(node) for node in computed(planned.forward.stages["partition"])}
     assert names == {"", "0", "1"}
+
+
+class Broken(nn.Module):
+    """Between two calls of a module Python must know a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x + 1 if x.sum().item() > 0 else self.linear(x)
+
+
+def test_lines_of_a_model_that_breaks_are_its_own() -> None:
+    with fake_process_group():
+        model = graph_fsdp.compile(Broken(), backend="eager", fullgraph=False)
+        model(torch.ones(2, 4)).sum().backward()
+        found = graph_fsdp.inspect(model)
+    stages = [found.forward.stages["partition"], found.backward.stages["partition"]]
+    lines = [source_line(node) for stage in stages for node in computed(stage)]
+    assert {line.file for line in lines if line is not None} == {__file__}
+
+
+def test_a_file_of_a_package_whose_name_begins_as_torchs_is_the_users() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    file = torch.__file__.replace("/torch/", "/torchvision/")
+    node.meta["stack_trace"] = f'  File "{file}", line 3, in forward\n    return x\n'
+    found = source_line(node)
+    assert found is not None and found.file == file

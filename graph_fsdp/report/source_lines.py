@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,12 @@ from pathlib import Path
 import torch
 from torch import fx
 
+import graph_fsdp
+from graph_fsdp import passes
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
-_TORCH = str(Path(torch.__file__).parent)
+# Ours run as the model does where a graph breaks: what reads a parameter there.
+_NOT_USERS = tuple(f"{Path(str(p.__file__)).parent}{os.sep}" for p in (torch, graph_fsdp, passes))
 _MODULE_STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # of forward's nodes, and of those that differentiate them
 
 
@@ -58,7 +63,7 @@ def _own_module(node: fx.Node) -> str | None:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith(_TORCH)
+    return not file.startswith(_NOT_USERS)
 
 
 def _plain(path: str) -> str:

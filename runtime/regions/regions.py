@@ -124,7 +124,8 @@ def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any,
     """The compiler of a region reads its symbolic sizes from its inputs: each symbol must be one of them."""
     if not symbols:
         return inputs
-    found = (symbol for node in [*body, *inputs] for symbol in _symbols(node.meta.get("val")))
+    # By name: a set of symbols has an order of each process's own.
+    found = (symbol for node in [*body, *inputs] for symbol in sorted(_symbols(node.meta.get("val")), key=str))
     return list(dict.fromkeys([*inputs, *(symbols[symbol] for symbol in found if symbol in symbols)]))
 
 
