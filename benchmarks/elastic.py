@@ -54,7 +54,7 @@ class Result:
 def text_file(folder: Path) -> Path:
     """A little text: reading that of the standard library would take longer than the training."""
     path = folder / "text"
-    path.write_bytes((ROOT / "graph_fsdp" / "capture.py").read_bytes())
+    path.write_bytes((ROOT / "graph_fsdp" / "api.py").read_bytes())
     return path
 
 
