@@ -26,14 +26,12 @@ sys.path.append(str(FOLDER))
 import compile_time  # noqa: E402
 import memory  # noqa: E402
 import peak_memory  # noqa: E402
-import plots  # noqa: E402
 import step_time  # noqa: E402
 import training  # noqa: E402
 import update_docs  # noqa: E402
 from copies import copies_of  # noqa: E402
 from harness import command_of, machine  # noqa: E402
 from implementations import IMPLEMENTATIONS, REFERENCE_ALONE, Implementation, Setup  # noqa: E402
-from tables import Table  # noqa: E402
 from workloads import Workload  # noqa: E402
 
 
@@ -326,34 +324,6 @@ def test_a_command_and_a_machine_are_told_without_paths() -> None:
     assert command_of("/a/b/memory.py", arguments) == "python benchmarks/memory.py --ranks 2 --model llama"
     found = machine("cpu", 2)
     assert found["accelerator"] is None and found["cores"] >= 1 and found["torch"] == torch.__version__
-
-
-def test_a_table_in_two_forms() -> None:
-    table = Table(["name", "ms"], [["a", "1.0"], ["longer", "12.0"]], "A note.")
-    assert table.text() == "name      ms\na        1.0\nlonger  12.0\nA note."
-    assert table.markdown() == "| name | ms |\n| --- | ---: |\n| a | 1.0 |\n| longer | 12.0 |\n\nA note."
-
-
-def test_plots_are_small_files_that_stay_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    paths = [tmp_path / "first" / "a.svg", tmp_path / "second" / "a.svg"]
-    for path in paths:
-        plots.bars_with_quartiles({"ours": [0.7, 0.8, 0.9], "ddp": [1.0, 1.0, 1.1]}, "ratio", path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert "ours" in paths[0].read_text() and paths[0].stat().st_size < 30_000
-    plots.lines({"ours": {4: 1.0, 6: 1.5}}, ("layers", "seconds"), tmp_path / "b.svg")
-    plots.grouped_bars({"ZeRO-3": {"ours": 1.0, "fsdp2": 2.0}}, "MB", tmp_path / "c.svg")
-    assert {path.name for path in tmp_path.glob("*.svg")} == {"b.svg", "c.svg"}
-
-
-def test_without_matplotlib_there_is_a_line_and_no_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plots, "AVAILABLE", False)
-    plots.bars_with_quartiles({"ours": [1, 1, 1]}, "", tmp_path / "a.svg")
-    plots.lines({}, ("", ""), tmp_path / "b.svg")
-    plots.grouped_bars({}, "", tmp_path / "c.svg")
-    assert capsys.readouterr().out.count("no plot: matplotlib is not installed") == 3 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

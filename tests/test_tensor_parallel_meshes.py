@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from facts import Facts, Failures, check
 from reference import check_close
-from test_tensor_parallel import Transformer, ours, train, with_matrices, with_sequences
+from tensor_parallel import Transformer, ours, train, with_matrices, with_sequences
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
