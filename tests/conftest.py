@@ -38,8 +38,8 @@ LONG = (
     *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_resume_ranks", "test_whole_ranks"),
     *("test_option_numbers", "test_regions", "test_one_process", "test_tensor_parallel", "test_cuda_graphs_ranks"),
     *("test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index", "test_checkpoint_faults"),
-    *("test_accelerate_launch", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat", "test_train"),
-    *("test_unshard_ranks", "test_tensor_parallel_meshes"),
+    *("test_accelerate_launch", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat"),
+    *("test_train", "test_unshard_ranks", "test_tensor_parallel_meshes"),
 )
 
 
