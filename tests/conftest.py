@@ -4,6 +4,7 @@ files in pytest's own folder, and leaves no process behind."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import random
 import sys
@@ -90,6 +91,12 @@ ORPHAN_SECONDS = 60.0  # a process that was killed, or told to end, is gone a mo
 def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         config.stash[GUARD] = Guard()
+
+
+def pytest_unconfigure() -> None:
+    """pytest collects garbage once more when it ends, and xdist interrupts a worker that takes 5 seconds to end: what
+    the tests have left alive, which is much, is not to be walked for that."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
