@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import graph_fsdp
+from third_party.vision_operators import declare_where_missing
 
 VOCABULARY, LENGTH, WIDTH, STEPS = 64, 16, 32, 4
 Found = dict[str, dict[str, list[float]]]
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    declare_where_missing()
     if options.library != "lightning":  # which makes its own
         dist.init_process_group("gloo")
     found = LOOPS[options.library](options.way, options.out)
