@@ -41,7 +41,10 @@ class Launch:
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """``link`` may be changed between collectives. While ``trace`` is a list, each launch is added to it."""
+    """``link`` may be changed between collectives. While ``trace`` is a list, each launch is added to it.
+    ``host_lane`` makes the lanes of the CPU."""
+
+    host_lane: Callable[[], Lane] = ThreadLane
 
     def __init__(self, rank: int, world_size: int, name: str, link: Link) -> None:
         super().__init__(rank, world_size)
@@ -98,17 +101,17 @@ class SimulatedGroup(dist.ProcessGroup):
 
         def message(tensor: Tensor) -> Message:
             moved = 2 * self._ring_bytes(tensor)
-            return Message("all_reduce", moved, (tensor,), lambda: _copy(tensor, tensor, scale))
+            return Message("all_reduce", moved, (tensor,), (), lambda: _copy(tensor, tensor, scale))
 
         return self._launch([message(tensor) for tensor in tensors])
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
-        return self._launch([Message("broadcast", t.nbytes, (t,), lambda: None) for t in tensors])
+        return self._launch([Message("broadcast", t.nbytes, (t,), (), lambda: None) for t in tensors])
 
     def barrier(self, opts: Any = None) -> dist.Work | None:
-        return self._launch([Message("barrier", 0, (), lambda: None)])
+        return self._launch([Message("barrier", 0, (), (), lambda: None)])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -152,7 +155,7 @@ class SimulatedGroup(dist.ProcessGroup):
             )
         device = next(iter([*devices, *self._lanes]), torch.device("cpu"))
         if device not in self._lanes:
-            self._lanes[device] = ThreadLane() if device.type == "cpu" else StreamLane(device)
+            self._lanes[device] = type(self).host_lane() if device.type == "cpu" else StreamLane(device)
         return self._lanes[device]
 
     def _ring_bytes(self, full: Tensor) -> float:
@@ -167,7 +170,7 @@ class SimulatedGroup(dist.ProcessGroup):
             _copy(chunks[rank], part[0])
             _copy(chunks[rank + 1 :], part)
 
-        return Message("all_gather", self._ring_bytes(output), (output, input), fill)
+        return Message("all_gather", self._ring_bytes(output), (output,), (input,), fill)
 
     def _all_gather_list(self, outputs: list[Tensor], input: Tensor) -> Message:
         if len(outputs) != self.size():
@@ -177,12 +180,13 @@ class SimulatedGroup(dist.ProcessGroup):
             for output in outputs:
                 _copy(output, input)
 
-        return Message("all_gather", input.nbytes * (self.size() - 1), (*outputs, input), fill)
+        return Message("all_gather", input.nbytes * (self.size() - 1), tuple(outputs), (input,), fill)
 
     def _reduce_scatter(self, output: Tensor, input: Tensor, opts: Any) -> Message:
         self._check("reduce-scatter", full=input, part=output)
         scale, chunk = self._scale(opts), input.view(self.size(), -1)[self.rank()].view(output.shape)
-        return Message("reduce_scatter", self._ring_bytes(input), (output, input), lambda: _copy(output, chunk, scale))
+        moved = self._ring_bytes(input)
+        return Message("reduce_scatter", moved, (output,), (input,), lambda: _copy(output, chunk, scale))
 
     def _scale(self, opts: Any) -> int:
         """What reducing equal tensors of all ranks multiplies them with."""

@@ -41,13 +41,18 @@ INSTANT = Link(math.inf, 0.0)  # collectives take no time but that of the copies
 
 @dataclass(frozen=True)
 class Message:
-    """One collective. ``moved``: bytes over this rank's link. ``fill`` writes the outputs; it reads and writes no
-    tensor but ``tensors``."""
+    """One collective. ``moved``: bytes over this rank's link. ``fill`` reads ``inputs`` and writes ``outputs``, and no
+    other tensors; what is reduced in place is an output."""
 
     kind: str
     moved: float
-    tensors: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     fill: Callable[[], None]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.outputs, *self.inputs)
 
 
 class Lane(Protocol):
@@ -91,7 +96,7 @@ class ThreadLane:
 
         def run() -> float:
             time.sleep(max(0.0, end - time.perf_counter()))
-            _fill(messages)
+            fill(messages)
             return time.perf_counter() - begin
 
         done = self._thread.submit(run)
@@ -135,7 +140,7 @@ class StreamLane:
         self.link.record_event(begin)
         self.copies.wait_event(begin)
         with self.copies:
-            _fill(messages)
+            fill(messages)
         if seconds:
             with self.link:
                 self.spin(round(seconds * self.cycles_per_second))
@@ -177,7 +182,8 @@ def _spin_kernel(device: torch.device) -> Callable[[int], None]:
     return kernel
 
 
-def _fill(messages: Sequence[Message]) -> None:
+def fill(messages: Sequence[Message]) -> None:
+    """Write the outputs of messages."""
     # Autograd sees nothing of it, and tensors made in inference mode can be written, as by other backends.
     with torch.inference_mode():
         for message in messages:

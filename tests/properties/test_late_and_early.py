@@ -1,0 +1,189 @@
+"""No program reads what it has not waited for, or writes or frees what a collective under way still reads: each option
+trains to the same bits, whether collectives happen when they start or when they are waited for."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from case_strategies import cases
+from checked import may_refuse
+from extreme_lanes import EarlyLane, KeepingLateLane, LateLane, bits
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from lasting_ranks import Raised, Runner, make_mesh
+from marks import mostly_long
+from models import MLP
+from random_cases import Case
+from random_training import Outcome
+from simulated_group import SimulatedGroup, simulated_group
+from simulated_link import INSTANT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
+
+import graph_fsdp
+from graph_fsdp.compat import all_gather_single, reduce_scatter_single
+from graph_fsdp.passes import default_pipeline
+
+RANKS = 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def on(lane: type, run: Callable[[], Any]) -> Any:
+    """What ``run`` returns on one of four ranks whose collectives are of this kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedGroup, "host_lane", lane)
+        with simulated_group(RANKS, INSTANT, rank=1):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            return run()
+
+
+# The lanes find what they are there for
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(SimulatedGroup, "host_lane", LateLane)
+    with simulated_group(RANKS, INSTANT, rank=1):
+        yield
+
+
+def test_a_result_is_not_there_before_its_wait(late: None) -> None:
+    full, shard = torch.zeros(8), torch.ones(2)
+    work = all_gather_single(full, shard, async_op=True)
+    assert full.isnan().all()
+    work.wait()
+    assert torch.equal(full, torch.ones(8))
+
+
+def test_a_gather_of_a_part_of_its_output_leaves_that_part(late: None) -> None:
+    full = torch.zeros(8)
+    full[2:4] = 1
+    work = all_gather_single(full, full[2:4], async_op=True)
+    assert torch.equal(full.isnan(), torch.tensor([1, 1, 0, 0, 1, 1, 1, 1]).bool())
+    work.wait()
+    assert torch.equal(full, torch.ones(8))
+
+
+def test_an_input_that_is_written_under_way_is_found(late: None) -> None:
+    full, shard = torch.ones(8), torch.zeros(2)
+    work = reduce_scatter_single(shard, full, async_op=True)
+    full.zero_()
+    with pytest.raises(AssertionError, match="an input of reduce_scatter was written between its start and its wait"):
+        work.wait()
+
+
+@pytest.mark.parametrize("freed", ["input", "output"])
+def test_memory_that_is_given_back_under_way_is_found(late: None, freed: str) -> None:
+    tensors = {"output": torch.zeros(8), "input": torch.ones(2)}
+    work = all_gather_single(tensors["output"], tensors["input"], async_op=True)
+    del tensors[freed]
+    with pytest.raises(AssertionError, match=f"the memory of an {freed} of all_gather was given back"):
+        work.wait()
+
+
+# Programs
+
+
+def train(shard: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+    """Three steps, the first of two micro-batches, and an evaluation; losses and shards."""
+    model = shard(MLP(depth=3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for microbatches in (2, 1, 1):
+        for _ in range(microbatches):
+            loss = model(torch.randn(4, 16, generator=generator)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen.append(model(torch.randn(4, 16, generator=generator)))
+    return [*seen, *(p.detach().to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ZeRO-2": {"reshard_after_forward": False},
+    "int": {"reshard_after_forward": 2},
+    "serial": {"passes": default_pipeline(prefetch=0, reductions_in_flight=1)},
+    "three ahead": {"passes": default_pipeline(prefetch=3, reductions_in_flight=4)},
+    "post": {"passes": default_pipeline(bucket="none", prefetch=BackwardPrefetch.BACKWARD_POST)},
+    "small buckets": {"passes": default_pipeline(bucket=700)},
+    "budget": {"passes": default_pipeline(prefetch=2, budget=10_000)},
+    "bf16": {"mp_policy": BF16},
+    "fp16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "checkpointing": {"activation_checkpointing": "unit"},
+    "activation offload": {"activation_checkpointing": "offload"},
+    "whole": {"regions": "whole", "backend": "inductor"},
+    "HSDP": {},
+    "HSDP, bf16": {"mp_policy": BF16},
+    "HSDP, int": {"reshard_after_forward": 2},
+}
+SHORT = ["default", "three ahead", "budget", "fp16", "offload", "HSDP, bf16"]
+
+
+def compiled(name: str, model: nn.Module) -> nn.Module:
+    mesh = None
+    if name.startswith("HSDP"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy).*")
+        return graph_fsdp.compile(model, mesh, **{"backend": "eager", **OPTIONS[name]})
+
+
+@pytest.mark.parametrize("name", mostly_long(OPTIONS, SHORT))
+def test_options(name: str) -> None:
+    run = functools.partial(train, functools.partial(compiled, name))
+    early, late = on(EarlyLane, run), on(LateLane, run)
+    assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(early, late, strict=True))
+
+
+def outcome(case: Case) -> Outcome | Raised:
+    return Runner().run(case, make_mesh(case.mesh), 1)
+
+
+@pytest.mark.parametrize("number", mostly_long(range(2, 10), [2]))
+def test_random_cases(number: int) -> None:
+    @seed(number)
+    @settings(
+        max_examples=10 if number > 2 else 3,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(cases(RANKS, ("shard", "replicate", "hybrid")))
+    def check(case: Case) -> None:
+        early, late = (on(lane, functools.partial(outcome, case)) for lane in (EarlyLane, KeepingLateLane))
+        for seen in (early, late):
+            assert not isinstance(seen, Raised) or may_refuse(case, seen.types, seen.message), f"{seen}\n{case!r}"
+        assert type(early) is type(late)
+        if isinstance(early, Outcome):
+            for a, b in zip(values(early), values(late), strict=True):
+                assert torch.equal(bits(a), bits(b)), f"{a} {b}\n{case!r}"
+
+    check()
+
+
+def values(seen: Outcome) -> list[Tensor]:
+    leaves = pytree.tree_leaves(vars(seen))
+    return [torch.as_tensor(leaf) for leaf in leaves if leaf is not None]
+
+
+def test_fsdp2() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        return fully_shard(model)
+
+    run = functools.partial(train, shard)
+    assert all(torch.equal(a, b) for a, b in zip(on(EarlyLane, run), on(LateLane, run), strict=True))
