@@ -65,7 +65,7 @@ def _run(chosen: argparse.Namespace) -> None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
 
     from graph_fsdp.passes import find_hardware
-    from graph_fsdp.report.files import write_text
+    from graph_fsdp.report.file import write_text
 
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
