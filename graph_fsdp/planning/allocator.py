@@ -100,7 +100,8 @@ class CachingAllocator:
 
     def _grown(self, pool: _Pool, nbytes: int) -> Block:
         """The end of the pool's range, free and as large as is asked for."""
-        page, last = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT, pool.end
+        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
+        last = pool.end
         have = 0
         if last is not None and last.free:
             pool.remove(last)

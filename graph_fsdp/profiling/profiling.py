@@ -103,11 +103,11 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
-    ran = Ran.of(recorder, engine.programs)
-    ran.add_schedule(schedules.steps)
-    groups = _groups(engine)
+    groups, ranks = _groups(engine), engine.schedules.ranks
+    ran = Ran.of(recorder, engine.programs, schedules.steps)
     ran.share(groups, device)
-    made = ran.profile(engine.cost, len(engine.schedules.ranks), steps) if _decides(engine) else None
+    decides = not groups or dist.get_rank() == ranks[0]
+    made = ran.profile(engine.cost, len(ranks), steps) if decides else None
     if groups:
         made = Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
     assert made is not None
@@ -182,7 +182,13 @@ class Ran:
         self.slowest: dict[str, tuple[int, float]] = {}
 
     @classmethod
-    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
+    def of(
+        cls,
+        recorder: Recorder,
+        programs: Mapping[tuple[int, Phase], Program],
+        in_training: Sequence[Sequence[ProgramRun]],
+    ) -> Ran:
+        """``in_training``: the runs of each step as in training."""
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts = {program: cut(program.graph) for program in dict.fromkeys(program for program, _ in recorder.seconds)}
@@ -196,14 +202,10 @@ class Ran:
                 name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
                 ran.collectives[name] = seconds
             ran.steps[name] = program, index, step
+        waits = median_waits(in_training)
+        ran.means |= {f"wait {name}": waits.get(ran.steps[name][:2], 0.0) for name in ran.collectives}
+        ran.means |= {ran._run_name(program): seconds for program, seconds in median_runs(in_training).items()}
         return ran
-
-    def add_schedule(self, steps: Sequence[Sequence[ProgramRun]]) -> None:
-        waits, runs = median_waits(steps), median_runs(steps)
-        for name in self.collectives:
-            self.means[f"wait {name}"] = waits.get(self.steps[name][:2], 0.0)
-        for program, seconds in runs.items():
-            self.means[self._run_name(program)] = seconds
 
     def _run_name(self, program: Program) -> str:
         """By what was run first in it: another rank may have captured this graph as another of its graphs."""
@@ -303,10 +305,6 @@ def _groups(engine: Any) -> list[dist.ProcessGroup]:
         return []
     mesh = engine.storage.mesh.mesh
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-
-
-def _decides(engine: Any) -> bool:
-    return not is_shared(engine.schedules.ranks) or dist.get_rank() == engine.schedules.ranks[0]
 
 
 def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:

@@ -81,15 +81,14 @@ class Schedule:
     predicted: Sequence[Slice]
 
 
-class _Seconds(property):
+class _Seconds:
     """The sum of an attribute of all rows of a kind, as an attribute of a profile."""
 
     def __init__(self, rows: str, attribute: str) -> None:
-        super().__init__(lambda profile: sum(getattr(row, attribute) for row in getattr(profile, rows)))
+        self.rows, self.attribute = rows, attribute
 
-    def __get__(self, profile: Any, owner: type | None = None) -> float:
-        found: float = super().__get__(profile, owner)
-        return found
+    def __get__(self, profile: Profile, owner: type | None = None) -> float:
+        return float(sum(getattr(row, self.attribute) for row in getattr(profile, self.rows)))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def graph_data(view: GraphView, *, stages: bool = False) -> Data:
     """``memory``, ``slots``, ``cuda_graphs``, ``compiled_by_xla``: lines of text; none where nothing is known.
     ``schedule``: None without a cost model. ``passes``: name and seconds. ``nodes``: 0 of a graph that other graphs are
     made of. ``stages``: none in a report that is only printed."""
-    cost, timeline = view.graph.cost if view.graph is not None else None, view.timeline
+    timeline = view.timeline
+    cost = view.graph.cost if view.graph is not None else None
     schedule = None
     if timeline is not None and cost is not None:
         totals = {name: getattr(timeline, name) for name in ("seconds", "compute", "communication", "exposed")}

@@ -151,15 +151,14 @@ class CapturedGraph:
         return self.views[phase]
 
 
-class _Latest(property):
+class _Latest:
     """The latest captured graph of a phase, as an attribute of a report."""
 
     def __init__(self, phase: Phase) -> None:
-        super().__init__(lambda report: report.latest(phase))
+        self.phase: Phase = phase
 
-    def __get__(self, report: Any, owner: type | None = None) -> GraphView:
-        found: GraphView = super().__get__(report, owner)
-        return found
+    def __get__(self, report: GraphReport, owner: type | None = None) -> GraphView:
+        return report.latest(self.phase)
 
 
 class GraphReport(report_text.Printed):
@@ -173,11 +172,14 @@ class GraphReport(report_text.Printed):
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
 
     def __init__(self, engine: Any, graphs: Sequence[CapturedGraph]) -> None:
-        self.graphs, self.spec, self.whole = list(graphs), engine.spec, engine.whole
-        self.peak_gathered_bytes = None if engine.whole else engine.counter.peak
-        self.kept_nbytes = engine.kept.nbytes
-        self.collectives = dict(engine.counter.collectives)
-        self.regions, self.compiled_regions = engine.regions.regions, engine.regions.compiled
+        self.graphs = list(graphs)
+        self.spec: ModelSpec = engine.spec
+        self.whole: bool = engine.whole
+        self.peak_gathered_bytes: int | None = None if engine.whole else engine.counter.peak
+        self.kept_nbytes: int = engine.kept.nbytes
+        self.collectives: dict[str, int] = dict(engine.counter.collectives)
+        self.regions: int = engine.regions.regions
+        self.compiled_regions: int = engine.regions.compiled
 
     @property
     def captures(self) -> list[CapturedGraph]:

@@ -30,7 +30,7 @@ class Timeline {
   // [graph, node, begin, duration, is exposed], sorted by begin.
   collect(lane, number) {
     const rows = ({ compute, waits, communication }) => number
-      ? communication.filter(([, name]) => this.data.strings[name] === lane).map(([node, , ...times]) => [node, ...times, false])
+      ? communication.filter((row) => this.data.strings[row[1]] === lane).map(([node, , begin, duration]) => [node, begin, duration, false])
       : [...compute.map((row) => [...row, false]), ...waits.map((row) => [...row, true])];
     return this.data.graphs.flatMap((graph, g) => rows(graph).map((row) => [g, ...row])).sort((a, b) => a[2] - b[2]);
   }
