@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
+import functools
 import sys
 
+from graph_fsdp.cli.sizes import parse_bytes
+
 SUMMARY = "one model file from a checkpoint that many ranks have written"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_bytes = functools.partial(parse_bytes, hint="as 500MB, 2GB, 1GiB")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +49,3 @@ def _run(chosen: argparse.Namespace) -> None:
     print(f"{made.tensors} tensors, {made.bytes:,} bytes: {', '.join(str(file) for file in made.files)}")
     if made.left_out:
         print(f"left out, as they are no tensors: {', '.join(made.left_out)}", file=sys.stderr)
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.upper())
-    unit = None if found is None else _UNITS.get(found[2] if found[2] != "B" else "")
-    if found is None or unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or as 500MB, 2GB, 1GiB")
-    return int(float(found[1]) * unit)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from graph_fsdp.cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from graph_fsdp.planning import Choice
@@ -17,7 +18,7 @@ SUMMARY = "time and memory of a training step on a cluster that is not there"
 _DTYPES = ("float32", "bfloat16", "float16")
 _RESHARD = {"default": None, "true": True, "false": False}
 _CHECKPOINTING = ("none", "unit", "selective", "offload")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_nbytes = functools.partial(parse_bytes, hint="a number with KB, MB, GB, KiB, MiB, GiB")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,38 +53,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE.html", help="also save the page of the report")
     parser.add_argument("--trace", metavar="FILE.json", help="also save the schedule for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    parser.set_defaults(run=_search_or_plan)
+    parser.set_defaults(run=_run)
 
 
-def _search_or_plan(chosen: argparse.Namespace) -> None:
+def _run(chosen: argparse.Namespace) -> None:
     if chosen.search:
-        _search(chosen)
+        for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
+            if getattr(chosen, option) != default:
+                raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
-    else:
-        _plan(chosen)
 
-
-def _plan(chosen: argparse.Namespace) -> None:
     from graph_fsdp.passes import find_hardware
-    from graph_fsdp.planning import plan
-    from graph_fsdp.planning.model_config import find_model
-    from graph_fsdp.report.files import write_text
+    from graph_fsdp.report.file import write_text
 
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
             write_text(getattr(chosen, name), "")
-    find_hardware(chosen.hardware)
-    with _spinner("tracing the model and running the passes"):
-        model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
-        made = plan(
-            model_fn,
-            inputs,
-            mesh_shape=chosen.mesh,
-            reshard_after_forward=_RESHARD[chosen.reshard],
-            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
-            **_common(chosen),
-        )
+    island = find_hardware(chosen.hardware).island
+    made = _search(chosen, island) if chosen.search else _plan(chosen)
     print(json.dumps(made.summary(), indent=1) if chosen.json else made)
     if chosen.report:
         made.save(chosen.report)
@@ -91,21 +79,30 @@ def _plan(chosen: argparse.Namespace) -> None:
         made.save_trace(chosen.trace)
 
 
-def _search(chosen: argparse.Namespace) -> None:
-    from graph_fsdp.passes import find_hardware
+def _plan(chosen: argparse.Namespace) -> Any:
+    from rich.console import Console
+
+    from graph_fsdp.planning import plan
+    from graph_fsdp.planning.model_config import find_model
+
+    with Console(stderr=True).status("tracing the model and running the passes"):
+        return plan(
+            *find_model(chosen.model, chosen.batch, chosen.seq),
+            mesh_shape=chosen.mesh,
+            reshard_after_forward=_RESHARD[chosen.reshard],
+            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
+            **_common(chosen),
+        )
+
+
+def _search(chosen: argparse.Namespace, island: int) -> Any:
     from graph_fsdp.planning import search
     from graph_fsdp.planning.model_config import find_model
     from graph_fsdp.planning.search import meshes
 
-    for option, default in (("reshard", "default"), ("checkpointing", "none"), ("report", None), ("trace", None)):
-        if getattr(chosen, option) != default:
-            raise ValueError(f"--{option}: is of one plan, and --search makes several; leave it out")
-    hardware = find_hardware(chosen.hardware)
-    shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), hardware.island)])
-    model_fn, inputs = find_model(chosen.model, chosen.batch, chosen.seq)
-    common = _common(chosen)
-    found = search(model_fn, inputs, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **common)
-    print(json.dumps(found.summary(), indent=1) if chosen.json else found)
+    model = find_model(chosen.model, chosen.batch, chosen.seq)
+    shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), island)])
+    return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **_common(chosen))
 
 
 def _common(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -132,18 +129,6 @@ def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:
     return track(choices, "plans", count, console=console, transient=True, disable=not console.is_terminal)
 
 
-@contextlib.contextmanager
-def _spinner(what: str) -> Iterator[None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
-
-
 def _mesh(text: str) -> tuple[int, ...]:
     sizes = text.lower().split("x")
     if len(sizes) > 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
@@ -157,10 +142,3 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number, 1 or more")
     return int(text)
-
-
-def _nbytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or a number with KB, MB, GB, KiB, MiB, GiB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -31,17 +31,15 @@ def run(chosen: argparse.Namespace) -> None:
         report.save(chosen.html)
     elif chosen.diff or chosen.code:
         name = chosen.diff or chosen.code
-        found = False
-        for capture in report.data["captures"]:
-            for graph in capture["graphs"]:
-                if any(stage["name"] == name for stage in graph["stages"]):
-                    found = True
-                    phase, index = graph["phase"], capture["index"]
-                    print(f"# graph {index}, {phase}")
-                    print(report.diff(name, phase, index) if chosen.diff else report.stages(phase, index)[name])
-        if not found:
-            names = dict.fromkeys(s["name"] for c in report.data["captures"] for g in c["graphs"] for s in g["stages"])
+        graphs = [(c["index"], graph) for c in report.data["captures"] for graph in c["graphs"]]
+        names = dict.fromkeys(stage["name"] for _, graph in graphs for stage in graph["stages"])
+        if name not in names:
             raise ValueError(f"no graph has a stage {name!r}; there are {', '.join(names) or 'none'}")
+        for index, graph in graphs:
+            if any(stage["name"] == name for stage in graph["stages"]):
+                phase = graph["phase"]
+                print(f"# graph {index}, {phase}")
+                print(report.diff(name, phase, index) if chosen.diff else report.stages(phase, index)[name])
     else:
         console = Console()
         if console.is_terminal:

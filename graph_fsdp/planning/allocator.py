@@ -64,16 +64,12 @@ class _Pool:
 
 class CachingAllocator:
     """One run. All in bytes: ``reserved`` of the device, ``allocated`` of that in blocks that are in use, and the most
-    that each has been."""
+    that these have been; nothing that is reserved is given back."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self.expandable_segments = expandable_segments
         self.reserved = self.allocated = self.peak_allocated = 0
         self._pools: dict[tuple[str, bool], _Pool] = {}
-
-    @property
-    def peak_reserved(self) -> int:
-        return self.reserved  # nothing is given back
 
     def allocate(self, nbytes: int, stream: str = "compute") -> Block:
         """A block of at least as many bytes, for work on a stream."""
@@ -82,8 +78,11 @@ class CachingAllocator:
         pool = self._pools.setdefault((stream, small), _Pool(small))
         if (block := pool.best_fit(nbytes)) is not None:
             pool.remove(block)
+        elif self.expandable_segments:
+            block = self._grown(pool, nbytes)
         else:
-            block = self._grown(pool, nbytes) if self.expandable_segments else self._segment(pool, nbytes)
+            large = _LARGE_SEGMENT if nbytes < _OWN_SEGMENT_FROM else _rounded(nbytes, _STEP)
+            block = self._reserve(pool, _SMALL_SEGMENT if small else large)
         self._split(block, nbytes)
         self.allocated += block.nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -99,13 +98,6 @@ class CachingAllocator:
                 block = _joined(neighbour, block) if neighbour is block.before else _joined(block, neighbour)
         pool.add(block)
 
-    def _segment(self, pool: _Pool, nbytes: int) -> Block:
-        if pool.small:
-            size = _SMALL_SEGMENT
-        else:
-            size = _LARGE_SEGMENT if nbytes < _OWN_SEGMENT_FROM else _rounded(nbytes, _STEP)
-        return self._reserve(pool, size)
-
     def _grown(self, pool: _Pool, nbytes: int) -> Block:
         """The end of the pool's range, free and as large as is asked for."""
         page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
@@ -114,14 +106,12 @@ class CachingAllocator:
         if last is not None and last.free:
             pool.remove(last)
             have = last.nbytes
-        if nbytes <= have and last is not None:
-            return last
-        block = self._reserve(pool, _rounded(nbytes - have, page))
+            if nbytes <= have:
+                return last
+        block = pool.end = self._reserve(pool, _rounded(nbytes - have, page))
         if last is not None:
             last.after, block.before = block, last
-            block = _joined(last, block) if have else block
-        pool.end = block
-        return block
+        return block if last is None or not have else _joined(last, block)
 
     def _reserve(self, pool: _Pool, nbytes: int) -> Block:
         block = Block(pool, pool.next_address, nbytes)

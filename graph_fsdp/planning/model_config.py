@@ -32,24 +32,19 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
             causal language model.
         UnsupportedError: what the function does needs more than the meta device, or transformers is not there.
     """
+    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
     path, separator, name = model.rpartition(":")
     if not separator or model.endswith(".json"):
-        return _from_config(Path(model), batch, length)
+        return _from_config(Path(model)), {"input_ids": tokens, "labels": tokens}
     function = getattr(_module(path), name, None)
     if not callable(function):
         raise ValueError(f"model: {path} has no function {name!r}")
     made = built_on_meta(function)
     if isinstance(made, nn.Module):
-        return lambda: _built(function), _tokens(batch, length)
+        return function, (tokens,)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"model: {model} must return a module, or a module and its inputs, it returned {made!r}")
-    inputs = made[1] if isinstance(made[1], (tuple, dict)) else (made[1],)
-    return lambda: _built(function), inputs
-
-
-def _built(function: Callable[[], Any]) -> nn.Module:
-    made = function()
-    return made if isinstance(made, nn.Module) else made[0]
+    return lambda: function()[0], made[1] if isinstance(made[1], (tuple, dict)) else (made[1],)
 
 
 def _module(path: str) -> ModuleType:
@@ -67,7 +62,7 @@ def _module(path: str) -> ModuleType:
         raise ValueError(f"model: there is no module {path!r} ({error}); name one, or a file.py:function") from error
 
 
-def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.Module], Inputs]:
+def _from_config(path: Path) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise ValueError(
             f"model: there is no file {str(path)!r}; give a config.json, module:function or file.py:function"
@@ -94,8 +89,7 @@ def _from_config(path: Path, batch: int, length: int) -> tuple[Callable[[], nn.M
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model
 
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    return build, {"input_ids": tokens, "labels": tokens}
+    return build
 
 
 def _check_causal(path: Path, kind: str, architectures: Any) -> None:
@@ -108,7 +102,3 @@ def _check_causal(path: Path, kind: str, architectures: Any) -> None:
             f"model: {path} is of {', '.join(named) or kind}, which is no causal language model, and only those are "
             "planned from a config.json; give module:function or file.py:function that returns the model and its inputs"
         )
-
-
-def _tokens(batch: int, length: int) -> Inputs:
-    return (torch.zeros(batch, length, dtype=torch.long, device="meta"),)

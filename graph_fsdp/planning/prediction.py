@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from graph_fsdp.compat import pytree
 from graph_fsdp.errors import MeshError
-from graph_fsdp.passes import Graph, Hardware, PassPipeline, default_pipeline, find_hardware
+from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
-from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.planning.reserved import Reserved, Step, planned_step, replay
-from graph_fsdp.planning.tracing import Traced, trace
+from graph_fsdp.planning.tracing import Traced, mesh_sizes, trace
 from graph_fsdp.report.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
@@ -48,23 +47,25 @@ class Plan(GraphReport):
         hardware: Hardware,
         mesh_shape: Sequence[int],
         optimizer: Optimizer,
-        tokens: int | None,
-        rows: int | None,
-        conditions: Conditions | None = None,
-        clips_gradients: bool = False,
-        expandable_segments: bool = False,
+        inputs: Any,
+        conditions: Conditions,
+        clips_gradients: bool,
+        expandable_segments: bool,
     ) -> None:
-        """``tokens`` and ``rows``: of the batch of one rank."""
+        """``inputs``: of one rank; ``tokens`` and ``rows`` are those of its batch."""
         self.__dict__.update(traced.report.__dict__)
-        self.hardware, self.mesh_shape, self.optimizer = hardware, tuple(mesh_shape), optimizer
-        self.tokens, self.rows = tokens, rows
-        self.conditions, self.clips_gradients = conditions or Conditions(), clips_gradients
-        self.expandable_segments, self.traced = expandable_segments, traced
-        self._graphs = [*traced.graphs.values()]
-        self._views = [self._latest(graph.phase) for graph in self._graphs]
-        for view, graph in zip(self._views, self._graphs, strict=True):
-            if graph.cost is not None:
-                view.timeline = simulate(graph, graph.cost, self.conditions)
+        self.traced, self.hardware, self.mesh_shape, self.optimizer = traced, hardware, tuple(mesh_shape), optimizer
+        self.tokens, self.rows = _sizes(inputs)
+        self.conditions, self.clips_gradients = conditions, clips_gradients
+        self.expandable_segments = expandable_segments
+        self._views = [self.latest(phase) for phase in traced.graphs]
+        for view in self._views:
+            if view.graph is not None and view.graph.cost is not None:
+                view.timeline = simulate(view.graph, view.graph.cost, conditions)
+        parameters = self.spec.parameters.values()
+        self._numel = sum(math.prod(p.shape) for p in parameters)
+        trained = [p for p in parameters if p.trainable and "backward" in traced.graphs]
+        self._trained_nbytes = sum(p.shard_numel * p.dtype.itemsize for p in trained)
 
     # Time
 
@@ -85,12 +86,10 @@ class Plan(GraphReport):
     @property
     def optimizer_seconds(self) -> float:
         """What it reads and writes of memory, with the clipping of gradients. A straggler takes longer."""
-        if len(self._graphs) < 2:
-            return 0.0
         _, traffic, _ = _OPTIMIZERS[self.optimizer]
         traffic += _CLIPPING * self.clips_gradients
         sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
-        return traffic * _trainable_nbytes(self.spec) / sustained
+        return traffic * self._trained_nbytes / sustained
 
     @property
     def step_seconds(self) -> float:
@@ -105,10 +104,8 @@ class Plan(GraphReport):
     def model_flops(self) -> int:
         """Of the model's own matrix multiplications in a step: forward's, three times in training. What backward
         computes again does not count."""
-        forward = next((graph for graph in self._graphs if graph.phase == "forward"), None)
-        if forward is None:
-            return _flops(self._graphs[0])
-        return _GRADIENT_PASSES * _flops(forward)
+        times = _GRADIENT_PASSES if "forward" in self.traced.graphs else 1
+        return times * sum(work.flops for work in graph_work(self.traced.forward, fused=True).values())
 
     @property
     def mfu(self) -> float:
@@ -125,9 +122,10 @@ class Plan(GraphReport):
         found = [view.memory for view in self._views if view.memory is not None]
         highest = max(found, key=lambda memory: memory.peak)
         kept, _, _ = _OPTIMIZERS[self.optimizer]
-        state = kept * _trainable_nbytes(self.spec) if len(self._graphs) > 1 else 0
         parts: dict[str, int] = {category: nbytes for category, nbytes in highest.by_category.items()}
-        return {**parts, "optimizer": state} if state else parts
+        if state := kept * self._trained_nbytes:
+            parts["optimizer"] = state
+        return parts
 
     @property
     def peak_nbytes(self) -> int:
@@ -153,7 +151,7 @@ class Plan(GraphReport):
         return {
             "hardware": self.hardware.name,
             "mesh_shape": list(self.mesh_shape),
-            "parameters": sum(math.prod(p.shape) for p in self.spec.parameters.values()),
+            "parameters": self._numel,
             "step_seconds": self.step_seconds,
             **{f"{phase}_seconds": seconds for phase, seconds in self.graph_seconds.items()},
             "optimizer_seconds": self.optimizer_seconds,
@@ -172,13 +170,12 @@ class Plan(GraphReport):
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh_shape))
-        numel = sum(math.prod(p.shape) for p in self.spec.parameters.values())
         seconds = ", ".join(f"{phase} {s * 1e3:,.1f}" for phase, s in self.graph_seconds.items())
         speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
         room = "fits" if self.fits else "does not fit"
         lines = [
-            f"plan: {numel:,} parameters on a mesh of {shape} {self.hardware.name}{_told(self.conditions)}",
+            f"plan: {self._numel:,} parameters on a mesh of {shape} {self.hardware.name}{_told(self.conditions)}",
             f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
@@ -186,8 +183,6 @@ class Plan(GraphReport):
             f"  reserved {self.reserved.nbytes / 1e9:.2f} GB",
         ]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def plan(
@@ -244,27 +239,21 @@ def plan(
             f"passes: the pipeline is for {find_hardware(passes.hardware).name}, and hardware is {described.name}; "
             "give both the same"
         )
-    _check_nodes(mesh_shape, described)
-    traced = trace(model_fn, example_inputs, mesh_shape=mesh_shape, loss=loss, passes=passes, **compile_options)
-    tokens, rows = _sizes(example_inputs)
-    return Plan(traced, described, mesh_shape, optimizer, tokens, rows, conditions, clip_gradients, expandable_segments)
+    shape = mesh_sizes(mesh_shape)
+    _check_nodes(shape, described)
+    traced = trace(model_fn, example_inputs, mesh_shape=shape, loss=loss, passes=passes, **compile_options)
+    return Plan(traced, described, shape, optimizer, example_inputs, conditions, clip_gradients, expandable_segments)
 
 
-def _check_nodes(mesh_shape: Any, hardware: Hardware) -> None:
+def _check_nodes(mesh_shape: tuple[int, ...], hardware: Hardware) -> None:
     """Groups that straddle nodes unevenly have no place in the cost model, nor in practice."""
-    if not isinstance(mesh_shape, Sequence) or isinstance(mesh_shape, str) or not all(_is_count(n) for n in mesh_shape):
-        return  # trace() says what a mesh is
-    ranks, shards, island = math.prod(mesh_shape), mesh_shape[-1] if mesh_shape else 1, hardware.island
+    ranks, shards, island = math.prod(mesh_shape), mesh_shape[-1], hardware.island
     if ranks > island and (ranks % island or (shards % island and island % shards)):
         shape = "x".join(map(str, mesh_shape))
         raise MeshError(
             f"mesh_shape: {shape} does not divide into nodes of {island} {hardware.name}: give a number of ranks that "
             f"is a multiple of {island}, and shards that are one too or a divisor of it"
         )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _sizes(inputs: Any) -> tuple[int | None, int | None]:
@@ -280,12 +269,3 @@ def _told(conditions: Conditions) -> str:
     told = [f"a straggler of {conditions.straggler:g}"] if conditions.straggler > 1 else []
     told += ["contention"] if conditions.contention else []
     return f", with {' and '.join(told)}" if told else ""
-
-
-def _flops(graph: Graph) -> int:
-    return sum(work.flops for work in graph_work(graph, fused=True).values())
-
-
-def _trainable_nbytes(spec: ModelSpec) -> int:
-    """Of the shards of all parameters that train."""
-    return sum(p.shard_numel * p.dtype.itemsize for p in spec.parameters.values() if p.trainable)

@@ -108,7 +108,7 @@ def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
             allocator.free(block)
         if number > 1 and allocator.reserved == before:
             break
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, number)
+    return Reserved(allocator.reserved, allocator.peak_allocated, number)
 
 
 def _run(graph: Allocations, allocator: CachingAllocator, before: Mapping[int, Block]) -> dict[int, Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -159,9 +159,6 @@ def search(
         except (BudgetError, MeshError, UnsupportedError) as error:  # of this choice; any other error is the call's
             refused.append((choice, str(error)))
             continue
-        candidates.append(
-            Candidate(
-                choice, made.step_seconds, made.exposed_seconds, made.peak_nbytes, made.mfu, made.tokens_per_second
-            )
-        )
+        figures = {field.name: getattr(made, field.name) for field in fields(Candidate)[1:]}
+        candidates.append(Candidate(choice, **figures))
     return Search(tuple(candidates), tuple(refused), described.memory if memory is None else memory)

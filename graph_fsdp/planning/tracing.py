@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ def trace(
             built on the meta device.
         All that ``graph_fsdp.compile`` raises, and what the model's forward raises.
     """
-    shape = _mesh_shape(world_size, mesh_shape)
+    shape = mesh_sizes(mesh_shape, world_size)
     if not isinstance(example_inputs, (tuple, list, Mapping)):
         raise TypeError(
             "example_inputs must be a tuple of positional inputs or a mapping of keyword inputs, got "
@@ -140,20 +140,25 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _mesh_shape(world_size: Any, mesh_shape: Any) -> tuple[int, ...]:
+def mesh_sizes(mesh_shape: Any, world_size: Any = None) -> tuple[int, ...]:
+    """``(ranks that shard,)`` or ``(replicas, ranks that shard)``. Raises ValueError on anything else."""
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("mesh_shape or world_size: give one of them")
     if mesh_shape is None:
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        if not _is_count(world_size):
             raise ValueError(f"world_size must be a number of ranks, 1 or more, got {world_size!r}")
         return (world_size,)
     sizes = tuple(mesh_shape) if isinstance(mesh_shape, Sequence) and not isinstance(mesh_shape, str) else ()
-    if len(sizes) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+    if len(sizes) not in (1, 2) or not all(map(_is_count, sizes)):
         raise ValueError(
             "mesh_shape must be (ranks that shard,) or (replicas, ranks that shard), each 1 or more, got "
             f"{mesh_shape!r}"
         )
     return sizes
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh | None:
@@ -183,35 +188,31 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.empty(0, device=wanted).device  # with its index
 
 
-@contextlib.contextmanager
-def _process_group(world_size: int) -> Iterator[None]:
+def _process_group(world_size: int) -> contextlib.AbstractContextManager[Any]:
+    """The default process group, which has as many ranks; else a fake one for the time of a call."""
     if not dist.is_initialized():
-        with compat.fake_process_group(world_size) if world_size > 1 else contextlib.nullcontext():
-            yield
-    elif dist.get_world_size() != world_size:
+        return compat.fake_process_group(world_size) if world_size > 1 else contextlib.nullcontext()
+    if dist.get_world_size() != world_size:
         raise MeshError(
             f"the mesh has {world_size} ranks and the default process group has {dist.get_world_size()} ranks; plan "
             "before init_process_group or in a process of its own"
         )
-    else:
-        yield
+    return contextlib.nullcontext()
 
 
 def _take_memory(model: nn.Module, device: torch.device) -> None:
     """Replace every tensor of the model, registered or plain attribute, by one without memory on ``device``. What is
     one object under several names stays one."""
-    replaced: dict[int, Tensor] = {}
-    kept_alive: list[Tensor] = []
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by what is replaced, which is kept alive
 
     def replacement(value: Tensor) -> Tensor:
         if id(value) not in replaced:
-            kept_alive.append(value)
             empty = _without_memory(value, device)
             if isinstance(value, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=value.requires_grad)
                 empty.__dict__.update(value.__dict__)
-            replaced[id(value)] = empty
-        return replaced[id(value)]
+            replaced[id(value)] = value, empty
+        return replaced[id(value)][1]
 
     for module in model.modules():
         for owned in (module._parameters, module._buffers, module.__dict__):

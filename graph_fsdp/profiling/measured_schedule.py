@@ -10,8 +10,10 @@ estimate: beside compute, and beside other collectives, it may have taken longer
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from torch import fx
 
@@ -20,17 +22,21 @@ from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.trace_events import (
     COMPUTE,
+    MICROSECONDS,
+    ScheduledGraph,
     Slice,
     communication_args,
     lane_of,
     predicted_slices,
-    region_name,
-    wait_of,
+    region_slice,
+    wait_slice,
 )
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe.schedule_times import Interval, ProgramRun
 from graph_fsdp.runtime.observe.timing import Place
-from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
+from graph_fsdp.runtime.regions.regions import Region, Step, cut
+
+K = TypeVar("K", bound=Hashable)
 
 WAITED = "measured: compute waited for it"
 ALONE = "estimated: the time that it takes by itself"
@@ -44,30 +50,26 @@ def typical(steps: Sequence[Sequence[ProgramRun]]) -> Sequence[ProgramRun]:
 
 def median_waits(steps: Sequence[Sequence[ProgramRun]]) -> dict[Place, float]:
     """Collective → seconds of the wait for it, with unpacking: the median over its runs."""
-    found: dict[Place, list[float]] = {}
-    for run in (run for runs in steps for run in runs):
-        for wait in (interval for interval in run.intervals if interval.what == "wait"):
-            found.setdefault((run.program, wait.index), []).append(wait.seconds)
-    return {place: statistics.median(seconds) for place, seconds in found.items()}
+    runs = itertools.chain.from_iterable(steps)
+    return _medians(((run.program, i.index), i.seconds) for run in runs for i in run.intervals if i.what == "wait")
 
 
 def median_runs(steps: Sequence[Sequence[ProgramRun]]) -> dict[Program, float]:
     """Program → seconds of a run of it: the median."""
-    found: dict[Program, list[float]] = {}
-    for run in (run for runs in steps for run in runs):
-        found.setdefault(run.program, []).append(run.end - run.begin)
-    return {program: statistics.median(seconds) for program, seconds in found.items()}
+    return _medians((run.program, run.end - run.begin) for run in itertools.chain.from_iterable(steps))
+
+
+def _medians(found: Iterable[tuple[K, float]]) -> dict[K, float]:
+    values: dict[K, list[float]] = {}
+    for key, seconds in found:
+        values.setdefault(key, []).append(seconds)
+    return {key: statistics.median(seconds) for key, seconds in values.items()}
 
 
 def slices_as_predicted(runs: Sequence[ProgramRun], cost: CostModel, spec: ModelSpec) -> list[Slice]:
     """What the cost model says of the same runs, one behind the other."""
-    slices: list[Slice] = []
-    begin = 0.0
-    for run in runs:
-        timeline = simulate(run.program.graph, cost)
-        slices += predicted_slices(run.program.graph, cost, timeline, spec, begin)
-        begin += timeline.seconds
-    return slices
+    graphs = [run.program.graph for run in runs]
+    return list(predicted_slices([ScheduledGraph(graph, cost, simulate(graph, cost)) for graph in graphs], spec))
 
 
 def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float], spec: ModelSpec) -> list[Slice]:
@@ -80,13 +82,9 @@ def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float],
         for interval in run.intervals:
             step = steps[interval.index]
             if isinstance(step, Region):
-                name = region_name(interval.index, step)
-                unit = {"unit": unit_of(step) or None}
-                slices.append(Slice(name, "region", COMPUTE, interval.begin, interval.seconds, unit))
+                slices.append(region_slice(interval.index, step, interval.begin, interval.seconds))
             elif interval.what == "wait":
-                name = wait_of(step).name
-                args = communication_args(step)
-                slices.append(Slice(name, "exposed", COMPUTE, interval.begin, interval.seconds, args))
+                slices.append(wait_slice(step, interval.begin, interval.seconds))
         slices += _communication(run, steps, alone, spec)
     return slices
 
@@ -114,8 +112,8 @@ def _communication(
             free = limit if waited or own is None else min(begin + own, limit)
             args = {
                 **communication_args(node),
-                "exposed_us": wait.seconds * 1e6 if wait is not None else 0.0,
-                "alone_us": own * 1e6 if own is not None else None,
+                "exposed_us": wait.seconds * MICROSECONDS if wait is not None else 0.0,
+                "alone_us": own * MICROSECONDS if own is not None else None,
                 "end": WAITED if waited else ALONE,
             }
             yield Slice(node.name, "communication", lane, begin, free - begin, args)

@@ -4,15 +4,13 @@ After DeepCompile (Tanaka et al. 2025), whose passes schedule by profiled times 
 whole compute regions are timed as they were compiled, and their times are spread over the nodes in them.
 
 [Note: times that all ranks share]
-What a schedule is made of must be equal on all ranks, and what they measure is not. So the first rank says what it has
-run, and each piece of that is averaged over the ranks that have run the same: the same computation on the same shapes
-(a rank with another batch shape has other regions, and the first rank is the one whose graphs decide the plan). A
-collective ends for all ranks at once, so what a rank measures is the collective and the wait for the rank that comes
-last: of each run, the shortest time over the ranks counts. From these figures the first rank makes the profile, and all
-ranks get it. In all four small collectives per mesh dimension, on what one rank has run, however many ranks there are:
-of the slowest rank, too, only its number and its time are told.
-
-What a rank has measured of its own schedule stays with it: a trace of it is one rank's.
+What a schedule is made of must be equal on all ranks, and what they measure is not. The first rank, whose graphs
+decide the plan, says what it has run, and each piece of that is averaged over the ranks that have run the same
+computation on the same shapes. A collective ends for all ranks at once, so what a rank measures is the collective and
+the wait for the rank that comes last: of each run, the shortest time over the ranks counts. From these figures the
+first rank makes the profile, and all ranks get it, in four small collectives per mesh dimension, however many ranks
+there are: of the slowest rank, too, only its number and its time are told. What a rank has measured of its own
+schedule stays with it.
 """
 
 from __future__ import annotations
@@ -43,10 +41,11 @@ from graph_fsdp.profiling.measured_schedule import (
     typical,
 )
 from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime, Schedule
-from graph_fsdp.report.report import ROW_KINDS, engine_of
+from graph_fsdp.report.bucket_rows import ROW_KINDS
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe.schedule_times import ProgramRun, ScheduleRecorder
-from graph_fsdp.runtime.observe.timing import Place, Recorder
+from graph_fsdp.runtime.observe.timing import Recorder
 from graph_fsdp.runtime.ranks.agreement import digest, is_shared
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
@@ -104,11 +103,11 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
-    ran = Ran.of(recorder, engine.programs)
-    ran.add_schedule(schedules.steps)
-    groups = _groups(engine)
+    groups, ranks = _groups(engine), engine.schedules.ranks
+    ran = Ran.of(recorder, engine.programs, schedules.steps)
     ran.share(groups, device)
-    made = ran.profile(engine.cost, len(engine.schedules.ranks), steps) if _decides(engine) else None
+    decides = not groups or dist.get_rank() == ranks[0]
+    made = ran.profile(engine.cost, len(ranks), steps) if decides else None
     if groups:
         made = Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
     assert made is not None
@@ -156,10 +155,7 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
-    generators: dict[str, Any] = (
-        {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
-    )
-    with torch.random.fork_rng(**generators):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         try:
             yield
         finally:
@@ -186,32 +182,30 @@ class Ran:
         self.slowest: dict[str, tuple[int, float]] = {}
 
     @classmethod
-    def of(cls, recorder: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
+    def of(
+        cls,
+        recorder: Recorder,
+        programs: Mapping[tuple[int, Phase], Program],
+        in_training: Sequence[Sequence[ProgramRun]],
+    ) -> Ran:
+        """``in_training``: the runs of each step as in training."""
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
-        cuts: dict[Program, list[Step]] = {}
+        cuts = {program: cut(program.graph) for program in dict.fromkeys(program for program, _ in recorder.seconds)}
         for (program, index), seconds in recorder.seconds.items():
-            steps = cuts.setdefault(program, cut(program.graph))
-            order = list(cuts).index(program)
-            ran._add(f"{order} {program.graph.phase}", (program, index), steps[index], seconds)
+            step = cuts[program][index]
+            graph, count = f"{list(cuts).index(program)} {program.graph.phase}", len(ran.steps)
+            if isinstance(step, Region):
+                name = f"{graph} region {count} {digest([op_key(n) for n in step.nodes if n.op == 'call_function'])}"
+                ran.means[name] = statistics.median(seconds)
+            else:
+                name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
+                ran.collectives[name] = seconds
+            ran.steps[name] = program, index, step
+        waits = median_waits(in_training)
+        ran.means |= {f"wait {name}": waits.get(ran.steps[name][:2], 0.0) for name in ran.collectives}
+        ran.means |= {ran._run_name(program): seconds for program, seconds in median_runs(in_training).items()}
         return ran
-
-    def _add(self, graph: str, place: Place, step: Step, seconds: list[float]) -> None:
-        count = len(self.steps)
-        if isinstance(step, Region):
-            name = f"{graph} region {count} {digest([op_key(n) for n in step.nodes if n.op == 'call_function'])}"
-            self.means[name] = statistics.median(seconds)
-        else:
-            name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
-            self.collectives[name] = seconds
-        self.steps[name] = (*place, step)
-
-    def add_schedule(self, steps: Sequence[Sequence[ProgramRun]]) -> None:
-        waits, runs = median_waits(steps), median_runs(steps)
-        for name in self.collectives:
-            self.means[f"wait {name}"] = waits.get(self.steps[name][:2], 0.0)
-        for program, seconds in runs.items():
-            self.means[self._run_name(program)] = seconds
 
     def _run_name(self, program: Program) -> str:
         """By what was run first in it: another rank may have captured this graph as another of its graphs."""
@@ -219,10 +213,10 @@ class Ran:
 
     def share(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
         """Replace this rank's seconds by those of all. See *times that all ranks share*."""
-        rank = dist.get_rank() if groups else 0
         if not groups:
-            self.slowest = {name: (rank, self.means[name]) for name in self.steps if name in self.means}
+            self.slowest = {name: (0, self.means[name]) for name in self.steps if name in self.means}
             return
+        rank = dist.get_rank()
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
         names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
         counted = [float(name in self.means) for name in names]
@@ -245,8 +239,9 @@ class Ran:
         """``cost``: what the running program was scheduled with. Seconds are spread by the model alone: its scale is
         what they give."""
         model = CostModel(cost.hardware, cost.groups, fused=cost.fused)
-        modelled: dict[Program, dict[fx.Node, float]] = {}
-        predicted: dict[Program, dict[fx.Node, float]] = {}
+        programs = dict.fromkeys(program for program, _, _ in self.steps.values())
+        modelled = {program: model.graph_seconds(program.graph) for program in programs}
+        predicted = {program: cost.graph_seconds(program.graph) for program in programs}
         compute: dict[str, list[float]] = {}
         regions: list[RegionTime] = []
         total = measured = 0.0
@@ -254,9 +249,6 @@ class Ran:
             if not isinstance(region, Region):
                 continue
             seconds = self.means[name]
-            if program not in modelled:
-                modelled[program] = model.graph_seconds(program.graph)
-                predicted[program] = cost.graph_seconds(program.graph)
             shares = {node: modelled[program][node] for node in region.nodes if modelled[program][node] > 0}
             region_total = sum(shares.values())
             total, measured = total + region_total, measured + (seconds if shares else 0.0)
@@ -267,7 +259,7 @@ class Ran:
             first = next((node for node in region.nodes if node in shares), region.nodes[0])
             what = (*self.graphs[program], index, unit_of(region), first.name)
             regions.append(RegionTime(*what, expected, seconds, *self.slowest[name]))
-        timelines = {program: simulate(program.graph, cost) for program in self._programs()}
+        timelines = {program: simulate(program.graph, cost) for program in programs}
         graphs = [
             GraphTime(*self.graphs[program], timeline.seconds, self.means[self._run_name(program)])
             for program, timeline in timelines.items()
@@ -282,9 +274,6 @@ class Ran:
             ranks=ranks,
             steps=steps,
         )
-
-    def _programs(self) -> list[Program]:
-        return list(dict.fromkeys(program for program, _, _ in self.steps.values()))
 
     def _collective_times(
         self, cost: CostModel, timelines: Mapping[Program, Timeline]
@@ -316,10 +305,6 @@ def _groups(engine: Any) -> list[dist.ProcessGroup]:
         return []
     mesh = engine.storage.mesh.mesh
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-
-
-def _decides(engine: Any) -> bool:
-    return not is_shared(engine.schedules.ranks) or dist.get_rank() == engine.schedules.ranks[0]
 
 
 def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:

@@ -13,10 +13,14 @@ from rich.table import Table
 
 from graph_fsdp.passes import Measurements
 from graph_fsdp.passes.ir.graph import Phase
-from graph_fsdp.report.files import write_text
+from graph_fsdp.report.file import write_text
+from graph_fsdp.report.text import columns, milliseconds
 from graph_fsdp.report.trace_events import Process, Slice, trace_of
 
 _FORMAT = "graph_fsdp.Profile"
+_TIMES = ("predicted", "measured", "ratio")
+_EXPOSED = ("exposed: predicted", "measured")
+_SLOWEST = ("slowest", "rank")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ class GraphTime:
     seconds: float
 
 
+_ROWS: dict[str, type] = {"regions": RegionTime, "collectives": CollectiveTime, "graphs": GraphTime}
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One training step as ``rank`` has run it, and the same as it was predicted. Seconds from its beginning."""
@@ -72,6 +79,16 @@ class Schedule:
     rank: int
     measured: Sequence[Slice]
     predicted: Sequence[Slice]
+
+
+class _Seconds:
+    """The sum of an attribute of all rows of a kind, as an attribute of a profile."""
+
+    def __init__(self, rows: str, attribute: str) -> None:
+        self.rows, self.attribute = rows, attribute
+
+    def __get__(self, profile: Profile, owner: type | None = None) -> float:
+        return float(sum(getattr(row, self.attribute) for row in getattr(profile, self.rows)))
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,10 @@ class Profile:
     regions of views alone are left out. hardware: what the predictions were computed with. ranks, steps: over which the
     times are averages. schedule: what this rank has measured; None in a profile that was loaded. The predictions are
     those that the running program was scheduled by.
+
+    Seconds of all together, as measured and as predicted: ``compute_seconds`` of all regions, ``collective_seconds`` of
+    all collectives, one after the other; in a step as in training, ``exposed_seconds``, for which programs waited for
+    collectives, and ``step_seconds``, of all graphs, without the optimizer and what Python does between.
     """
 
     measurements: Measurements
@@ -93,41 +114,14 @@ class Profile:
     steps: int
     schedule: Schedule | None = field(default=None, compare=False, repr=False)
 
-    @property
-    def compute_seconds(self) -> float:
-        """Of all regions together, as measured."""
-        return sum(row.seconds for row in self.regions)
-
-    @property
-    def predicted_compute_seconds(self) -> float:
-        return sum(row.predicted_seconds for row in self.regions)
-
-    @property
-    def collective_seconds(self) -> float:
-        """Of all collectives, one after the other, as measured."""
-        return sum(row.seconds for row in self.collectives)
-
-    @property
-    def predicted_collective_seconds(self) -> float:
-        return sum(row.predicted_seconds for row in self.collectives)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """For which programs waited for collectives, as measured."""
-        return sum(row.exposed_seconds for row in self.collectives)
-
-    @property
-    def predicted_exposed_seconds(self) -> float:
-        return sum(row.predicted_exposed_seconds for row in self.collectives)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of all graphs of a step as in training, as measured; without the optimizer, and what Python does between."""
-        return sum(row.seconds for row in self.graphs)
-
-    @property
-    def predicted_step_seconds(self) -> float:
-        return sum(row.predicted_seconds for row in self.graphs)
+    compute_seconds = _Seconds("regions", "seconds")
+    collective_seconds = _Seconds("collectives", "seconds")
+    exposed_seconds = _Seconds("collectives", "exposed_seconds")
+    step_seconds = _Seconds("graphs", "seconds")
+    predicted_compute_seconds = _Seconds("regions", "predicted_seconds")
+    predicted_collective_seconds = _Seconds("collectives", "predicted_seconds")
+    predicted_exposed_seconds = _Seconds("collectives", "predicted_exposed_seconds")
+    predicted_step_seconds = _Seconds("graphs", "predicted_seconds")
 
     def stragglers(self, above: float = 1.1) -> list[RegionTime]:
         """Regions that take their slowest rank more than ``above`` times as long as the mean rank, the worst first.
@@ -168,9 +162,7 @@ class Profile:
             "ranks": self.ranks,
             "steps": self.steps,
             "measurements": self.measurements.to_json(),
-            "regions": [asdict(row) for row in self.regions],
-            "collectives": [asdict(row) for row in self.collectives],
-            "graphs": [asdict(row) for row in self.graphs],
+            **{name: [asdict(row) for row in getattr(self, name)] for name in _ROWS},
         }
 
     @classmethod
@@ -179,15 +171,9 @@ class Profile:
         expected = {"format", *(field.name for field in fields(cls) if field.name != "schedule")}
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT or set(data) != expected:
             raise ValueError("profile: this is not what graph_fsdp.Profile.save wrote; save the profile again")
-        return cls(
-            Measurements.from_json(data["measurements"]),
-            [RegionTime(**row) for row in data["regions"]],
-            [CollectiveTime(**row) for row in data["collectives"]],
-            [GraphTime(**row) for row in data["graphs"]],
-            hardware=data["hardware"],
-            ranks=data["ranks"],
-            steps=data["steps"],
-        )
+        values: dict[str, Any] = {name: data[name] for name in ("hardware", "ranks", "steps")}
+        values |= {name: [kind(**row) for row in data[name]] for name, kind in _ROWS.items()}
+        return cls(Measurements.from_json(data["measurements"]), **values)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile as JSON, without ``schedule``. It is the same on all ranks: one of them may do so."""
@@ -202,105 +188,67 @@ class Profile:
             raise ValueError(f"path: {str(path)!r} is not a saved profile: {error}") from error
 
     def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         lines = [
-            f"graph_fsdp profile: {self.steps} step{'s' if self.steps > 1 else ''} on {self.ranks} "
-            f"rank{'s' if self.ranks > 1 else ''}, predicted for {self.hardware}; milliseconds",
-            *_columns([("", *_HEADER), *((name, *_times(*times)) for name, times in self._totals().items())], left=1),
+            f"graph_fsdp profile: {self.steps} step{'s' if self.steps > 1 else ''} on {ranks}, "
+            f"predicted for {self.hardware}; milliseconds",
+            columns(("", *_TIMES), [(name, *times) for name, times in self._totals().items()], texts=1),
         ]
         for graph in self.graphs:
-            title = f"graph {graph.graph}, {graph.phase}"
-            regions, collectives = self._rows(graph)
-            lines += ["", *_columns([("", *_HEADER), (title, *_times(graph.predicted_seconds, graph.seconds))], left=1)]
-            lines += _columns([("region", "unit", "first node", *_HEADER, *_SLOWEST), *regions], left=3)
-            lines += _columns([("collective", "bucket", "bytes", *_HEADER, *_EXPOSED), *collectives], left=2)
+            times, regions, collectives = self._rows(graph)
+            lines += ["", columns(("", *_TIMES), [(f"graph {graph.graph}, {graph.phase}", *times)], texts=1)]
+            if regions:
+                lines.append(columns(("region", "unit", "first node", *_TIMES, *_SLOWEST), regions, texts=3))
+            if collectives:
+                lines.append(columns(("collective", "bucket", "bytes", *_TIMES, *_EXPOSED), collectives, texts=2))
         return "\n".join(lines)
 
     def table(self) -> Table:
         """What ``str`` has, as a table of rich: one row for each region and collective."""
-        titles = {name: f"{_times(*times)[0]} → {_times(*times)[1]}" for name, times in self._totals().items()}
-        table = Table(
-            title=f"predicted for {self.hardware} → measured, in ms: " + _listed(titles), title_justify="left"
-        )
-        table.add_column("graph")
-        table.add_column("what")
-        table.add_column("unit")
-        table.add_column("node, bytes")
-        for name in (*_HEADER, *_EXPOSED, *_SLOWEST):
+        totals = ", ".join(f"{name} {times[0]} → {times[1]}" for name, times in self._totals().items())
+        table = Table(title=f"predicted for {self.hardware} → measured, in ms: {totals}", title_justify="left")
+        for name in ("graph", "what", "unit", "node, bytes"):
+            table.add_column(name)
+        for name in (*_TIMES, *_EXPOSED, *_SLOWEST):
             table.add_column(name, justify="right")
         for graph in self.graphs:
-            regions, collectives = self._rows(graph)
-            title, nothing = f"{graph.graph} {graph.phase}", ("", "")
-            table.add_row(title, "graph", "", "", *_times(graph.predicted_seconds, graph.seconds))
-            for row in regions:
-                table.add_row(title, *row[:6], *nothing, *row[6:])
-            for row in collectives:
-                table.add_row(title, *row)
+            times, regions, collectives = self._rows(graph)
+            rows = [["graph", "", "", *times], *([*row[:6], "", "", *row[6:]] for row in regions), *collectives]
+            for row in rows:
+                table.add_row(f"{graph.graph} {graph.phase}", *row)
             table.add_section()
         return table
 
-    def _totals(self) -> dict[str, tuple[float, float]]:
+    def _totals(self) -> dict[str, tuple[str, str, str]]:
         """The first two by themselves, the others as in training."""
         return {
-            "compute": (self.predicted_compute_seconds, self.compute_seconds),
-            "collectives": (self.predicted_collective_seconds, self.collective_seconds),
-            "exposed": (self.predicted_exposed_seconds, self.exposed_seconds),
-            "step": (self.predicted_step_seconds, self.step_seconds),
+            "compute": _times(self.predicted_compute_seconds, self.compute_seconds),
+            "collectives": _times(self.predicted_collective_seconds, self.collective_seconds),
+            "exposed": _times(self.predicted_exposed_seconds, self.exposed_seconds),
+            "step": _times(self.predicted_step_seconds, self.step_seconds),
         }
 
-    def _rows(self, graph: GraphTime) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        key = (graph.graph, graph.phase)
-        regions: list[tuple[str, ...]] = [
-            (
-                f"region_{row.region}",
-                row.unit or "-",
-                row.node,
-                *_times(row.predicted_seconds, row.seconds),
-                _milliseconds(row.slowest_seconds),
-                str(row.slowest_rank),
-            )
+    def _rows(self, graph: GraphTime) -> tuple[tuple[str, str, str], list[list[str]], list[list[str]]]:
+        """Its times, and the cells of its regions and of its collectives."""
+        regions = [
+            [
+                *(f"region_{row.region}", row.unit or "-", row.node, *_times(row.predicted_seconds, row.seconds)),
+                *(milliseconds(row.slowest_seconds), str(row.slowest_rank)),
+            ]
             for row in self.regions
-            if (row.graph, row.phase) == key
+            if (row.graph, row.phase) == (graph.graph, graph.phase)
         ]
-        collectives: list[tuple[str, ...]] = [
-            (
-                row.kind,
-                row.bucket,
-                f"{row.nbytes:,}",
-                *_times(row.predicted_seconds, row.seconds),
-                _milliseconds(row.predicted_exposed_seconds),
-                _milliseconds(row.exposed_seconds),
-            )
+        collectives = [
+            [
+                *(row.kind, row.bucket, f"{row.nbytes:,}", *_times(row.predicted_seconds, row.seconds)),
+                *map(milliseconds, (row.predicted_exposed_seconds, row.exposed_seconds)),
+            ]
             for row in self.collectives
-            if (row.graph, row.phase) == key
+            if (row.graph, row.phase) == (graph.graph, graph.phase)
         ]
-        return regions, collectives
-
-
-_HEADER = ("predicted", "measured", "ratio")
-_EXPOSED = ("exposed: predicted", "measured")
-_SLOWEST = ("slowest", "rank")
-
-
-def _listed(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
+        return _times(graph.predicted_seconds, graph.seconds), regions, collectives
 
 
 def _times(predicted: float, measured: float) -> tuple[str, str, str]:
     ratio = f"{measured / predicted:.2f}" if predicted > 0 else "-"
-    return _milliseconds(predicted), _milliseconds(measured), ratio
-
-
-def _columns(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Rows as lines, under the first of them; the first ``left`` columns are text. None without other rows."""
-    if len(rows) == 1:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
+    return milliseconds(predicted), milliseconds(measured), ratio

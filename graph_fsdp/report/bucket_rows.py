@@ -7,78 +7,79 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.offload import find_transfers
 
 ROW_KINDS = {
     Role.GATHER_START: "gather",
-    Role.KEPT: "kept",
+    Role.KEPT: "kept",  # received from forward
     Role.REDUCE_START: "reduce",
-    Role.REPLICATE_START: "replicate",
+    Role.REPLICATE_START: "replicate",  # reduced again over replicas
+    Role.ACCUMULATE: "keep",  # gradients, for a later graph
+    Role.FETCH_START: "fetch",  # shards, from the CPU
+    Role.OFFLOAD_START: "offload",  # gradients, to the CPU
 }
-_HEADER = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
 
 
 @dataclass(frozen=True)
 class BucketRow:
     """One gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph; None
     where the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard. ``unit``: ""
-    is the root. ``slots``: that its buffer and its landing buffer lie in."""
+    is the root. ``kind``: one of ``ROW_KINDS``. ``slots``: that its buffer and its landing buffer lie in."""
 
     name: str
-    kind: str  # "gather", "kept" (received from forward), "reduce" or "replicate" (reduced again over replicas)
+    kind: str
     parameters: tuple[str, ...]
     nbytes: int
-    start: int | None
-    wait: int | None
-    first_use: int | None
-    free: int | None
-    escapes: bool
+    start: int | None = None
+    wait: int | None = None
+    first_use: int | None = None
+    free: int | None = None
+    escapes: bool = False
     unit: str = ""
     slots: tuple[int, ...] = ()
 
 
 def bucket_rows(graph: Graph) -> list[BucketRow]:
-    """In the order of the graph."""
+    """In the order of the graph. Gradients of one bucket that are kept for a later graph are one row."""
     positions = graph.positions()
+    gathers = {gather.start or gather.buffer: gather for gather in graph.gathers}
+    rows: dict[fx.Node | str, list[fx.Node]] = {}
+    for node in graph.with_role(*ROW_KINDS):
+        kept = has_role(node, Role.ACCUMULATE)
+        rows.setdefault(node.meta["fsdp"].bucket if kept else node, []).append(node)
 
-    def at(node: fx.Node | None) -> int | None:
-        return None if node is None else positions[node]
+    def row(nodes: list[fx.Node]) -> BucketRow:
+        node, records = nodes[0], [node.meta["fsdp"] for node in nodes]
+        record, kind = records[0], ROW_KINDS[records[0].role]
+        events: dict[str, fx.Node | None] = {"start": node}
+        gather = gathers.get(node)
+        if gather is not None:
+            first_use = next(iter(gather.reads), None)
+            events = {"start": gather.start, "wait": gather.wait, "first_use": first_use, "free": gather.free}
+        elif kind != "keep":
+            wait = wait_of(node)
+            uses = (user for user in wait.users if user.op != "output")
+            events |= {"wait": wait, "first_use": min(uses, key=positions.__getitem__, default=None)}
+        return BucketRow(
+            record.bucket,
+            kind,
+            tuple(name for r in records for name in r.params),
+            sum(r.nbytes for r in records),
+            escapes=gather is not None and gather.escapes and kind == "gather",
+            unit=record.unit,
+            slots=tuple(slot for slot in (record.slot, record.landing_slot) if slot is not None),
+            **{name: positions[event] for name, event in events.items() if event is not None},
+        )
 
-    def first_use(wait: fx.Node) -> int | None:
-        return min((positions[user] for user in wait.users if user.op != "output"), default=None)
+    return [row(nodes) for nodes in rows.values()]
 
-    rows: dict[int, BucketRow] = {}
-    for g in graph.gathers:
-        kind = "kept" if g.start is None else "gather"
-        times = (at(g.start), at(g.wait), at(next(iter(g.reads), None)), at(g.free))
-        escapes = g.escapes and kind == "gather"
-        node = g.start or g.buffer
-        record = node.meta["fsdp"]
-        slots = tuple(slot for slot in (record.slot, record.landing_slot) if slot is not None)
-        rows[positions[node]] = BucketRow(g.bucket, kind, g.params, g.nbytes, *times, escapes, record.unit, slots)
-    for r in graph.reductions:
-        stages = {"reduce": (r.start, r.wait), "replicate": (r.replicate_start, r.replicate_wait)}
-        for kind, (start, wait) in stages.items():
-            if start is not None and wait is not None:
-                record = start.meta["fsdp"]
-                times = (positions[start], positions[wait], first_use(wait), None)
-                rows[positions[start]] = BucketRow(r.bucket, kind, r.params, record.nbytes, *times, False, record.unit)
-    kept: dict[str, list[fx.Node]] = {}
-    for node in graph.with_role(Role.ACCUMULATE):
-        kept.setdefault(node.meta["fsdp"].bucket, []).append(node)
-    for bucket, nodes in kept.items():
-        params = tuple(node.meta["fsdp"].params[0] for node in nodes)
-        nbytes = sum(node.meta["fsdp"].nbytes for node in nodes)
-        times = (positions[nodes[0]], None, None, None)
-        unit = nodes[0].meta["fsdp"].unit
-        rows[positions[nodes[0]]] = BucketRow(bucket, "keep", params, nbytes, *times, False, unit)
-    for t in find_transfers(graph):
-        times = (positions[t.start], positions[t.wait], first_use(t.wait), None)
-        unit = t.start.meta["fsdp"].unit
-        rows[positions[t.start]] = BucketRow(t.bucket, t.kind, t.params, t.nbytes, *times, False, unit)
-    return [rows[position] for position in sorted(rows)]
+
+def wait_of(start: fx.Node) -> fx.Node:
+    """The node that waits for a collective or a copy; the start itself if none does."""
+    waits = dialect.WAITS | dialect.COPY_WAITS
+    return next((user for user in start.users if user.target in waits and user.args[0] is start), start)
 
 
 def prefetch_distances(rows: list[BucketRow]) -> list[int | None]:
@@ -89,30 +90,3 @@ def prefetch_distances(rows: list[BucketRow]) -> list[int | None]:
         None if row.start is None or row.wait is None else bisect_left(uses, row.wait) - bisect_left(uses, row.start)
         for row in rows
     ]
-
-
-def plain_table(rows: list[BucketRow]) -> str:
-    """As lines of text."""
-    cells = [
-        (
-            row.name,
-            row.kind,
-            str(len(row.parameters)),
-            f"{row.nbytes:,}",
-            *("-" if v is None else str(v) for v in (row.start, row.wait, row.first_use)),
-            "kept" if row.escapes else "-" if row.free is None else str(row.free),
-        )
-        for row in rows
-    ]
-    return _columns(_HEADER, cells)
-
-
-def _columns(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    left = 2  # text columns; the others are numbers
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        return "  " + "  ".join(cells).rstrip()
-
-    return "\n".join([line(header), *map(line, rows)])

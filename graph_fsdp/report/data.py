@@ -1,15 +1,18 @@
 """A report as plain data: what is printed, and what a file of a report holds.
 
 Everything here is what ``json.dumps`` takes. Times are in seconds; positions are indices of nodes in the graph after
-all passes.
+all passes. The functions that make a part say what it has: a report has captures, a capture graphs, a graph buckets and
+stages.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
 
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.bucket_rows import prefetch_distances
@@ -17,110 +20,14 @@ from graph_fsdp.report.bucket_rows import prefetch_distances
 if TYPE_CHECKING:
     from graph_fsdp.report.report import CapturedGraph, GraphReport, GraphView
 
+Data = dict[str, Any]
+
 Change = tuple[Literal["same", "removed", "added"], int]
 """So many lines that are the same in both texts, that only the old one has, or that only the new one has."""
 
 
-class UnitData(TypedDict):
-    """``nbytes``: of the whole parameters; ``shard_nbytes``: of this rank's."""
-
-    name: str
-    parameters: int
-    numel: int
-    nbytes: int
-    shard_nbytes: int
-
-
-class BucketData(TypedDict):
-    """See :class:`graph_fsdp.report.bucket_rows.BucketRow`. ``ahead``: units' uses that begin while it is under way.
-    ``seconds``: that the collective takes, ``exposed`` that compute waits for it, as predicted."""
-
-    name: str
-    unit: str
-    kind: str
-    parameters: int
-    nbytes: int
-    start: int | None
-    wait: int | None
-    first_use: int | None
-    free: int | None
-    kept: bool
-    slots: list[int]
-    ahead: int | None
-    seconds: float | None
-    exposed: float | None
-
-
-class ScheduleData(TypedDict):
-    hardware: str
-    seconds: float
-    compute: float
-    communication: float
-    exposed: float
-
-
-class StageData(TypedDict):
-    """``changes`` and ``added``: how its lines are made of those of the stage before, see ``line_changes``."""
-
-    name: str
-    header: str
-    changes: list[Any]
-    added: list[str]
-
-
-class GraphData(TypedDict):
-    """``memory``, ``slots``, ``cuda_graphs``, ``compiled_by_xla``: lines of text; none where nothing is known.
-    ``passes``: name and seconds. ``nodes``: 0 of a graph that other graphs are made of. ``stages``: none in a report
-    that is only printed."""
-
-    phase: str
-    nodes: int
-    whole: bool
-    buckets: list[BucketData]
-    slots: list[str]
-    copied_nbytes: int
-    compiled_by_xla: list[str]
-    memory: list[str]
-    cuda_graphs: list[str]
-    schedule: ScheduleData | None
-    passes: list[tuple[str, float]]
-    stages: list[StageData]
-
-
-class CaptureData(TypedDict):
-    index: int
-    cause_kind: str
-    cause: str
-    graphs: list[GraphData]
-
-
-class ErrorData(TypedDict):
-    """What ended the capture. Empty where the error does not say."""
-
-    kind: str
-    message: str
-    pass_name: str
-    phase: str
-    node: str
-
-
-class ReportData(TypedDict):
-    parameters: int
-    buckets: int
-    world_size: int
-    replicas: int
-    units: list[UnitData]
-    whole: bool
-    regions: int
-    compiled_regions: int
-    peak_gathered_bytes: int | None
-    kept_nbytes: int
-    captures: list[CaptureData]
-    error: ErrorData | None
-
-
-def report_data(report: GraphReport, *, stages: bool) -> ReportData:
-    """``stages``: with the text of each, which takes seconds where a model is deep."""
+def report_data(report: GraphReport, *, stages: bool, error: Exception | None = None) -> Data:
+    """``stages``: with the text of each, which takes seconds where a model is deep. ``error``: what ended a capture."""
     spec = report.spec
     return {
         "parameters": len(spec.parameters),
@@ -134,11 +41,17 @@ def report_data(report: GraphReport, *, stages: bool) -> ReportData:
         "peak_gathered_bytes": report.peak_gathered_bytes,
         "kept_nbytes": report.kept_nbytes,
         "captures": [capture_data(capture, stages=stages) for capture in report.captures],
-        "error": None,
+        "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
     }
 
 
-def capture_data(capture: CapturedGraph, *, stages: bool) -> CaptureData:
+def error_text(report: Data) -> str | None:
+    """The error of a report that was saved when a pass or the verifier failed; None for any other."""
+    error = report["error"]
+    return None if error is None else f"{error['kind']}: {error['message']}"
+
+
+def capture_data(capture: CapturedGraph, *, stages: bool) -> Data:
     return {
         "index": capture.index,
         "cause_kind": capture.cause.kind,
@@ -147,23 +60,21 @@ def capture_data(capture: CapturedGraph, *, stages: bool) -> CaptureData:
     }
 
 
-def graph_data(view: GraphView, *, stages: bool) -> GraphData:
+def graph_data(view: GraphView, *, stages: bool = False) -> Data:
+    """``memory``, ``slots``, ``cuda_graphs``, ``compiled_by_xla``: lines of text; none where nothing is known.
+    ``schedule``: None without a cost model. ``passes``: name and seconds. ``nodes``: 0 of a graph that other graphs are
+    made of. ``stages``: none in a report that is only printed."""
+    timeline = view.timeline
     cost = view.graph.cost if view.graph is not None else None
-    schedule: ScheduleData | None = None
-    if view.timeline is not None and cost is not None:
-        t = view.timeline
-        schedule = {
-            "hardware": cost.hardware.name,
-            "seconds": t.seconds,
-            "compute": t.compute,
-            "communication": t.communication,
-            "exposed": t.exposed,
-        }
+    schedule = None
+    if timeline is not None and cost is not None:
+        totals = {name: getattr(timeline, name) for name in ("seconds", "compute", "communication", "exposed")}
+        schedule = {"hardware": cost.hardware.name, **totals}
     return {
         "phase": view.phase,
         "nodes": view.nodes,
         "whole": view.whole,
-        "buckets": _buckets(view),
+        "buckets": bucket_data(view),
         "slots": str(view.slots).splitlines() if view.slots else [],
         "copied_nbytes": view.copied_nbytes,
         "compiled_by_xla": view.compiled_by_xla(),
@@ -175,42 +86,31 @@ def graph_data(view: GraphView, *, stages: bool) -> GraphData:
     }
 
 
-def _buckets(view: GraphView) -> list[BucketData]:
-    events: dict[int, Any] = {}
+def bucket_data(view: GraphView) -> list[Data]:
+    """The rows of :class:`graph_fsdp.report.bucket_rows.BucketRow`. ``ahead``: units' uses that begin while it is under
+    way. ``seconds``: that the collective takes, ``exposed`` that compute waits for it, as predicted."""
+    events: dict[int | None, Any] = {}
     if view.graph is not None and view.timeline is not None:
         positions = view.graph.positions()
         events = {positions[event.node]: event for event in view.timeline.events}
-    found: list[BucketData] = []
+    found = []
     for row, ahead in zip(view.buckets, prefetch_distances(view.buckets), strict=True):
-        event = events.get(row.start) if row.start is not None else None
-        found.append(
-            {
-                "name": row.name,
-                "unit": row.unit,
-                "kind": row.kind,
-                "parameters": len(row.parameters),
-                "nbytes": row.nbytes,
-                "start": row.start,
-                "wait": row.wait,
-                "first_use": row.first_use,
-                "free": row.free,
-                "kept": row.escapes,
-                "slots": list(row.slots),
-                "ahead": ahead,
-                "seconds": None if event is None else event.end - event.begin,
-                "exposed": None if event is None else event.exposed,
-            }
-        )
+        event = events.get(row.start)
+        times = {
+            "ahead": ahead,
+            "seconds": None if event is None else event.end - event.begin,
+            "exposed": None if event is None else event.exposed,
+        }
+        found.append({**asdict(row), "parameters": len(row.parameters), "kept": row.escapes, **times})
     return found
 
 
-def unit_data(spec: ModelSpec) -> list[UnitData]:
-    """In the order of the storage."""
-    units: dict[str, UnitData] = {}
+def unit_data(spec: ModelSpec) -> list[Data]:
+    """The units in the order of the storage. ``nbytes``: of the whole parameters; ``shard_nbytes``: of this rank's."""
+    units: dict[str, Data] = {}
     for p in spec.parameters.values():
-        unit = units.setdefault(
-            p.unit, {"name": p.unit or "root", "parameters": 0, "numel": 0, "nbytes": 0, "shard_nbytes": 0}
-        )
+        new = {"name": p.unit or "root", "parameters": 0, "numel": 0, "nbytes": 0, "shard_nbytes": 0}
+        unit = units.setdefault(p.unit, new)
         numel = math.prod(p.shape)
         unit["parameters"] += 1
         unit["numel"] += numel
@@ -219,8 +119,9 @@ def unit_data(spec: ModelSpec) -> list[UnitData]:
     return list(units.values())
 
 
-def stage_data(view: GraphView) -> list[StageData]:
-    stages: list[StageData] = []
+def stage_data(view: GraphView) -> list[Data]:
+    """``changes`` and ``added``: how a stage's lines are made of those of the stage before, see ``line_changes``."""
+    stages = []
     before: list[str] = []
     for stage in view.stages.values():
         lines = stage.body.splitlines()
@@ -246,19 +147,27 @@ def line_changes(old: list[str], new: list[str]) -> tuple[list[Change], list[str
     return changes, added
 
 
-def stage_texts(stages: Iterable[StageData]) -> dict[str, str]:
+def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str], str]) -> str:
+    """Unified diff of a stage against the one before it. ``names``: of all stages; ``body``: the text of one."""
+    if stage not in names:
+        raise KeyError(f"the {phase} graph has no stage {stage!r}; it has {', '.join(names)}")
+    index = names.index(stage)
+    title, before = (names[index - 1], body(names[index - 1])) if index else ("(nothing)", "")
+    lines = difflib.unified_diff(before.splitlines(), body(stage).splitlines(), title, stage, lineterm="", n=1)
+    return "\n".join(lines)
+
+
+def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
     """Name → the graph after that pass, from what ``stage_data`` made."""
     texts: dict[str, str] = {}
-    before: list[str] = []
+    lines: list[str] = []
     for stage in stages:
-        lines: list[str] = []
-        old, added = 0, iter(stage["added"])
-        for kind, count in stage["changes"]:
-            if kind == "same":
-                lines += before[old : old + count]
-            elif kind == "added":
-                lines += [next(added) for _ in range(count)]
-            old += count if kind != "added" else 0
+        before, added = iter(lines), iter(stage["added"])
+        lines = [
+            line
+            for kind, count in stage["changes"]
+            for line in itertools.islice(added if kind == "added" else before, count)
+            if kind != "removed"
+        ]
         texts[stage["name"]] = "\n".join(lines) + "\n"
-        before = lines
     return texts

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import RenderableType
 
-from graph_fsdp.report import text as report_text
-from graph_fsdp.report.data import GraphData, ReportData, stage_texts
-from graph_fsdp.report.files import write_text
-from graph_fsdp.report.page import Schedule, html_page
+from graph_fsdp.report.data import Data, error_text, stage_diff, stage_texts
+from graph_fsdp.report.page import html_page
+from graph_fsdp.report.text import Printed, report_parts
 
 FORMAT = "graph_fsdp.GraphReport"
 VERSION = 1  # of the file; no other is read
 _PAGES = (".html", ".htm")
-_KEYS = ("report", "schedule")
 
 
 def is_page(path: str | PathLike[str]) -> bool:
@@ -35,18 +31,17 @@ def is_page(path: str | PathLike[str]) -> bool:
     return suffix in _PAGES
 
 
-class SavedReport:
+class SavedReport(Printed):
     """A report without the model: what :func:`graph_fsdp.load_report` returns. It prints as the report does, and saves
     as page or data; ``data`` is what it knows, ``error`` what ended the capture, where something did."""
 
-    def __init__(self, data: ReportData, schedule: Schedule | None) -> None:
+    def __init__(self, data: Data, schedule: Data | None) -> None:
         self.data, self.schedule = data, schedule
 
     @property
     def error(self) -> str | None:
         """The error of a report that was saved when a pass or the verifier failed."""
-        found = self.data["error"]
-        return None if found is None else f"{found['kind']}: {found['message']}"
+        return error_text(self.data)
 
     def stages(self, phase: str, capture: int | None = None) -> dict[str, str]:
         """Pass → the graph after it, as Python. ``capture``: its number; None for the latest with such a graph.
@@ -54,7 +49,13 @@ class SavedReport:
         Raises:
             KeyError: there is no such graph.
         """
-        return stage_texts(self._graph(phase, capture)["stages"])
+        for found in reversed(self.data["captures"]):
+            for graph in found["graphs"]:
+                if graph["phase"] == phase and graph["stages"] and capture in (None, found["index"]):
+                    return stage_texts(graph["stages"])
+        which = f"capture {capture} of the report" if capture is not None else "report"
+        known = ", ".join(f"{c['index']}: {g['phase']}" for c in self.data["captures"] for g in c["graphs"])
+        raise KeyError(f"the {which} has no {phase} graph; it has {known or 'none'}")
 
     def diff(self, stage: str, phase: str, capture: int | None = None) -> str:
         """Unified diff of a graph after the pass ``stage`` against the one before.
@@ -63,24 +64,7 @@ class SavedReport:
             KeyError: there is no such graph or stage.
         """
         texts = self.stages(phase, capture)
-        names = list(texts)
-        if stage not in texts:
-            raise KeyError(f"the {phase} graph has no stage {stage!r}; it has {', '.join(names)}")
-        index = names.index(stage)
-        title, before = (names[index - 1], texts[names[index - 1]]) if index else ("(nothing)", "")
-        return "\n".join(
-            difflib.unified_diff(before.splitlines(), texts[stage].splitlines(), title, stage, lineterm="", n=1)
-        )
-
-    def _graph(self, phase: str, capture: int | None) -> GraphData:
-        for found in reversed(self.data["captures"]):
-            for graph in found["graphs"]:
-                if graph["phase"] == phase and graph["stages"] and capture in (None, found["index"]):
-                    found_graph: GraphData = graph
-                    return found_graph
-        which = f"capture {capture} of the report" if capture is not None else "report"
-        known = ", ".join(f"{c['index']}: {g['phase']}" for c in self.data["captures"] for g in c["graphs"])
-        raise KeyError(f"the {which} has no {phase} graph; it has {known or 'none'}")
+        return stage_diff(phase, list(texts), stage, texts.__getitem__)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it, by the suffix of ``path``: ``.html`` or ``.json``.
@@ -95,14 +79,17 @@ class SavedReport:
         document = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
         return json.dumps({**document, "report": self.data, "schedule": self.schedule}, separators=(",", ":"))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return report_text.report_parts(self.data)
+    def parts(self) -> Iterable[RenderableType]:
+        return report_parts(self.data)
 
-    def __str__(self) -> str:
-        return report_text.plain_text(report_text.report_parts(self.data))
 
-    def __repr__(self) -> str:
-        return str(self)
+def write_text(path: str | PathLike[str], text: str) -> None:
+    """Write a whole file that a user names. Raises OSError of the kind that the system gave, with what to do."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"path: cannot be written ({error.strerror}); name a file in a folder that exists and is yours"
+        raise type(error)(error.errno, reason, fspath(path)) from error
 
 
 def load_report(path: str | PathLike[str]) -> SavedReport:
@@ -127,8 +114,8 @@ def load_report(path: str | PathLike[str]) -> SavedReport:
             f"path: {name!r} is a report of version {document.get('version')!r}, and this graph_fsdp reads version "
             f"{VERSION}; read it with the graph_fsdp that wrote it, or save the report again"
         )
-    found = SavedReport(cast(ReportData, document.get("report")), cast(Any, document.get("schedule")))
     try:
+        found = SavedReport(document["report"], document["schedule"])
         str(found), html_page(found.data, found.schedule)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
         raise ValueError(f"path: {name!r} is a damaged report ({error!r}); save it again") from error

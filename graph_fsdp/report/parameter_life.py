@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -60,13 +61,11 @@ class ParameterLife:
             lines += ["no graph that was captured uses it"]
         width = max((len(event.kind) for event in self.events), default=0)
         names = max((len(event.node) for event in self.events), default=0)
-        graph: tuple[int, Phase] | None = None
-        for event in self.events:
-            if (event.graph, event.phase) != graph:
-                graph = (event.graph, event.phase)
-                lines += ["", f"graph {event.graph}, {event.phase}"]
-            source = f"  {event.source}" if event.source is not None else ""
-            lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
+        for (graph, phase), events in itertools.groupby(self.events, lambda event: (event.graph, event.phase)):
+            lines += ["", f"graph {graph}, {phase}"]
+            for event in events:
+                source = f"  {event.source}" if event.source is not None else ""
+                lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
         return "\n".join(lines)
 
 
@@ -88,39 +87,30 @@ def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None
     names = spec.parameters if only is None else [only]
     events: dict[str, list[LifeEvent]] = {name: [] for name in names}
     for index, graph in graphs:
-        for name, found in _events(index, graph, events.keys()).items():
-            events[name] += found
+        positions = graph.positions()
+        for name, kinds in _kinds(graph, events.keys()).items():
+            for node in sorted(kinds, key=positions.__getitem__):
+                source = source_line(node) if kinds[node] in (USE, GRADIENT) else None
+                events[name].append(LifeEvent(index, graph.phase, positions[node], kinds[node], node.name, source))
     buckets = {name: bucket.name for bucket in spec.buckets for name in bucket.offsets}
     return {name: ParameterLife(spec.parameters[name], buckets.get(name), tuple(events[name])) for name in names}
 
 
-def _events(index: int, graph: Graph, names: Collection[str]) -> dict[str, list[LifeEvent]]:
-    kinds: dict[str, dict[fx.Node, str]] = {}
+def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]]:
+    """Parameter → what each node does with it."""
+    kinds: dict[str, dict[fx.Node, str]] = {name: {} for name in names}
     for node in graph.fx_graph.nodes:
         found = record(node)
-        for name in found.params if found is not None else ():
-            if name not in names:
-                continue
-            assert found is not None
-            of_name = kinds.setdefault(name, {})
-            of_name[node] = found.role.value
+        if found is None:
+            continue
+        for name in kinds.keys() & found.params:
+            kinds[name][node] = found.role.value
             if found.role in _VALUES:
-                of_name.update({use: USE for use in _computing_users(node)})
+                kinds[name].update({use: USE for use in _computing_users(node)})
             if found.role is Role.REDUCE_START:
                 gradient = _computed(dialect.argument(node, "grads")[found.params.index(name)])
-                of_name.setdefault(gradient, GRADIENT)
-    positions = graph.positions()
-    return {
-        name: [
-            LifeEvent(index, graph.phase, positions[node], kind, node.name, _source(node, kind))
-            for node, kind in sorted(of_name.items(), key=lambda item: positions[item[0]])
-        ]
-        for name, of_name in kinds.items()
-    }
-
-
-def _source(node: fx.Node, kind: str) -> SourceLine | None:
-    return source_line(node) if kind in (USE, GRADIENT) else None
+                kinds[name].setdefault(gradient, GRADIENT)
+    return kinds
 
 
 def _computing_users(value: fx.Node) -> Iterable[fx.Node]:

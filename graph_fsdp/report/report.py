@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import RenderableType
 from torch import nn
 
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
@@ -23,19 +22,17 @@ from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
-from graph_fsdp.report.bucket_rows import ROW_KINDS as ROW_KINDS
-from graph_fsdp.report.bucket_rows import BucketRow, bucket_rows, plain_table
-from graph_fsdp.report.data import graph_data, report_data
-from graph_fsdp.report.file import SavedReport, is_page
-from graph_fsdp.report.files import write_text
+from graph_fsdp.report.bucket_rows import BucketRow, bucket_rows
+from graph_fsdp.report.data import bucket_data, graph_data, report_data, stage_diff
+from graph_fsdp.report.file import SavedReport, is_page, write_text
 from graph_fsdp.report.page import schedule_data
 from graph_fsdp.report.parameter_life import ParameterLife, find_life
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
-from graph_fsdp.runtime import GatheredBytes, Program, WholeProgram
+from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 
 
-class GraphView:
+class GraphView(report_text.Printed):
     """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
     program that runs it, the bytes that it is predicted to hold, and ``copied_nbytes``: those that packing and
     unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.ir.layout.copies`)."""
@@ -65,7 +62,7 @@ class GraphView:
         """The graph with what is predicted of it. Raises LookupError without a cost model."""
         if self.graph is None or self.graph.cost is None or self.timeline is None:
             raise LookupError(f"the {self.phase} graph has no cost model that could say when its nodes run")
-        return ScheduledGraph(self.graph, self.graph.cost, self.timeline, self.memory)
+        return ScheduledGraph(self.graph, self.graph.cost, self.timeline, self.memory, self.whole)
 
     @property
     def lowered(self) -> str | None:
@@ -85,11 +82,8 @@ class GraphView:
             )
         return self.hlo_of()
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return report_text.graph_parts(graph_data(self, stages=False))
-
-    def __str__(self) -> str:
-        return report_text.plain_text(report_text.graph_parts(graph_data(self, stages=False)))
+    def parts(self) -> Iterable[RenderableType]:
+        return report_text.graph_parts(graph_data(self))
 
     def compiled_by_xla(self) -> list[str]:
         """A line that says how often and why, where XLA runs the graph."""
@@ -100,24 +94,15 @@ class GraphView:
 
     def predicted(self) -> str:
         """One line on the timeline."""
-        return report_text.predicted(graph_data(self, stages=False))
+        return report_text.predicted(graph_data(self))
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
-        names = list(self.stages)
-        if stage not in names:
-            raise KeyError(f"the {self.phase} graph has no stage {stage!r}; it has {', '.join(names)}")
-        index = names.index(stage)
-        before = self.stages[names[index - 1]].body if index else ""
-        title = names[index - 1] if index else "(nothing)"
-        lines = difflib.unified_diff(
-            before.splitlines(), self.stages[stage].body.splitlines(), title, stage, lineterm="", n=1
-        )
-        return "\n".join(lines)
+        return stage_diff(self.phase, list(self.stages), stage, lambda name: self.stages[name].body)
 
     def table(self) -> str:
         """The buckets as plain lines."""
-        return plain_table(self.buckets)
+        return report_text.bucket_lines(bucket_data(self))
 
 
 @dataclass
@@ -166,55 +151,43 @@ class CapturedGraph:
         return self.views[phase]
 
 
-class GraphReport:
-    """What ``inspect`` returns. ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their
-    kind; ``graphs`` holds all captures, in order. ``whole``: graphs are compiled in one piece (``regions="whole"``);
-    ``peak_gathered_bytes`` is None then, as nothing counts them. ``kept_nbytes``: gradients on this rank that wait for
-    a backward that reduces them."""
+class _Latest:
+    """The latest captured graph of a phase, as an attribute of a report."""
 
-    def __init__(
-        self,
-        graphs: list[CapturedGraph],
-        spec: ModelSpec,
-        counter: GatheredBytes,
-        regions: Any,
-        whole: bool = False,
-        kept_nbytes: int = 0,
-    ) -> None:
-        self.graphs, self.spec, self.whole = graphs, spec, whole
-        self.peak_gathered_bytes = None if whole else counter.peak
-        self.kept_nbytes = kept_nbytes
-        self.collectives = dict(counter.collectives)
-        self.regions, self.compiled_regions = regions.regions, regions.compiled
+    def __init__(self, phase: Phase) -> None:
+        self.phase: Phase = phase
+
+    def __get__(self, report: GraphReport, owner: type | None = None) -> GraphView:
+        return report.latest(self.phase)
+
+
+class GraphReport(report_text.Printed):
+    """What ``inspect`` returns: a report on the model of ``engine``, whose ``graphs`` are all captures, in order.
+    ``capture`` is Dynamo's graph, the model with shards for parameters; ``joint`` forward and backward before they are
+    partitioned; these, ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their kind.
+    ``whole``: graphs are compiled in one piece (``regions="whole"``); ``peak_gathered_bytes`` is None then, as nothing
+    counts them. ``kept_nbytes``: gradients on this rank that wait for a backward that reduces them."""
+
+    capture, joint = _Latest("capture"), _Latest("joint")
+    forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
+
+    def __init__(self, engine: Any, graphs: Sequence[CapturedGraph]) -> None:
+        self.graphs = list(graphs)
+        self.spec: ModelSpec = engine.spec
+        self.whole: bool = engine.whole
+        self.peak_gathered_bytes: int | None = None if engine.whole else engine.counter.peak
+        self.kept_nbytes: int = engine.kept.nbytes
+        self.collectives: dict[str, int] = dict(engine.counter.collectives)
+        self.regions: int = engine.regions.regions
+        self.compiled_regions: int = engine.regions.compiled
 
     @property
     def captures(self) -> list[CapturedGraph]:
         """All captures, in order: each has the views of its graphs, and the cause of its being captured."""
         return self.graphs
 
-    @property
-    def capture(self) -> GraphView:
-        """Dynamo's graph: the model with shards for parameters."""
-        return self._latest("capture")
-
-    @property
-    def joint(self) -> GraphView:
-        """Forward and backward before they are partitioned."""
-        return self._latest("joint")
-
-    @property
-    def forward(self) -> GraphView:
-        return self._latest("forward")
-
-    @property
-    def backward(self) -> GraphView:
-        return self._latest("backward")
-
-    @property
-    def inference(self) -> GraphView:
-        return self._latest("inference")
-
-    def _latest(self, phase: Phase) -> GraphView:
+    def latest(self, phase: Phase) -> GraphView:
+        """The latest captured graph of a phase. Raises LookupError where there is none."""
         for captured in reversed(self.graphs):
             if captured.stages[phase]:
                 return captured.view(phase)
@@ -239,7 +212,7 @@ class GraphReport:
             LookupError: no graph was captured yet, or there is no cost model.
             OSError: the file cannot be written.
         """
-        scheduled = [view.scheduled() for view in self._latest_run()]
+        scheduled = [view.scheduled() for view in self._latest_run()[1]]
         cost = scheduled[0].cost
         title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
         write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title)))
@@ -258,40 +231,28 @@ class GraphReport:
             OSError: the file cannot be written.
         """
         as_page = is_page(path)
-        views = self._latest_run()
-        capture = next(c for c in self.graphs if views[0] in c.views.values())
+        capture, views = self._latest_run()
         timed = [view.scheduled() for view in views] if as_page or all(view.timeline for view in views) else []
-        schedule = schedule_data(self.spec, capture.index, timed) if timed else None
+        schedule = schedule_data(self.spec, capture, timed) if timed else None
         SavedReport(report_data(self, stages=True), schedule).save(path)
 
-    def _latest_run(self) -> list[GraphView]:
+    def _latest_run(self) -> tuple[int, list[GraphView]]:
+        """The number of the latest capture with graphs that run, and these."""
         for captured in reversed(self.graphs):
-            found = [captured.view(phase) for phase in ("forward", "backward", "inference")]
-            if any(view.graph is not None for view in found):
-                return [view for view in found if view.graph is not None]
+            if found := [view for view in captured.all_views() if view.graph is not None]:
+                return captured.index, found
         raise LookupError("no graph was captured yet; run the model once, then inspect it")
 
     def diff(self, stage: str) -> str:
         """Unified diffs of what a pass changed, over the latest graphs that it ran on."""
-        found = []
-        for phase in PHASES:
-            for captured in reversed(self.graphs):
-                if stage in captured.stages[phase]:
-                    found.append(f"# {phase} graph\n{captured.view(phase).diff(stage)}")
-                    break
-        if not found:
+        latest = {phase: c for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
+        if not latest:
             raise KeyError(f"no graph has a stage {stage!r}")
-        return "\n".join(found)
+        diffs = (f"# {phase} graph\n{latest[phase].view(phase).diff(stage)}" for phase in PHASES if phase in latest)
+        return "\n".join(diffs)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """``rich.print(report)``: as wide as the terminal, in colours."""
+    def parts(self) -> Iterable[RenderableType]:
         return report_text.report_parts(report_data(self, stages=False))
-
-    def __str__(self) -> str:
-        return report_text.plain_text(report_text.report_parts(report_data(self, stages=False)))
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def inspect(model: nn.Module) -> GraphReport:
@@ -301,8 +262,7 @@ def inspect(model: nn.Module) -> GraphReport:
         TypeError: ``model`` was not compiled by graph_fsdp.
     """
     engine = engine_of(model)
-    kept = engine.kept.nbytes
-    return GraphReport(list(engine.graphs), engine.spec, engine.counter, engine.regions, engine.whole, kept)
+    return GraphReport(engine, engine.graphs)
 
 
 def engine_of(model: nn.Module) -> Any:

@@ -35,10 +35,11 @@ class SourceLine:
 def source_line(node: fx.Node) -> SourceLine | None:
     """The line that computes ``node``, or that it is the derivative of; None for what no line of the model asked for
     (collectives). Torch's own lines do not count: of ``nn.Linear``, the line that calls the module."""
-    frames = [match for match in _FRAME.finditer(node.meta.get("stack_trace") or "") if _is_users(match["file"])]
-    if not frames:
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    users = [match for match in frames if not match["file"].startswith(_NOT_USERS)]
+    if not users:
         return None
-    last = frames[-1]
+    last = users[-1]
     return SourceLine(last["file"], int(last["line"]), last["function"], last["code"].strip())
 
 
@@ -60,10 +61,6 @@ def _own_module(node: fx.Node) -> str | None:
         if stack:
             return _plain(next(reversed(stack.values()))[0])
     return None
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith(_NOT_USERS)
 
 
 def _plain(path: str) -> str:

@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import io
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from graph_fsdp.report.data import BucketData, CaptureData, GraphData, ReportData, UnitData
+from graph_fsdp.report.data import Data, error_text
 
 WIDTH = 120  # of the plain text; names that do not fit go on in the next line
+_UNLIMITED = 10_000
 _SHOWN = 40  # rows of a table; of a longer one its first and last are printed
 _LAST = 8
 _KIND_STYLES = {"gather": "cyan", "kept": "blue", "reduce": "magenta", "replicate": "magenta", "keep": "blue"}
-_MILLI = 1e3
+_BUCKET_HEADER = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
+_PREDICTED_HEADER = ("slots", "ahead", "takes ms", "exposed ms")
 
 
-def plain_text(parts: Iterable[RenderableType]) -> str:
+class Printed:
+    """What is printed from parts of rich: in the terminal's width and colours by ``rich.print``, else as plain text."""
+
+    def parts(self) -> Iterable[RenderableType]:
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return self.parts()
+
+    def __str__(self) -> str:
+        return plain_text(self.parts())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def plain_text(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
     """Without colours, and the same wherever it is made."""
     console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, _environ={}
+        file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False, _environ={}
     )
     with console.capture() as captured:
         for part in parts:
@@ -30,25 +50,36 @@ def plain_text(parts: Iterable[RenderableType]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
 
 
-def report_parts(data: ReportData) -> Iterator[RenderableType]:
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
+    """A table as plain text of any width. The first ``texts`` columns are text, the others numbers."""
+    return plain_text([_table(header, [list(map(Text, row)) for row in rows], texts)], _UNLIMITED)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def report_parts(data: Data) -> Iterator[RenderableType]:
     """What is printed of a report, from top to bottom."""
-    ranks = _count(data["world_size"], "rank")
+    ranks = f"{data['world_size']} rank{'s' if data['world_size'] != 1 else ''}"
     over = f"{data['replicas']} replicas of {ranks}" if data["replicas"] > 1 else ranks
-    yield _title(f"graph_fsdp: {data['parameters']} parameters in {data['buckets']} buckets over {over}")
-    if data["error"] is not None:
-        yield Text(f"\n{data['error']['kind']}: {data['error']['message']}", style="bold red")
+    title = f"graph_fsdp: {data['parameters']} parameters in {data['buckets']} buckets over {over}"
+    yield Text(title, style="bold")
+    failed = error_text(data)
+    if failed is not None:
+        yield Text(f"\n{failed}", style="bold red")
     else:
-        yield _line(f"captured graphs: {len(data['captures'])}; {_compiled(data)}")
+        yield Text(f"captured graphs: {len(data['captures'])}; {_compiled(data)}")
     if data["kept_nbytes"]:
-        yield _line(f"gradients that are not reduced yet: {data['kept_nbytes']:,} bytes")
+        yield Text(f"gradients that are not reduced yet: {data['kept_nbytes']:,} bytes")
     if data["units"]:
         yield Text("")
         yield _unit_table(data["units"])
     for capture in data["captures"]:
-        yield from _capture_parts(capture) if data["error"] is None else _passes_run(capture)
+        yield from _capture_parts(capture) if failed is None else _passes_run(capture)
 
 
-def _compiled(data: ReportData) -> str:
+def _compiled(data: Data) -> str:
     if data["whole"]:
         return f"compiled whole: {data['compiled_regions']}"
     return (
@@ -57,100 +88,93 @@ def _compiled(data: ReportData) -> str:
     )
 
 
-def _passes_run(capture: CaptureData) -> Iterator[RenderableType]:
+def _passes_run(capture: Data) -> Iterator[RenderableType]:
     """Of a capture that failed."""
     yield Text("")
     for graph in capture["graphs"]:
-        yield _line(f"{graph['phase']} graph after {', '.join(name for name, _ in graph['passes'])}")
+        yield Text(f"{graph['phase']} graph after {_passes(graph)}")
 
 
-def _capture_parts(capture: CaptureData) -> Iterator[RenderableType]:
-    shown = [graph for graph in capture["graphs"] if graph["nodes"]]
+def _capture_parts(capture: Data) -> Iterator[RenderableType]:
     if capture["cause_kind"] != "first":
         yield Text(f"\ngraph {capture['index']} was captured because {capture['cause']}", style="yellow")
-    for graph in shown:
-        yield _title(f"\ngraph {capture['index']}, {graph['phase']}: {graph['nodes']} nodes")
-        yield from graph_parts(graph)
+    for graph in capture["graphs"]:
+        if graph["nodes"]:
+            yield Text(f"\ngraph {capture['index']}, {graph['phase']}: {graph['nodes']} nodes", style="bold")
+            yield from graph_parts(graph)
 
 
-def graph_parts(graph: GraphData) -> Iterator[RenderableType]:
+def graph_parts(graph: Data) -> Iterator[RenderableType]:
     """What is printed of one graph."""
-    yield _bucket_table(graph["buckets"]) if graph["buckets"] else _line("  nothing gathered or reduced")
-    yield from (_line(f"  {line}") for line in graph["slots"])
+    lines = list(graph["slots"])
     if graph["whole"]:
-        yield _line("  compiled whole: the compiler allocates the buffers")
-        yield from (_line(f"  {line}") for line in graph["compiled_by_xla"])
+        lines += ["compiled whole: the compiler allocates the buffers", *graph["compiled_by_xla"]]
     elif graph["buckets"]:
-        yield _line(f"  copied by packing and unpacking: {graph['copied_nbytes']:,} bytes")
-    yield from (_line(f"  {line}") for line in [*graph["memory"], *graph["cuda_graphs"]])
-    yield _line(f"  {predicted(graph)}")
-    yield _line(f"  passes: {', '.join(name for name, _ in graph['passes'])}")
+        lines.append(f"copied by packing and unpacking: {graph['copied_nbytes']:,} bytes")
+    lines += [*graph["memory"], *graph["cuda_graphs"], predicted(graph), f"passes: {_passes(graph)}"]
+    yield _bucket_table(graph["buckets"]) if graph["buckets"] else Text("  nothing gathered or reduced")
+    yield from (Text(f"  {line}") for line in lines)
 
 
-def predicted(graph: GraphData) -> str:
+def _passes(graph: Data) -> str:
+    return ", ".join(name for name, _ in graph["passes"])
+
+
+def predicted(graph: Data) -> str:
     """One line on the schedule."""
     found = graph["schedule"]
     if found is None:
         return "predicted: no cost model"
     return (
-        f"predicted on {found['hardware']}: {found['seconds'] * _MILLI:.3f} ms, compute "
-        f"{found['compute'] * _MILLI:.3f}, communication {found['communication'] * _MILLI:.3f}, of it exposed "
-        f"{found['exposed'] * _MILLI:.3f}"
+        f"predicted on {found['hardware']}: {milliseconds(found['seconds'])} ms, "
+        f"compute {milliseconds(found['compute'])}, communication {milliseconds(found['communication'])}, "
+        f"of it exposed {milliseconds(found['exposed'])}"
     )
 
 
-def _unit_table(units: Sequence[UnitData]) -> RenderableType:
+def _unit_table(units: Sequence[Data]) -> RenderableType:
     """Units in a row that are alike are one line."""
-    table = _table(("unit", "params", "elements", "bytes", "bytes of a rank"), texts=1)
-    alike: list[list[UnitData]] = []
-    for unit in units:
-        if alike and _sizes(alike[-1][-1]) == _sizes(unit):
-            alike[-1].append(unit)
-        else:
-            alike.append([unit])
     rows = []
-    for group in alike:
-        first, last = group[0], group[-1]
-        name = first["name"] if first is last else f"{first['name']} to {last['name']}: {len(group)} units, each"
-        rows.append((Text(name), *(Text(f"{n:,}") for n in _sizes(first))))
-    return _filled(table, rows)
+    for sizes, alike in itertools.groupby(units, operator.itemgetter("parameters", "numel", "nbytes", "shard_nbytes")):
+        first, *others = [unit["name"] for unit in alike]
+        name = f"{first} to {others[-1]}: {len(others) + 1} units, each" if others else first
+        rows.append([Text(name), *(Text(f"{n:,}") for n in sizes)])
+    return _table(("unit", "params", "elements", "bytes", "bytes of a rank"), rows, texts=1, shown=_SHOWN)
 
 
-def _sizes(unit: UnitData) -> tuple[int, int, int, int]:
-    return unit["parameters"], unit["numel"], unit["nbytes"], unit["shard_nbytes"]
+def bucket_lines(buckets: Iterable[Data]) -> str:
+    """When each bucket is gathered, used, freed or reduced, as plain lines."""
+    return columns(_BUCKET_HEADER, map(_bucket_cells, buckets), texts=2)
 
 
-_BUCKET_HEADER = (
-    *("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free"),
-    *("slots", "ahead", "takes ms", "exposed ms"),
-)
+def _bucket_cells(b: Data) -> list[str]:
+    events = [_number(b[name]) for name in ("start", "wait", "first_use")]
+    free = "kept" if b["kept"] else _number(b["free"])
+    return [b["name"], b["kind"], str(b["parameters"]), f"{b['nbytes']:,}", *events, free]
 
 
-def _bucket_table(buckets: Sequence[BucketData]) -> RenderableType:
+def _bucket_table(buckets: Sequence[Data]) -> RenderableType:
     rows = []
     for b in buckets:
-        free = "kept" if b["kept"] else _number(b["free"])
-        exposed = _milliseconds(b["exposed"])
-        rows.append(
-            (
-                Text(b["name"]),
-                Text(b["kind"], style=_KIND_STYLES.get(b["kind"], "")),
-                Text(str(b["parameters"])),
-                Text(f"{b['nbytes']:,}"),
-                *(Text(_number(n)) for n in (b["start"], b["wait"], b["first_use"])),
-                Text(free),
-                Text(", ".join(map(str, b["slots"])) or "-"),
-                Text(_number(b["ahead"])),
-                Text(_milliseconds(b["seconds"])),
-                Text(exposed, style="bold red" if b["exposed"] else ""),
-            )
-        )
-    return _filled(_table(_BUCKET_HEADER, texts=2), rows)
+        slots = ", ".join(map(str, b["slots"])) or "-"
+        found = (slots, _number(b["ahead"]), milliseconds(b["seconds"]), milliseconds(b["exposed"]))
+        row = [Text(cell) for cell in (*_bucket_cells(b), *found)]
+        row[1].stylize(_KIND_STYLES.get(b["kind"], ""))
+        row[-1].stylize("bold red" if b["exposed"] else "")
+        rows.append(row)
+    return _table((*_BUCKET_HEADER, *_PREDICTED_HEADER), rows, texts=2, shown=_SHOWN)
 
 
-def _filled(table: Table, rows: Sequence[tuple[Text, ...]]) -> RenderableType:
-    hidden = len(rows) - _SHOWN if len(rows) > _SHOWN else 0
-    for row in rows[: _SHOWN - _LAST] if hidden else rows:
+def _table(header: Sequence[str], rows: Sequence[Sequence[Text]], texts: int, shown: int | None = None) -> Padding:
+    """The first ``texts`` columns are text, the others numbers. ``shown``: the most rows; None for all."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for n, name in enumerate(header):
+        if n < texts:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    hidden = 0 if shown is None else max(0, len(rows) - shown)
+    for row in rows[: len(rows) - hidden - _LAST] if hidden else rows:
         table.add_row(*row)
     if hidden:
         table.add_row(Text(f"… {hidden} more", style="dim"))
@@ -159,32 +183,5 @@ def _filled(table: Table, rows: Sequence[tuple[Text, ...]]) -> RenderableType:
     return Padding(table, (0, 0, 0, 2), expand=False)
 
 
-def _table(header: Sequence[str], texts: int) -> Table:
-    """The first ``texts`` columns are text, the others numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for n, name in enumerate(header):
-        if n < texts:
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _title(text: str) -> Text:
-    return Text(text, style="bold")
-
-
-def _line(text: str) -> Text:
-    return Text(text)
-
-
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * _MILLI:.3f}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'s' if n != 1 else ''}"

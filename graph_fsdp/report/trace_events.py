@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -19,21 +20,41 @@ from graph_fsdp.passes.analysis.simulate import Timeline
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
+from graph_fsdp.report.bucket_rows import wait_of
 from graph_fsdp.report.source_lines import module_name, source_line
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 
 COMPUTE = "compute"
-_MICROSECONDS = 1e6
+MICROSECONDS = 1e6  # in a second
 
 
 @dataclass(frozen=True)
 class ScheduledGraph:
-    """A graph after all passes with what is predicted of it. ``memory``: None where buffers are the compiler's."""
+    """A graph after all passes with what is predicted of it. ``memory``: None where nothing predicts it. ``whole``: no
+    region runs by itself."""
 
     graph: Graph
     cost: CostModel
     timeline: Timeline
-    memory: MemoryProfile | None
+    memory: MemoryProfile | None = None
+    whole: bool = False
+
+    def computing(self) -> dict[fx.Node, float]:
+        """The nodes that compute, and the seconds of each."""
+        communication = dialect.STARTS | dialect.WAITS | dialect.COPY_STARTS | dialect.COPY_WAITS
+        seconds = self.cost.graph_seconds(self.graph)
+        return {node: seconds[node] for node in self.graph.nodes if node.target not in communication and seconds[node]}
+
+    def held(self) -> dict[int, dict[str, int]]:
+        """Position → category → bytes, where any of them changes."""
+        found: dict[int, dict[str, int]] = {}
+        timeline = self.memory.timeline if self.memory is not None else {}
+        previous: tuple[int, ...] = ()
+        for position, values in enumerate(zip(*timeline.values(), strict=True)):
+            if values != previous:
+                found[position] = dict(zip(timeline, values, strict=True))
+            previous = values
+        return found
 
 
 @dataclass(frozen=True)
@@ -49,20 +70,12 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Values that hold from a time on, in seconds from the start of the schedule."""
-
-    begin: float
-    values: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class Process:
-    """One schedule of a trace."""
+    """One schedule of a trace. ``counters``: seconds from its start, and the values that hold from then on."""
 
     title: str
     slices: Sequence[Slice]
-    counters: Sequence[Counters] = ()
+    counters: Sequence[tuple[float, Mapping[str, int]]] = ()
 
 
 def trace_of(processes: Sequence[Process]) -> dict[str, Any]:
@@ -75,67 +88,78 @@ def trace_of(processes: Sequence[Process]) -> dict[str, Any]:
         events += [_named("thread_name", number, thread, lane) for lane, thread in threads.items()]
         for s in process.slices:
             place = {"ph": "X", "pid": number, "tid": threads[s.lane], "name": s.name, "cat": s.category}
-            times = {"ts": s.begin * _MICROSECONDS, "dur": s.seconds * _MICROSECONDS}
+            times = {"ts": s.begin * MICROSECONDS, "dur": s.seconds * MICROSECONDS}
             events.append({**place, **times, "args": {key: v for key, v in s.args.items() if v is not None}})
-        for c in process.counters:
-            counter = {"ph": "C", "pid": number, "name": "bytes", "ts": c.begin * _MICROSECONDS}
-            events.append({**counter, "args": dict(c.values)})
+        for begin, values in process.counters:
+            counter = {"ph": "C", "pid": number, "name": "bytes", "ts": begin * MICROSECONDS}
+            events.append({**counter, "args": dict(values)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def in_a_row(graphs: Sequence[ScheduledGraph]) -> Iterator[tuple[float, ScheduledGraph]]:
+    """Graphs one after the other, each with the seconds at which it begins."""
+    return zip(accumulate((g.timeline.seconds for g in graphs), initial=0.0), graphs, strict=False)
 
 
 def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: str) -> dict[str, Any]:
     """The graphs one after the other on one time axis, with each node that takes time and the bytes held."""
-    slices: list[Slice] = []
-    counters: list[Counters] = []
-    begin = 0.0
-    for scheduled in graphs:
-        if scheduled.memory is not None:  # else no region runs by itself
-            slices += predicted_slices(scheduled.graph, scheduled.cost, scheduled.timeline, spec, begin)
-            counters += _memory(scheduled.graph, scheduled.timeline, scheduled.memory, begin)
-        else:
-            slices.append(Slice(scheduled.graph.phase, "graph", COMPUTE, begin, scheduled.timeline.seconds))
-            slices += _communication(scheduled.graph, scheduled.timeline, spec, begin)
-        slices += _nodes(scheduled, begin)
-        begin += scheduled.timeline.seconds
+    slices = list(predicted_slices(graphs, spec))
+    counters: list[tuple[float, Mapping[str, int]]] = []
+    for begin, scheduled in in_a_row(graphs):
+        starts, nodes = scheduled.timeline.starts, scheduled.graph.nodes
+        for node, seconds in scheduled.computing().items():
+            slices.append(Slice(node.name, "compute", COMPUTE, begin + starts[node], seconds, _computation(node)))
+        counters += [(begin + starts[nodes[position]], held) for position, held in scheduled.held().items()]
     return trace_of([Process(title, slices, counters)])
 
 
-def predicted_slices(
-    graph: Graph, cost: CostModel, timeline: Timeline, spec: ModelSpec, begin: float = 0.0
-) -> Iterator[Slice]:
-    """The graph, its regions and its communication: what can be measured too."""
-    seconds = cost.graph_seconds(graph)
-    yield Slice(graph.phase, "graph", COMPUTE, begin, timeline.seconds)
-    for index, step in enumerate(cut(graph)):
-        computing = [node for node in step.nodes if seconds[node]] if isinstance(step, Region) else []
-        if isinstance(step, Region) and computing:
-            first, last = timeline.starts[computing[0]], timeline.starts[computing[-1]] + seconds[computing[-1]]
-            name = region_name(index, step)
-            yield Slice(name, "region", COMPUTE, begin + first, last - first, {"unit": unit_of(step) or None})
-    yield from _communication(graph, timeline, spec, begin)
+def predicted_slices(graphs: Sequence[ScheduledGraph], spec: ModelSpec) -> Iterator[Slice]:
+    """Graphs one after the other, their regions and their communication: what can be measured too."""
+    for begin, scheduled in in_a_row(graphs):
+        starts, seconds = scheduled.timeline.starts, scheduled.computing()
+        yield Slice(scheduled.graph.phase, "graph", COMPUTE, begin, scheduled.timeline.seconds)
+        for index, step in enumerate([] if scheduled.whole else cut(scheduled.graph)):
+            computing = [node for node in step.nodes if node in seconds] if isinstance(step, Region) else []
+            if isinstance(step, Region) and computing:
+                first, last = starts[computing[0]], starts[computing[-1]] + seconds[computing[-1]]
+                yield region_slice(index, step, begin + first, last - first)
+        yield from communication(begin, scheduled, spec)
 
 
-def region_name(index: int, region: Region) -> str:
-    """As the printed program has it, and whose parameters it computes with."""
-    return f"region_{index} {unit_of(region)}".rstrip()
+def region_slice(index: int, region: Region, begin: float, seconds: float) -> Slice:
+    """A compute region: named as in the printed program, and by whose parameters it computes with."""
+    unit = unit_of(region)
+    return Slice(f"region_{index} {unit}".rstrip(), "region", COMPUTE, begin, seconds, {"unit": unit or None})
+
+
+def wait_slice(start: fx.Node, begin: float, seconds: float) -> Slice:
+    """Compute, while it waits for a collective or a copy."""
+    wait = wait_of(start)
+    return Slice(wait.name, "exposed", COMPUTE, begin, seconds, communication_args(wait))
+
+
+def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Iterator[Slice]:
+    """The collectives and copies of a graph, and the waits for them that take time."""
+    for event in scheduled.timeline.events:
+        if event.exposed:
+            at = begin + scheduled.timeline.starts[wait_of(event.node)]
+            yield wait_slice(event.node, at, event.exposed)
+    for event in scheduled.timeline.events:
+        args = {**communication_args(event.node), "exposed_us": event.exposed * MICROSECONDS}
+        lane, seconds = lane_of(event.node, spec), event.end - event.begin
+        yield Slice(event.node.name, "communication", lane, begin + event.begin, seconds, args)
 
 
 def lane_of(start: fx.Node, spec: ModelSpec) -> str:
     """The lane that a collective or a copy runs on, as readers know it."""
     if start.target in dialect.STARTS:
-        group = dialect.group_of(start)
-        if group == spec.group:
-            return "communication"
-        if group == spec.own_reduce_group:
-            return "reductions"
-        return "over replicas" if group == spec.replicate_group else "in subgroups"
+        lanes = {
+            spec.replicate_group: "over replicas",
+            spec.own_reduce_group: "reductions",
+            spec.group: "communication",
+        }
+        return lanes.get(dialect.group_of(start), "in subgroups")
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
-
-
-def wait_of(start: fx.Node) -> fx.Node:
-    """The node that waits for a collective or a copy; the start itself if none does."""
-    waits = dialect.WAITS | dialect.COPY_WAITS
-    return next((user for user in start.users if user.target in waits and user.args[0] is start), start)
 
 
 def communication_args(node: fx.Node) -> dict[str, Any]:
@@ -149,41 +173,11 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _communication(graph: Graph, timeline: Timeline, spec: ModelSpec, begin: float) -> Iterator[Slice]:
-    waited = {event.node: event for event in timeline.events if event.exposed}
-    for node in graph.fx_graph.nodes:
-        if (node.target in dialect.WAITS or node.target in dialect.COPY_WAITS) and node.args[0] in waited:
-            exposed, at = waited[node.args[0]].exposed, begin + timeline.starts[node]
-            yield Slice(node.name, "exposed", COMPUTE, at, exposed, communication_args(node))
-    for event in timeline.events:
-        args = {**communication_args(event.node), "exposed_us": event.exposed * _MICROSECONDS}
-        lane, duration = lane_of(event.node, spec), event.end - event.begin
-        yield Slice(event.node.name, "communication", lane, begin + event.begin, duration, args)
-
-
-def _nodes(scheduled: ScheduledGraph, begin: float) -> Iterator[Slice]:
-    seconds, starts = scheduled.cost.graph_seconds(scheduled.graph), scheduled.timeline.starts
-    communication = dialect.STARTS | dialect.WAITS | dialect.COPY_STARTS | dialect.COPY_WAITS
-    for node in scheduled.graph.fx_graph.nodes:
-        if node.target not in communication and seconds[node]:
-            yield Slice(node.name, "compute", COMPUTE, begin + starts[node], seconds[node], _computation(node))
-
-
 def _computation(node: fx.Node) -> dict[str, Any]:
     source = source_line(node)
     where = f"{source.file}:{source.line}" if source is not None else None
     code = source.code if source is not None else None
     return {"operator": str(node.target), "module": module_name(node), "source": where, "code": code}
-
-
-def _memory(graph: Graph, timeline: Timeline, memory: MemoryProfile, begin: float) -> Iterator[Counters]:
-    """One counter of all categories, where any of them changes."""
-    previous: dict[str, int] | None = None
-    for index, node in enumerate(graph.fx_graph.nodes):
-        values: dict[str, int] = {category: held[index] for category, held in memory.timeline.items()}
-        if values != previous:
-            yield Counters(begin + timeline.starts[node], values)
-        previous = values
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

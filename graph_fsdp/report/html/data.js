@@ -24,16 +24,6 @@ const formatTime = (us, step = Infinity) => {
   return `${(us / scale).toFixed(Number.isFinite(needed) ? Math.max(digits, needed) : digits)} ${unit}`;
 };
 
-// The index of the last value that is not above `wanted`, by `value(index)`; -1 if all are.
-function lastAtMost(length, value, wanted) {
-  let low = 0, high = length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (value(middle) <= wanted) low = middle + 1; else high = middle;
-  }
-  return low - 1;
-}
-
 function element(tag, text = "", attributes = {}) {
   const made = document.createElement(tag);
   made.textContent = text;
@@ -41,9 +31,18 @@ function element(tag, text = "", attributes = {}) {
   return made;
 }
 
-function tableRow(cells, tag = "td", textCells = 1) {
+function tableRow(cells, tag, textCells) {
   const row = document.createElement("tr");
   cells.forEach((cell, n) => row.append(element(tag, cell ?? "-", n < textCells ? { class: "text" } : {})));
+  return row;
+}
+
+// A row that leads to a node, where there is one of this name.
+function nodeRow(cells, textCells, name, show) {
+  const row = tableRow(cells, "td", textCells);
+  if (name === undefined) return row;
+  row.dataset.node = name;
+  row.addEventListener("click", show);
   return row;
 }
 

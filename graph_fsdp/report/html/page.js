@@ -40,20 +40,11 @@ function start(data) {
 
   for (const [id, act] of [["zoom-in", () => timeline.zoom(0.5)], ["zoom-out", () => timeline.zoom(2)], ["zoom-all", () => timeline.show(0, timeline.end)]])
     document.getElementById(id).addEventListener("click", act);
-  if (data.error) banner(data.error);
-  for (const [index, cause] of data.captures.slice(1)) document.getElementById("causes").append(element("li", `graph ${index} was captured because ${cause}`));
-  document.getElementById("timeline-section").hidden = document.getElementById("bucket-section").hidden = !data.graphs.length;
   numbers(data);
   legend(timeline);
   peaks(data, showNode);
   buckets(data, showNode);
   search(data, timeline, stages, graphOf, showNode);
-}
-
-function banner(text) {
-  const box = document.getElementById("error");
-  box.textContent = text;
-  box.hidden = false;
 }
 
 function numbers(data) {
@@ -83,10 +74,8 @@ function peaks(data, showNode) {
     const title = element("h2", `${graph.phase}: ${formatBytes(peak)} at ${graph.names[peak_position]}`);
     const table = element("table");
     for (const [node, category, nbytes] of holders) {
-      const row = tableRow([node, category, formatBytes(nbytes)], "td", 2);
       const index = graph.names.indexOf(node);
-      if (index >= 0) { row.dataset.node = node; row.addEventListener("click", () => showNode(g, index)); }
-      table.append(row);
+      table.append(nodeRow([node, category, formatBytes(nbytes)], 2, graph.names[index], () => showNode(g, index)));
     }
     card.append(title, table);
     target.append(card);
@@ -100,10 +89,9 @@ function buckets(data, showNode) {
   const time = (seconds) => (seconds === null ? null : formatTime(seconds * 1e6));
   const rows = data.graphs.flatMap((graph, g) => graph.rows.map((row) => [graph, g, row]));
   const made = ([graph, g, [name, kind, count, nbytes, begin, wait, use, free, ahead, seconds, exposed]]) => {
-    const row = tableRow([graph.phase, name, kind, count, formatBytes(nbytes), begin, wait, use, free, ahead, time(seconds), time(exposed)], "td", 3);
+    const cells = [graph.phase, name, kind, count, formatBytes(nbytes), begin, wait, use, free, ahead, time(seconds), time(exposed)];
+    const node = begin ?? wait ?? use, row = nodeRow(cells, 3, graph.names[node], () => showNode(g, node));
     if (exposed) row.lastChild.classList.add("exposed");
-    const node = begin ?? wait ?? use;
-    if (node !== null) { row.dataset.node = graph.names[node]; row.addEventListener("click", () => showNode(g, node)); }
     return row;
   };
   // A deep model has thousands of rows: those further down are made when somebody scrolls there.
@@ -132,10 +120,8 @@ function search(data, timeline, stages, graphOf, showNode) {
     const table = element("table");
     for (const [phase, node, kind] of events) {
       const graph = data.graphs[graphOf(phase)], source = graph.sources[node];
-      const row = tableRow([phase, data.strings[kind], graph.names[node], source < 0 ? "" : data.strings[source].replace(/^.*[\\/]/, "")], "td", 4);
-      row.dataset.node = graph.names[node];
-      row.addEventListener("click", () => showNode(graphOf(phase), node));
-      table.append(row);
+      const name = graph.names[node], line = source < 0 ? "" : data.strings[source].replace(/^.*[\\/]/, "");
+      table.append(nodeRow([phase, data.strings[kind], name, line], 4, name, () => showNode(graphOf(phase), node)));
     }
     const body = element("div", "", { class: "card" });
     body.append(element("h2", about), table);

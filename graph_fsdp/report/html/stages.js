@@ -1,6 +1,13 @@
 // The graphs after each pass: texts are rebuilt from their differences, and only lines in sight are in the page.
 const LINE = 18, CONTEXT = 2;
 
+// How a stage is made of the lines before it: [kind, line] from top to bottom, kind "", "removed" or "added".
+function* difference(before, stage) {
+  let old = 0, added = 0;
+  for (const [kind, count] of stage.changes)
+    for (let n = 0; n < count; n++) yield [kind === "same" ? "" : kind, kind === "added" ? stage.added[added++] : before[old++]];
+}
+
 class Stages {
   constructor(data, onLine) {
     this.all = [...data.sources, ...data.graphs];
@@ -20,7 +27,7 @@ class Stages {
     if (this.all.length) this.open(data.graphs.length ? data.sources.length : this.all.length - 1);
   }
 
-  open(number, stage = null) {
+  open(number) {
     this.graph = number;
     this.select.value = number;
     const stages = this.all[number].stages;
@@ -30,21 +37,15 @@ class Stages {
       return tab;
     }));
     const changed = stages.map((s) => s.changes.some(([kind]) => kind !== "same"));
-    this.openStage(stage ?? Math.max(0, changed.lastIndexOf(true)));
+    this.openStage(Math.max(0, changed.lastIndexOf(true)));
   }
 
-  texts_of(number) {
+  textsOf(number) {
     if (!this.texts.has(number)) {
       let before = [];
       this.texts.set(number, this.all[number].stages.map((stage) => {
-        const lines = [];
-        let old = 0, added = 0;
-        for (const [kind, count] of stage.changes) {
-          if (kind === "same") for (let n = 0; n < count; n++) lines.push(before[old + n]);
-          if (kind === "added") for (let n = 0; n < count; n++) lines.push(stage.added[added++]);
-          if (kind !== "added") old += count;
-        }
-        return (before = lines);
+        before = [...difference(before, stage)].filter(([kind]) => kind !== "removed").map(([, line]) => line);
+        return before;
       }));
     }
     return this.texts.get(number);
@@ -52,51 +53,34 @@ class Stages {
 
   openStage(number) {
     this.stage = number;
-    const stage = this.all[this.graph].stages[number], texts = this.texts_of(this.graph);
+    const stage = this.all[this.graph].stages[number], texts = this.textsOf(this.graph);
     [...this.tabs.children].forEach((tab, n) => tab.setAttribute("aria-selected", String(n === number)));
     document.getElementById("stage-summary").textContent = stage.header.replace(/^# /gm, "").split("\n").join("; ");
-    this.lines = number ? this.compared(texts[number - 1], texts[number], stage.changes) : texts[0].map((text) => ["", text]);
+    this.lines = number ? this.compared([...difference(texts[number - 1], stage)]) : texts[0].map((text) => ["", text]);
     if (number && this.only.checked && this.lines.some(([kind]) => kind)) this.lines = this.withoutSame(this.lines);
     document.getElementById("code-height").style.height = `${this.lines.length * LINE + 8}px`;
     this.box.scrollTop = 0;
     this.draw();
   }
 
-  // [kind, line]: kind "", "added", "removed" or "moved" (removed in one place, and added in another).
-  compared(before, after, changes) {
-    const removed = new Set(), added = new Set(), lines = [];
-    let i = 0, j = 0;
-    for (const [kind, count] of changes) {
-      for (let n = 0; n < count; n++) {
-        if (kind === "removed") removed.add(before[i + n]);
-        if (kind === "added") added.add(after[j + n]);
-      }
-      if (kind !== "added") i += count;
-      if (kind !== "removed") j += count;
-    }
-    i = j = 0;
-    for (const [kind, count] of changes) {
-      for (let n = 0; n < count; n++) {
-        if (kind === "same") lines.push(["", after[j + n]]);
-        else if (kind === "added") lines.push([removed.has(after[j + n]) ? "moved" : "added", after[j + n]]);
-        else if (!added.has(before[i + n])) lines.push(["removed", before[i + n]]);
-      }
-      if (kind !== "added") i += count;
-      if (kind !== "removed") j += count;
-    }
-    return lines;
+  // A line that is removed in one place and added in another has moved, and stands where it was added.
+  compared(lines) {
+    const linesOf = (wanted) => new Set(lines.filter(([kind]) => kind === wanted).map(([, line]) => line));
+    const removed = linesOf("removed"), added = linesOf("added");
+    return lines
+      .filter(([kind, line]) => kind !== "removed" || !added.has(line))
+      .map(([kind, line]) => [kind === "added" && removed.has(line) ? "moved" : kind, line]);
   }
 
   withoutSame(lines) {
     const near = new Uint8Array(lines.length);
     lines.forEach(([kind], n) => { if (kind) near.fill(1, Math.max(0, n - CONTEXT), n + CONTEXT + 1); });
-    const kept = [];
-    let left = 0;
-    lines.forEach((line, n) => {
-      if (near[n]) { if (left) kept.push(["gap", `    … ${left} lines`]); left = 0; kept.push(line); } else left++;
+    return lines.flatMap((line, n) => {
+      if (near[n]) return [line];
+      if (near[n - 1] === 0) return []; // the first line of the gap tells its length
+      const end = near.indexOf(1, n);
+      return [["gap", `    … ${(end < 0 ? lines.length : end) - n} lines`]];
     });
-    if (left) kept.push(["gap", `    … ${left} lines`]);
-    return kept;
   }
 
   draw() {
@@ -119,12 +103,12 @@ class Stages {
     const number = this.all.findLastIndex((graph) => graph.phase === phase); // the timeline's graphs are the last
     if (number < 0) return;
     if (number !== this.graph) this.open(number);
-    let at = this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${name} = `));
-    if (at < 0 && this.only.checked) {
+    const find = () => this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${name} = `));
+    if (find() < 0 && this.only.checked) {
       this.only.checked = false;
       this.openStage(this.stage);
-      at = this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${name} = `));
     }
+    const at = find();
     if (at >= 0) this.box.scrollTop = Math.max(0, at * LINE - this.box.clientHeight / 2);
     this.draw();
   }

@@ -29,17 +29,10 @@ class Timeline {
 
   // [graph, node, begin, duration, is exposed], sorted by begin.
   collect(lane, number) {
-    const found = [];
-    this.data.graphs.forEach((graph, g) => {
-      if (number === 0) {
-        for (const [node, begin, duration] of graph.compute) found.push([g, node, begin, duration, false]);
-        for (const [node, begin, duration] of graph.waits) found.push([g, node, begin, duration, true]);
-      } else {
-        for (const [node, name, begin, duration] of graph.communication)
-          if (this.data.strings[name] === lane) found.push([g, node, begin, duration, false]);
-      }
-    });
-    return found.sort((a, b) => a[2] - b[2]);
+    const rows = ({ compute, waits, communication }) => number
+      ? communication.filter((row) => this.data.strings[row[1]] === lane).map(([node, , begin, duration]) => [node, begin, duration, false])
+      : [...compute.map((row) => [...row, false]), ...waits.map((row) => [...row, true])];
+    return this.data.graphs.flatMap((graph, g) => rows(graph).map((row) => [g, ...row])).sort((a, b) => a[2] - b[2]);
   }
 
   x(time) { return LABEL + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - LABEL); }
@@ -114,7 +107,7 @@ class Timeline {
     const top = this.top(number), slices = this.slices[number];
     c.fillStyle = this.color("--fore");
     c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
-    const first = Math.max(0, lastAtMost(slices.length, (n) => slices[n][2], this.view[0]));
+    const first = Math.max(0, slices.findLastIndex((s) => s[2] <= this.view[0]));
     const columns = new Map(), wide = []; // pixel → [part that is filled, part that is exposed] by what is narrower
     const fill = (column, part, exposed) => {
       const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
@@ -164,35 +157,30 @@ class Timeline {
     c.fillText(`peak ${formatBytes(this.peak)}`, 8, top + 26);
     this.data.graphs.forEach((graph) => {
       if (!graph.memory) return;
-      const { times, values, categories } = graph.memory;
-      const first = Math.max(0, lastAtMost(times.length, (n) => times[n], this.view[0]));
+      const { times, values, categories, positions, peak_position } = graph.memory;
+      const first = Math.max(0, times.findLastIndex((time) => time <= this.view[0]));
       const end = graph.begin + graph.seconds * 1e6;
       if (end > this.view[0] && graph.begin < this.view[1]) {
         c.fillStyle = this.color("--faint");
         c.fillText(graph.phase, Math.max(LABEL, this.x(graph.begin)) + 5, top + 6);
       }
-      let column = -1, most = null, mostTotal = -1;
-      const flush = (left, right) => {
-        if (most === null) return;
-        let y = bottom;
-        if (right - left < 1) { left = Math.floor(left); right = left + 1; }
-        categories.forEach((_, k) => {
-          const h = (most[k] / this.peak) * (MEMORY - PHASE);
-          c.fillStyle = PALETTE[k % PALETTE.length];
-          c.fillRect(left, y - h, right - left, h);
-          y -= h;
-        });
-      };
+      let column = -1, highest = -1;
       for (let n = first; n < times.length && times[n] <= this.view[1]; n++) {
         const left = Math.max(LABEL, this.x(times[n]));
         const right = Math.min(this.width, this.x(n + 1 < times.length ? times[n + 1] : end));
-        const total = values[n].reduce((a, b) => a + b, 0);
-        if (Math.floor(left) !== column) { most = null; mostTotal = -1; column = Math.floor(left); }
-        if (total > mostTotal) { most = values[n]; mostTotal = total; flush(left, right); } else if (right - left >= 1) {
-          most = values[n]; flush(left, right);
-        }
+        const total = values[n].reduce((a, b) => a + b, 0), narrow = right - left < 1;
+        if (Math.floor(left) !== column) { column = Math.floor(left); highest = -1; }
+        if (narrow && total <= highest) continue; // in a pixel, the highest is drawn
+        highest = Math.max(highest, total);
+        let y = bottom;
+        categories.forEach((_, k) => {
+          const h = (values[n][k] / this.peak) * (MEMORY - PHASE);
+          c.fillStyle = PALETTE[k % PALETTE.length];
+          c.fillRect(narrow ? column : left, y - h, narrow ? 1 : right - left, h);
+          y -= h;
+        });
       }
-      const at = times[lastAtMost(graph.memory.positions.length, (n) => graph.memory.positions[n], graph.memory.peak_position)];
+      const at = times[positions.findLastIndex((position) => position <= peak_position)];
       if (at >= this.view[0] && at <= this.view[1]) {
         c.fillStyle = this.color("--exposed");
         c.fillRect(this.x(at), top - 4, 1.5, MEMORY + 4);
@@ -207,15 +195,14 @@ class Timeline {
     const lane = Math.floor((py - AXIS - GAP) / (LANE + GAP));
     if (lane >= 0 && lane < this.lanes.length && py - this.top(lane) <= LANE) {
       const slices = this.slices[lane];
-      const near = lastAtMost(slices.length, (n) => slices[n][2], time + 1.5 * (this.time(1) - this.time(0)));
-      const found = slices[near];
+      const found = slices.findLast((s) => s[2] <= time + 1.5 * (this.time(1) - this.time(0)));
       const slack = 2 * (this.time(1) - this.time(0));
       return found && time <= found[2] + found[3] + slack ? { graph: found[0], node: found[1], slice: found } : null;
     }
     if (py >= this.memoryTop() && py <= this.memoryTop() + MEMORY) {
-      const g = lastAtMost(this.data.graphs.length, (n) => this.data.graphs[n].begin, time);
+      const g = this.data.graphs.findLastIndex(({ begin }) => begin <= time);
       const memory = g >= 0 && this.data.graphs[g].memory;
-      if (memory) return { graph: g, memory: Math.max(0, lastAtMost(memory.times.length, (n) => memory.times[n], time)) };
+      if (memory) return { graph: g, memory: Math.max(0, memory.times.findLastIndex((t) => t <= time)) };
     }
     return null;
   }
