@@ -20,7 +20,7 @@ from graph_fsdp.checkpoint import CheckpointError, load, load_safetensors, save
 from graph_fsdp.checkpoint.consolidate import consolidate
 from graph_fsdp.checkpoint.contents import check, contents
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.tensors import read_tensors
+from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.cli.main import main
 
 

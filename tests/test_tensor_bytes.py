@@ -1,10 +1,11 @@
-"""Reading tensors of a checkpoint straight into memory: where their bytes are found, and what is left to torch.load."""
+"""Reading tensors of a checkpoint straight into memory: what is read so, and what is left to torch.load."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import zipfile
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,157 +13,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import MLP
-from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import graph_fsdp
 from graph_fsdp import CheckpointError
-from graph_fsdp.checkpoint import load, save, storage, tensor_bytes
+from graph_fsdp.checkpoint import load, save, storage
 from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.tensors import read_tensors
+from graph_fsdp.checkpoint.storage import read_tensors
 
-BEFORE, AFTER = b"what is before", b"and what is after"
-DTYPES = list(tensor_bytes.DTYPES.values())
-
-
-def entry(path: Path, tensor: Any) -> tuple[io.FileIO, int, int]:
-    """A file with an entry in its middle, at an odd place: (file, offset, length)."""
-    stream = io.BytesIO()
-    torch.save(tensor, stream)
-    path.write_bytes(BEFORE + stream.getvalue() + AFTER)
-    return open(path, "rb", buffering=0), len(BEFORE), len(stream.getvalue())
-
-
-def found(path: Path, value: Any) -> tensor_bytes.TensorBytes | None:
-    file, offset, length = entry(path, value)
-    with file:
-        return tensor_bytes.find(file, offset, length)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 4), (1, 1, 7)], ids=str)
-def test_a_tensor_is_found_and_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (torch.randn(shape) * 9).to(dtype)
-    file, offset, length = entry(tmp_path / "file", tensor)
-    with file:
-        saved = tensor_bytes.find(file, offset, length)
-        assert saved is not None and (saved.dtype, saved.shape) == (dtype, shape)
-        into = torch.empty(shape, dtype=dtype)
-        assert tensor_bytes.fits(into, dtype)
-        tensor_bytes.read_into(file, saved.offset, into)
-    assert torch.equal(into, tensor)
-
-
-def test_every_part_whose_bytes_lie_together_is_found_and_no_other(tmp_path: Path) -> None:
-    """A rank's rows. All boxes of a small tensor: which are contiguous in it, torch says too."""
-    tensor = torch.arange(3 * 2 * 4).reshape(3, 2, 4)
-    file, offset, length = entry(tmp_path / "file", tensor)
-    with file:
-        saved = tensor_bytes.find(file, offset, length)
-        assert saved is not None
-        sides = [[(a, n) for a in range(size) for n in range(1, size - a + 1)] for size in tensor.shape]
-        together = 0
-        for box in itertools.product(*sides):
-            at, lengths = [a for a, _ in box], [n for _, n in box]
-            part = tensor[tuple(slice(a, a + n) for a, n in box)]
-            begin = saved.part(at, lengths)
-            assert (begin is not None) == part.is_contiguous()
-            if begin is not None:
-                into = torch.empty_like(part)
-                tensor_bytes.read_into(file, begin, into)
-                assert torch.equal(into, part)
-                together += 1
-        assert together > 20
-    for at, lengths in (([0, 0], [3, 2]), ([1, 0, 0], [3, 2, 4]), ([-1, 0, 0], [1, 2, 4])):
-        assert saved.part(at, lengths) is None, "not in the tensor"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(3, 4).T,
-        torch.ones(4, 4)[:, :2],
-        torch.ones(8)[2:],
-        torch.ones(3, dtype=torch.complex64).conj(),
-        torch.nn.Parameter(torch.ones(3)),
-        torch.ones(3).to_sparse(),
-        torch.ones(4).to(torch.float8_e4m3fn),
-        {"a": torch.ones(3)},
-        "text",
-    ],
-    ids=["transposed", "columns", "a view", "conjugated", "a parameter", "sparse", "float8", "a dict", "no tensor"],
-)
-def test_what_is_no_plain_contiguous_tensor_is_not_found(tmp_path: Path, value: Any) -> None:
-    assert found(tmp_path / "file", value) is None
-
-
-def test_what_is_damaged_is_not_found_or_is_within_its_entry(tmp_path: Path) -> None:
-    file, offset, length = entry(tmp_path / "file", torch.ones(4))
-    file.close()
-    content = (tmp_path / "file").read_bytes()
-    lost = 0
-    for at in range(offset, offset + length):
-        changed = bytearray(content)
-        changed[at] ^= 0xFF
-        (tmp_path / "file").write_bytes(changed)
-        with open(tmp_path / "file", "rb", buffering=0) as damaged:
-            saved = tensor_bytes.find(damaged, offset, length)
-        lost += saved is None
-        if saved is not None and (begin := saved.part([0], [4])) is not None:
-            assert offset <= begin <= offset + length - 4 * saved.dtype.itemsize, f"byte {at}"
-    assert lost > 100, "those of its description"
-
-
-def test_bytes_that_are_compressed_are_not_found(tmp_path: Path) -> None:
-    plain, packed = io.BytesIO(), io.BytesIO()
-    torch.save(torch.ones(400), plain)
-    with zipfile.ZipFile(plain) as a, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as b:
-        for name in a.namelist():
-            b.writestr(name, a.read(name))
-    (tmp_path / "file").write_bytes(packed.getvalue())
-    with open(tmp_path / "file", "rb", buffering=0) as file:
-        assert tensor_bytes.find(file, 0, len(packed.getvalue())) is None
-
-
-def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
-    (tmp_path / "short").write_bytes(bytes(10))
-    with (
-        open(tmp_path / "short", "rb", buffering=0) as file,
-        pytest.raises(EOFError, match="short ends 6 bytes too early"),
-    ):
-        tensor_bytes.read_into(file, 0, torch.empty(4))
-
-
-def test_reading_counts_as_a_write(tmp_path: Path) -> None:
-    """Autograd refuses a backward that needs what was there before."""
-    (tmp_path / "file").write_bytes(bytes(16))
-    weight = torch.ones(4, requires_grad=True)
-    loss = (weight * weight).sum()
-    with open(tmp_path / "file", "rb", buffering=0) as file:
-        tensor_bytes.read_into(file, 0, weight.detach())
-    assert not weight.any()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.empty(4, dtype=torch.float16),
-        torch.empty(2, 8)[:, :4],
-        torch.empty(4, device="meta"),
-        torch.nn.Parameter(torch.empty(4)),
-        torch.empty(4, dtype=torch.complex64).imag,
-        torch.inference_mode()(torch.empty)(4),
-    ],
-    ids=["dtype", "strides", "device", "class", "strides of a part", "inference"],
-)
-def test_other_tensors_are_not_read_into(tensor: Tensor) -> None:
-    assert not tensor_bytes.fits(tensor, torch.float32)
-    assert tensor_bytes.fits(torch.empty(4), torch.float32)
-
-
-# Through a checkpoint
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float16),
+    *(torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+]
 
 
 class Left:
@@ -170,18 +34,18 @@ class Left:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = self.all = 0
-        straight = storage.read_straight
+        copied = storage.Reader.copied
 
-        def counted(file: Any, place: Any, item: ReadItem, planner: Any) -> bool:
-            done = straight(file, place, item, planner)
+        def counted(reader: storage.Reader, *arguments: Any) -> bool:
+            done = copied(reader, *arguments)
             self.all += 1
             self.left += not done
             return done
 
-        monkeypatch.setattr(storage, "read_straight", counted)
+        monkeypatch.setattr(storage.Reader, "copied", counted)
 
 
-def test_a_training_isread_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_is_read_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager")
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 16)).sum().backward()
@@ -193,23 +57,110 @@ def test_a_training_isread_straight(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (count.left, count.all) == (0, 4 * parameters), "weights, two moments and a step"
 
 
-def test_what_cannot_beread_straight_has_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {
-        "plain": torch.randn(4, 4),
-        "transposed": torch.randn(3, 5).T,
-        "cast": torch.randn(6),
-        "columns": torch.randn(3, 3),
-        "float8": torch.randn(4).to(torch.float8_e4m3fn),
-    }
-    dcp.save(dict(values), checkpoint_id=tmp_path / "saved", no_dist=True)
+class Kinds(nn.Module):
+    """A tensor of each dtype and some shapes, and what lies in another order in memory than in a contiguous tensor."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        for at, dtype in enumerate(DTYPES):
+            for shape in ((), (5,), (3, 4), (0, 4)):
+                value = torch.arange(math.prod(shape)).reshape(shape) * scale + at
+                self.register_buffer(f"{str(dtype).partition('.')[2]}_{len(shape)}_{math.prod(shape)}", value.to(dtype))
+        self.register_buffer("transposed", torch.arange(15.0).reshape(3, 5).T * scale)
+        self.register_buffer("conjugated", (torch.ones(3, dtype=torch.complex64) * 1j * scale).conj())
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    both = zip(a.buffers(), b.buffers(), strict=True)
+    return all(x.dtype == y.dtype and torch.equal(x.to(torch.complex128), y.to(torch.complex128)) for x, y in both)
+
+
+def test_tensors_of_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = Kinds(3)
+    save(tmp_path / "saved", saved)
     count = Left(monkeypatch)
-    read = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in values.items()}
-    read["cast"], read["columns"] = torch.zeros(6, dtype=torch.float64), torch.zeros(3, 9)[:, ::3]
-    reader = storage.Reader(Checkpoint.open(tmp_path / "saved"), verify=True)
-    dcp.load(dict(read), storage_reader=reader, planner=storage.FillPlanner(), no_dist=True)
-    assert (count.left, count.all) == (4, 5)
-    for key, value in values.items():
-        assert torch.equal(read[key].to(torch.float64), value.to(torch.float64)), key
+    loaded = Kinds(0)
+    load(tmp_path / "saved", loaded)
+    assert same(loaded, saved) and count.left == 2 and count.all == sum(b.numel() > 0 for b in saved.buffers())
+
+
+def test_a_checkpoint_that_does_not_say_where_bytes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Format 1, and what something else has written: ``torch.load`` reads it."""
+    saved = Kinds(3)
+    path = save(tmp_path / "saved", saved).path
+    table = json.loads((path / "checksums.json").read_text())
+    shorter = {name: [[o, n, (total - data) % 2**64] for o, n, total, data in rows] for name, rows in table.items()}
+    (path / "checksums.json").write_text(json.dumps(shorter))
+    header = json.loads((path / "graph_fsdp.json").read_text())
+    (path / "graph_fsdp.json").write_text(json.dumps({**header, "format": 1}))
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for folder in (path, tmp_path / "theirs"):
+        count = Left(monkeypatch)
+        loaded = Kinds(0)
+        load(folder, loaded)
+        assert same(loaded, saved) and count.left == count.all > 0
+
+
+def test_a_part_is_read_straight_where_its_bytes_lie_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All boxes of a small tensor, as ranks might hold them: which are contiguous in it, torch says too."""
+    tensor = torch.arange(3 * 2 * 4).reshape(3, 2, 4)
+    module = nn.Module()
+    module.register_buffer("x", tensor)
+    checkpoint = Checkpoint.open(save(tmp_path / "saved", module).path)
+    reader = storage.Reader(checkpoint, verify=True)
+    reader.set_up_storage_reader(checkpoint.metadata, is_coordinator=True)
+    (whole,) = (index for index in checkpoint.metadata.storage_data if index.fqn == "model.x")
+    count = Left(monkeypatch)
+    straight = 0
+    sides = [[(a, n) for a in range(size) for n in range(1, size - a + 1)] for size in tensor.shape]
+    for box in itertools.product(*sides):
+        at, lengths = torch.Size([a for a, _ in box]), torch.Size([n for _, n in box])
+        part = tensor[tuple(slice(a, a + n) for a, n in box)]
+        into = {"x": torch.zeros_like(part)}
+        planner = storage.FillPlanner()
+        planner.set_up_planner(into, checkpoint.metadata)
+        nothing = torch.Size([0] * 3)
+        item = ReadItem(LoadItemType.TENSOR, MetadataIndex("x"), nothing, whole, at, lengths)
+        reader.read_data(LoadPlan([item]), planner)
+        assert torch.equal(into["x"], part)
+        straight += part.is_contiguous()
+        assert count.all - count.left == straight
+    assert straight > 20
+
+
+@pytest.mark.parametrize("change", [1, 64, -(10**9), 10**9])
+def test_a_place_that_was_changed_is_noticed(tmp_path: Path, change: int) -> None:
+    path = save(tmp_path / "saved", Kinds(3)).path
+    table = json.loads((path / "checksums.json").read_text())
+    row = max(table["__0_0.distcp"], key=lambda row: row[3])
+    row[3] += change
+    (path / "checksums.json").write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        load(path, Kinds(0))
+
+
+def test_reading_counts_as_a_write(tmp_path: Path) -> None:
+    """Autograd refuses a backward that needs what was there before."""
+    model = nn.Linear(4, 4)
+    save(tmp_path / "saved", model)
+    loss = (model.weight * model.weight).sum()
+    load(tmp_path / "saved", model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_other_dtypes_and_strides_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Module()
+    module.register_buffer("cast", torch.randn(6))
+    module.register_buffer("columns", torch.randn(3, 3))
+    save(tmp_path / "saved", module)
+    count = Left(monkeypatch)
+    into = nn.Module()
+    into.register_buffer("cast", torch.zeros(6, dtype=torch.float64))
+    into.register_buffer("columns", torch.zeros(3, 9)[:, ::3])
+    load(tmp_path / "saved", into)
+    assert (count.left, count.all) == (2, 2)
+    assert torch.equal(into.cast, module.cast.double()) and torch.equal(into.columns, module.columns)
 
 
 def test_a_tensor_with_a_payload_is_not_run(tmp_path: Path) -> None:

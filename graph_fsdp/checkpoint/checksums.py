@@ -9,59 +9,69 @@ that an entry may begin in the middle of one. It is as fast as reading memory, a
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
+from graph_fsdp.checkpoint.folder import read_json
 from graph_fsdp.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
 Span: TypeAlias = tuple[int, int]  # offset, length, in bytes
-Checksums: TypeAlias = dict[str, dict[Span, int]]  # file → entry → sum
 
 _WORD = 8
 _MASK = (1 << 64) - 1
 
 
-def spans_sums(path: Path, spans: Iterable[Span]) -> dict[Span, int]:
-    """Compute the sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
-    wanted = list(spans)
+class Written(NamedTuple):
+    """What is known of an entry that was written."""
+
+    total: int  # the sum of its bytes, and of ``data``: a change of either is noticed
+    data: int = 0  # where in the file the bytes of a contiguous tensor begin; 0: it is something else
+
+    @classmethod
+    def of(cls, total: int, data: int = 0) -> Written:
+        return cls((total + data) & _MASK, data)
+
+
+Checksums: TypeAlias = dict[str, dict[Span, Written]]  # file → entry → what was written
+
+
+def content_of(path: Path) -> Tensor:
+    """Map a file into memory, as bytes. Raises CheckpointError where there is none."""
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there") from error
+    return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+
+def spans_sums(path: Path, spans: Iterable[Span]) -> dict[Span, int]:
+    """Compute the sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
+    wanted, content = list(spans), content_of(path)
     end = max((offset + length for offset, length in wanted), default=0)
-    if end > size:
-        raise CheckpointError(f"{path} has {size:,} bytes and should have {end:,}: it is cut off")
-    if not size:
-        return {span: 0 for span in wanted}
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
-        found = {span: _sum(view, *span) for span in wanted}
-    return found
+    if end > len(content):
+        raise CheckpointError(f"{path} has {len(content):,} bytes and should have {end:,}: it is cut off")
+    return {span: _sum(content, *span) for span in wanted}
 
 
-def _sum(view: mmap.mmap, offset: int, length: int) -> int:
+def _sum(content: Tensor, offset: int, length: int) -> int:
     end = offset + length
-    first, last = -(-offset // _WORD) * _WORD, end // _WORD * _WORD
-    if first >= last:
-        return sum(view[at] << 8 * (at % _WORD) for at in range(offset, end)) & _MASK
-    words = torch.frombuffer(view, dtype=torch.int64, count=(last - first) // _WORD, offset=first)
-    total = int(words.sum())
-    del words  # or the map could not be closed
-    ends = sum(view[at] << 8 * (at % _WORD) for at in (*range(offset, first), *range(last, end)))
-    return int(total + ends) & _MASK
+    first = min(-(-offset // _WORD) * _WORD, end)
+    last = max(end // _WORD * _WORD, first)
+    total = int(content[first:last].view(torch.int64).sum()) if first < last else 0
+    for begin, part in ((offset, content[offset:first]), (last, content[last:end])):
+        total += int.from_bytes(part.tolist(), "little") << 8 * (begin % _WORD)
+    return total & _MASK
 
 
-def as_text(checksums: Mapping[str, Mapping[Span, int]]) -> str:
-    """The text of the file: file → [offset, bytes, sum] of its entries."""
-    table = {
-        name: [[offset, length, total] for (offset, length), total in sorted(entries.items())]
-        for name, entries in sorted(checksums.items())
-    }
-    return json.dumps(table)
+def as_text(checksums: Checksums) -> str:
+    """The text of the file: file → [offset, bytes, sum, where a tensor's own bytes begin] of its entries."""
+    rows = {name: [[*span, *entry] for span, entry in sorted(of.items())] for name, of in sorted(checksums.items())}
+    return json.dumps(rows)
 
 
 def read(folder: Path) -> Checksums:
@@ -70,11 +80,10 @@ def read(folder: Path) -> Checksums:
     Raises:
         CheckpointError: the file is damaged.
     """
-    path = folder / CHECKSUMS
-    if not path.exists():
-        return {}
-    try:
-        table = json.loads(path.read_text())
-        return {name: {(o, n): total for o, n, total in entries} for name, entries in table.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    table = read_json(folder / CHECKSUMS, lambda found: {name: _of_file(rows) for name, rows in found.items()})
+    return table or {}
+
+
+def _of_file(rows: Iterable[list[int]]) -> dict[Span, Written]:
+    """Of format 1, rows end with the sum."""
+    return {(offset, length): Written(*entry) for offset, length, *entry in rows}

@@ -11,20 +11,19 @@ import ctypes
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graph_fsdp import compat
 from graph_fsdp.checkpoint.folder import private
-from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.tensors import read_tensors
+from graph_fsdp.checkpoint.metadata import Checkpoint, joined, nbytes_of
+from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
@@ -61,16 +60,24 @@ class Consolidated:
 class _Source:
     checkpoint: Checkpoint
     keys: Mapping[str, str]  # the model's name → key of the checkpoint
+    progress: Progress
 
     def entry(self, name: str) -> TensorStorageMetadata:
         return self.checkpoint.tensors[self.keys[name]]
 
-    def nbytes(self, name: str) -> int:
-        entry = self.entry(name)
-        return entry.size.numel() * entry.properties.dtype.itemsize
+    def nbytes(self, names: Iterable[str]) -> int:
+        return sum(nbytes_of(self.entry(name)) for name in names)
 
-    def read(self, name: str) -> Tensor:
-        return read_tensors(self.checkpoint, [self.keys[name]])[self.keys[name]]
+    def write(self, stream: BinaryIO, offsets: Mapping[str, int]) -> None:
+        """Write tensors to their places in a file."""
+        for name, offset in offsets.items():
+            key = self.keys[name]
+            value = read_tensors(self.checkpoint, [key])[key]
+            if value.nbytes:
+                stream.seek(offset)
+                stream.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+            self.progress(value.nbytes)
+            del value  # before the next one is read
 
 
 def consolidate(
@@ -102,49 +109,45 @@ def consolidate(
         raise ValueError("shard_size is a number of bytes for .safetensors files; leave it out for .pt")
     checkpoint = Checkpoint.open(path)
     checkpoint.check_files()
-    start = f"{model_key}." if model_key else ""
     entries = checkpoint.under(model_key)
-    names = [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
-    if not names:
-        found = sorted({key.split(".")[0] for key in checkpoint.entries})
-        raise CheckpointError(f"{path} has no tensors under {model_key!r}; its keys begin with {found}")
-    source = _Source(checkpoint, {name: start + name for name in names})
+    keys = {name: joined(model_key, name) for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    if not keys:
+        raise CheckpointError(f"{path} has no tensors under {model_key!r}; its keys begin with {checkpoint.roots}")
+    source = _Source(checkpoint, keys, progress)
     if target.suffix == ".pt":
-        _write_pt(source, names, target, progress)
+        _write_pt(source, target)
         files = [target]
     else:
-        files = _write_safetensors(source, names, target, shard_size, progress)
-    left_out = [name for name in entries if name not in source.keys]
-    return Consolidated(files, len(names), sum(map(source.nbytes, names)), left_out)
+        files = _write_safetensors(source, target, shard_size)
+    left_out = [name for name in entries if name not in keys]
+    return Consolidated(files, len(keys), source.nbytes(keys), left_out)
 
 
-def _write_safetensors(
-    source: _Source, names: Sequence[str], target: Path, shard_size: int | None, progress: Progress
-) -> list[Path]:
-    shards = _shards(source, names, shard_size)
+def _write_safetensors(source: _Source, target: Path, shard_size: int | None) -> list[Path]:
+    shards = _shards(source, shard_size)
     if len(shards) == 1:
-        _write_shard(source, names, target, progress)
-        return [target]
-    files = []
-    weight_map: dict[str, str] = {}
-    for at, shard in enumerate(shards, 1):
-        file = target.with_name(f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors")
-        _write_shard(source, shard, file, progress)
-        files.append(file)
-        weight_map |= {name: file.name for name in shard}
-    index = {"metadata": {"total_size": sum(map(source.nbytes, names))}, "weight_map": weight_map}
+        files = [target]
+    else:
+        names = (f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1))
+        files = [target.with_name(name) for name in names]
+    for file, shard in zip(files, shards, strict=True):
+        _write_shard(source, shard, file)
+    if len(shards) == 1:
+        return files
+    weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": source.nbytes(source.keys)}, "weight_map": weight_map}
     path = target.with_name(f"{target.name}.index.json")
     with _appearing(path) as stream:
         stream.write((json.dumps(index, indent=2) + "\n").encode())
     return [*files, path]
 
 
-def _shards(source: _Source, names: Sequence[str], shard_size: int | None) -> list[list[str]]:
+def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:
     """In the order of names, each as full as may be."""
     shards: list[list[str]] = [[]]
     held = 0
-    for name in names:
-        nbytes = source.nbytes(name)
+    for name in source.keys:
+        nbytes = source.nbytes([name])
         if shard_size is not None and shards[-1] and held + nbytes > shard_size:
             shards.append([])
             held = 0
@@ -153,44 +156,31 @@ def _shards(source: _Source, names: Sequence[str], shard_size: int | None) -> li
     return shards
 
 
-def _write_shard(source: _Source, names: Iterable[str], target: Path, progress: Progress) -> None:
+def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
     """Wide dtypes come first, so that each tensor begins at a multiple of its width."""
-    ordered = sorted(names, key=lambda name: -source.entry(name).properties.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
     end = 0
-    for name in ordered:
+    for name in sorted(names, key=lambda name: -source.entry(name).properties.dtype.itemsize):
         entry = source.entry(name)
         if entry.properties.dtype not in _DTYPES:
             raise ValueError(f"{name}: .safetensors has no {entry.properties.dtype}; write a .pt file")
-        begin, end = end, end + source.nbytes(name)
+        begins[name], end = end, end + nbytes_of(entry)
         dtype = _DTYPES[entry.properties.dtype]
-        header[name] = {"dtype": dtype, "shape": list(entry.size), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype, "shape": list(entry.size), "data_offsets": [begins[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with _appearing(target) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
-            _write_tensor(stream, source.read(name))
-            progress(source.nbytes(name))
+        source.write(stream, {name: 8 + len(text) + begin for name, begin in begins.items()})
 
 
-def _write_pt(source: _Source, names: Sequence[str], target: Path, progress: Progress) -> None:
+def _write_pt(source: _Source, target: Path) -> None:
     """What ``torch.load`` reads as a dict of tensors. The CRC32 of the records stay empty: ``torch.load`` does not look
     at them, and ``unzip`` complains."""
+    entries = {name: source.entry(name) for name in source.keys}
     with _appearing(target) as stream:
-        shapes = {name: (source.entry(name).size, source.entry(name).properties.dtype) for name in names}
-        offsets = compat.lay_out(stream.name, shapes)
-        for name in names:
-            if source.nbytes(name):
-                stream.seek(offsets[name])
-                _write_tensor(stream, source.read(name))
-            progress(source.nbytes(name))
-
-
-def _write_tensor(stream: BinaryIO, value: Tensor) -> None:
-    value = value.contiguous()
-    if value.nbytes:
-        stream.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+        source.write(stream, compat.lay_out(stream.name, {n: (e.size, e.properties.dtype) for n, e in entries.items()}))
 
 
 @contextmanager

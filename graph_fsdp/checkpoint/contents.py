@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from graph_fsdp.checkpoint import extra as extras
 from graph_fsdp.checkpoint.checksums import spans_sums
 from graph_fsdp.checkpoint.folder import METADATA
-from graph_fsdp.checkpoint.metadata import Checkpoint, Place
+from graph_fsdp.checkpoint.metadata import Checkpoint, Place, nbytes_of
 from graph_fsdp.checkpoint.state import EXTRA, RNG
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
@@ -78,29 +77,26 @@ def contents(path: AnyPath) -> Contents:
         CheckpointError: it is not complete, or its description is damaged.
     """
     checkpoint = Checkpoint.open(path)
-    tensors = [_tensor(key, entry) for key, entry in checkpoint.tensors.items()]
     header = checkpoint.header
-    files = {file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()}
     shown: dict[str, Any] = {}
     if f"{EXTRA}.structure" in checkpoint.entries:
         structure, _ = extras.decode(checkpoint.value(f"{EXTRA}.structure"))
         shown = {k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in structure.items()}
     return Contents(
-        str(checkpoint.path),
-        None if header is None else header.ranks,
-        None if header is None else header.torch,
-        files,
-        tensors,
-        len(checkpoint.entries) - len(tensors),
-        shown,
-        len({name.split(".")[0] for name in checkpoint.under(RNG)}),
+        path=str(checkpoint.path),
+        ranks=None if header is None else header.ranks,
+        torch=None if header is None else header.torch,
+        files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
+        tensors=[_tensor(key, entry) for key, entry in checkpoint.tensors.items()],
+        values=len(checkpoint.entries) - len(checkpoint.tensors),
+        extra=shown,
+        random_states=len({name.split(".")[0] for name in checkpoint.under(RNG)}),
     )
 
 
 def _tensor(key: str, entry: TensorStorageMetadata) -> TensorEntry:
-    dtype = entry.properties.dtype
-    nbytes = entry.size.numel() * dtype.itemsize
-    return TensorEntry(key, tuple(entry.size), str(dtype).removeprefix("torch."), nbytes, len(entry.chunks))
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return TensorEntry(key, tuple(entry.size), dtype, nbytes_of(entry), len(entry.chunks))
 
 
 @dataclass(frozen=True)
@@ -121,8 +117,8 @@ def check(path: AnyPath) -> Checked:
     checkpoint.check_files()
     problems = []
     nbytes = entries = sums = 0
-    own = checkpoint.checksums.get(METADATA)
-    if own is not None and spans_sums(checkpoint.path / METADATA, own) != own:
+    own = checkpoint.checksums.get(METADATA, {})
+    if spans_sums(checkpoint.path / METADATA, own) != {span: entry.total for span, entry in own.items()}:
         problems.append(f"{METADATA} is not what was written")
     for name, places in checkpoint.places().items():
         known = checkpoint.checksums.get(name)
@@ -144,15 +140,10 @@ def check(path: AnyPath) -> Checked:
 
 def _check_crc(checkpoint: Checkpoint, place: Place) -> None:
     """An entry is a ZIP file, as ``torch.save`` writes it."""
-    with (checkpoint.path / place.file).open("rb") as file:
-        file.seek(place.offset)
-        data = io.BytesIO(file.read(place.length))
     try:
-        with zipfile.ZipFile(data) as archive:
+        with zipfile.ZipFile(checkpoint.read(place)) as archive:
             for record in archive.infolist():
                 if record.CRC:  # 0: whoever wrote it has switched that off
-                    with archive.open(record) as stream:
-                        while stream.read(1 << 20):
-                            pass
+                    archive.read(record)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as error:
         raise CheckpointError(str(error)) from error

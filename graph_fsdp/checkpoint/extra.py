@@ -8,6 +8,7 @@ is left of it, with the types of its keys and containers, is one entry of bytes.
 from __future__ import annotations
 
 import io
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -57,8 +58,7 @@ def _take_apart(value: Any, path: Path, tensors: dict[Path, Tensor]) -> Any:
             made[key] = _take_apart(item, (*path, key), tensors)
         return made
     if type(value) in (list, tuple):
-        items = [_take_apart(item, (*path, at), tensors) for at, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+        return type(value)(_take_apart(item, (*path, at), tensors) for at, item in enumerate(value))
     if type(value) is set and all(type(item) in _SIMPLE for item in value):
         return set(value)
     raise TypeError(
@@ -74,9 +74,8 @@ def put_together(value: Any, tensors: Mapping[Path, Tensor], path: Path = ()) ->
     if isinstance(value, dict):
         for key in value:
             value[key] = put_together(value[key], tensors, (*path, key))
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [put_together(item, tensors, (*path, at)) for at, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
+    elif type(value) in (list, tuple):
+        return type(value)(put_together(item, tensors, (*path, at)) for at, item in enumerate(value))
     return value
 
 
@@ -100,12 +99,9 @@ def tensor_keys(tensors: Mapping[Path, Tensor]) -> dict[str, Path]:
     """A name for each path: its parts joined by dots, and a number where two would be the same."""
     keys: dict[str, Path] = {}
     for path in tensors:
-        name = base = ".".join(map(str, path))
-        number = 1
-        while name in keys:
-            number += 1
-            name = f"{base}.{number}"
-        keys[name] = path
+        base = ".".join(map(str, path))
+        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(2)))
+        keys[next(name for name in names if name not in keys)] = path
     return keys
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp.checkpoint import extra as extras
-from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.checkpoint.metadata import Checkpoint, empty
 from graph_fsdp.checkpoint.model_values import listed, unfit
 from graph_fsdp.checkpoint.state import EXTRA
 from graph_fsdp.errors import CheckpointError
@@ -26,32 +24,28 @@ class ExtraValues:
         self.wanted: dict[str, Tensor] = {}
         self.structure: dict[str, Any] = {}
         self.tensors: dict[extras.Path, Tensor] = {}
-        key = f"{EXTRA}.structure"
         paths: dict[str, extras.Path] = {}
-        if key in checkpoint.entries:
-            self.structure, paths = extras.decode(checkpoint.value(key))
+        if f"{EXTRA}.structure" in checkpoint.entries:
+            self.structure, paths = extras.decode(checkpoint.value(f"{EXTRA}.structure"))
         if unknown := sorted(set(given) - set(self.structure)):
             raise CheckpointError(
                 f"{checkpoint.path} has no extra {listed(unknown)}; it has {listed(sorted(self.structure)) or 'none'}"
             )
         _, here = extras.take_apart({name: extras.state_of(value) for name, value in given.items()}, EXTRA)
+        entries = checkpoint.tensors
         for name, path in paths.items():
-            at = f"{EXTRA}.tensors.{name}"
-            entry = checkpoint.entries.get(at)
-            if not isinstance(entry, TensorStorageMetadata):
+            at, mine = f"{EXTRA}.tensors.{name}", here.get(path)
+            if at not in entries:
                 raise CheckpointError(f"{checkpoint.path} has no tensor {at!r}")
-            mine = here.get(path)
-            if isinstance(mine, DTensor):
-                if problem := unfit(at, entry, mine):
-                    raise CheckpointError(f"{checkpoint.path} is of another training: {problem}")
-                value: Tensor = mine
-            else:
-                value = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self.tensors[path] = self.wanted[at] = value
+            if not isinstance(mine, DTensor):
+                mine = empty(entries[at])
+            elif problem := unfit(at, entries[at], mine):
+                raise CheckpointError(f"{checkpoint.path} is of another training: {problem}")
+            self.tensors[path] = self.wanted[at] = mine
 
     def finish(self) -> dict[str, Any]:
         """After the tensors were read into: what has a state gets it. All that was saved."""
-        found = {name: extras.put_together(value, self.tensors, (name,)) for name, value in self.structure.items()}
+        found: dict[str, Any] = extras.put_together(self.structure, self.tensors)
         for name, value in self.given.items():
             if extras.is_stateful(value):
                 value.load_state_dict(found[name])

@@ -14,8 +14,10 @@ import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +26,8 @@ from graph_fsdp.initialise.safetensors_files import AnyPath
 
 METADATA = ".metadata"
 HEADER = "graph_fsdp.json"
-FORMAT = 1
+FORMAT = 2  # format 1 does not say where the bytes of tensors are
+Value = TypeVar("Value")
 _PARTIAL = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.(partial|replaced)$")
 
 
@@ -40,19 +43,20 @@ class Header:
     @classmethod
     def read(cls, path: Path) -> Header | None:
         """Read the header; None where another program wrote it. Raises CheckpointError if damaged or newer."""
-        file = path / HEADER
-        if not file.exists():
-            return None
-        try:
-            header = cls(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        if header.format != FORMAT:
-            raise CheckpointError(f"{path} is of format {header.format}, and this version reads format {FORMAT}")
+        header = read_json(path / HEADER, lambda fields: cls(**fields))
+        if header is not None and header.format not in (1, FORMAT):
+            raise CheckpointError(f"{path} is of format {header.format}, and this version reads 1 and {FORMAT}")
         return header
 
-    def text(self) -> str:
-        return json.dumps(asdict(self))
+
+def read_json(file: Path, made_of: Callable[[Any], Value]) -> Value | None:
+    """Return what is made of a file's content; None where there is no file. Raises CheckpointError if damaged."""
+    if not file.exists():
+        return None
+    try:
+        return made_of(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def is_complete(path: Path) -> bool:
@@ -63,10 +67,8 @@ def complete(folder: AnyPath) -> list[Path]:
     """The complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their names
     and the clocks of their hosts. Those that something else has written come first, by the time of their files."""
     root = Path(folder)
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if is_complete(path)]
-    return sorted(found, key=_age)
+    found = [path for path in root.iterdir() if is_complete(path)] if root.is_dir() else []
+    return sorted(found, key=lambda path: (_sequence(path), (path / METADATA).stat().st_mtime_ns, path.name))
 
 
 def latest(folder: AnyPath) -> Path | None:
@@ -75,20 +77,13 @@ def latest(folder: AnyPath) -> Path | None:
     return found[-1] if found else None
 
 
-def _age(path: Path) -> tuple[int, int, str]:
-    sequence = _sequence(path)
-    if sequence is None:
-        return (0, (path / METADATA).stat().st_mtime_ns, path.name)
-    return (1, sequence, path.name)
-
-
-def _sequence(path: Path) -> int | None:
-    """None where nothing says it, or what does is damaged, of which ``load`` speaks."""
+def _sequence(path: Path) -> int:
+    """0 where nothing says it, or what does is damaged, of which ``load`` speaks."""
     try:
         header = Header.read(path)
     except CheckpointError:
-        return None
-    return None if header is None else header.sequence
+        return 0
+    return 0 if header is None else header.sequence
 
 
 def series(name: str) -> str:
@@ -97,49 +92,45 @@ def series(name: str) -> str:
 
 
 def begin(path: Path) -> Path:
-    """Make the temporary folder of a checkpoint, for the user alone, and remove what interrupted saves have left."""
+    """Make the temporary folder of a checkpoint, for the user alone, and remove what interrupted saves of its series
+    have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path)
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.partial"
-    temporary.mkdir(mode=0o700)
-    return temporary
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove what interrupted saves of this checkpoint's series have left."""
     for other in path.parent.iterdir():
         found = _PARTIAL.match(other.name)
         if found and series(found[1]) == series(path.name):
             shutil.rmtree(other, ignore_errors=True)  # it is in nobody's way
+    temporary = _hidden(path, "partial")
+    temporary.mkdir(mode=0o700)
+    return temporary
 
 
 def next_sequence(folder: Path) -> int:
-    return 1 + max((_sequence(path) or 0 for path in complete(folder)), default=0)
+    return 1 + max(map(_sequence, complete(folder)), default=0)
 
 
 def commit(temporary: Path, path: Path, keep: int | None) -> None:
     """Rename a checkpoint that is complete on the disk, in place of one of the same name, and remove all but the last
     ``keep`` of its series."""
     sync(temporary)
-    aside = path.parent / f"{temporary.name.removesuffix('.partial')}.replaced"
-    replaces = path.exists()
-    if replaces:
-        path.rename(aside)
+    removed = [_put_aside(path)] if path.exists() else []
     temporary.rename(path)
     sync(path.parent)
-    if replaces:
-        shutil.rmtree(aside, ignore_errors=True)
     if keep is not None:
         ours = [p for p in complete(path.parent) if series(p.name) == series(path.name) and (p / HEADER).exists()]
-        for old in ours[:-keep]:
-            _remove(old)
+        removed += map(_put_aside, ours[:-keep])
+    for old in removed:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    """Of a checkpoint that is removed by half, nobody must think that it is complete."""
-    hidden = path.parent / f".{path.name}.{secrets.token_hex(8)}.replaced"
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _put_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that nobody thinks that it is complete when half of it is removed."""
+    aside = _hidden(path, "replaced")
+    path.rename(aside)
+    return aside
+
+
+def _hidden(path: Path, kind: str) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(8)}.{kind}"
 
 
 def sync(folder: Path) -> None:

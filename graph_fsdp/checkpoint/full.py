@@ -1,10 +1,4 @@
-"""Loading checkpoints into compiled models.
-
-- ``graph_fsdp.compile(model, checkpoint=…)`` takes a model's values from safetensors files from the start: on the meta
-  device, nothing that the files have is initialised.
-- :func:`load_safetensors` does so at any later time.
-- :func:`load_full_state_dict` takes a whole state dict that one rank has.
-"""
+"""Loading weights from elsewhere into compiled models: safetensors files, or a whole state dict that one rank has."""
 
 from __future__ import annotations
 
@@ -20,8 +14,6 @@ from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module.module import GraphFSDPModule
-
-__all__ = ["CheckpointError", "IncompatibleKeys", "Safetensors", "load_full_state_dict", "load_safetensors"]
 
 
 def load_safetensors(

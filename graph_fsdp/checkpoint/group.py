@@ -21,6 +21,7 @@ from graph_fsdp.runtime.ranks.failure import gone
 
 # For a rank to come and to write its part: another one waits that long, and then fails.
 TIMEOUT_SECONDS = 1800.0
+NOT_DISTRIBUTED = "torch.distributed is disabled"  # torch.distributed.checkpoint warns of a process that is alone
 
 # Ranks → the default group for which theirs was made, and theirs. (A program may end its default group and start anew.)
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -64,42 +65,33 @@ class Ranks:
     def is_first(self) -> bool:
         return self.index == 0
 
-    def agree(self, facts: Sequence[str], problem: Exception | None) -> None:
-        """Raise this rank's problem, or tell of another's; ``facts`` have to be the same on all.
+    def agree(self, facts: Sequence[str], problem: Exception | None, value: str = "") -> str:
+        """Raise this rank's problem, or tell of another's; return the first rank's ``value``. ``facts`` have to be the
+        same on all.
 
         Raises:
             CheckpointError: another rank has a problem, or other facts, or did not answer. Its own problem is raised as
                 it is.
         """
+        mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", value)
+        everyone = [mine for _ in self.ranks]
         if self.group is not None:
-            mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}")
-            everyone = [mine for _ in self.ranks]
             try:
                 dist.all_gather_object(everyone, mine, group=self.group)
             except RuntimeError as error:
                 raise problem or no_answer(error, self.ranks) from error
-            for rank, (_, message) in zip(self.ranks, everyone, strict=True):
-                if message is not None:
-                    raise problem or CheckpointError(f"rank {rank}: {message}")
-            for rank, (theirs, _) in zip(self.ranks, everyone, strict=True):
-                if theirs != everyone[0][0]:
-                    raise CheckpointError(
-                        f"ranks must save and load the same: rank {rank} has {theirs} and rank {self.ranks[0]} "
-                        f"{everyone[0][0]}"
-                    )
         if problem is not None:
             raise problem
-
-    def first_says(self, value: str) -> str:
-        """What the first rank gives; the others' ``value`` is not looked at."""
-        if self.group is None:
-            return value
-        box = [value]
-        try:
-            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
-        except RuntimeError as error:
-            raise no_answer(error, self.ranks) from error
-        return box[0]
+        first = everyone[0]
+        for rank, (_, message, _) in zip(self.ranks, everyone, strict=True):
+            if message is not None:
+                raise CheckpointError(f"rank {rank}: {message}")
+        for rank, (theirs, _, _) in zip(self.ranks, everyone, strict=True):
+            if theirs != first[0]:
+                raise CheckpointError(
+                    f"ranks must save and load the same: rank {rank} has {theirs} and rank {self.ranks[0]} {first[0]}"
+                )
+        return first[2]
 
     def told(self, error: BaseException) -> CheckpointError:
         """An error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
@@ -111,6 +103,9 @@ class Ranks:
             return CheckpointError(describe(reason))
         others = "" if len(failures) == 1 else f" (and {len(failures) - 1} more ranks)"
         return CheckpointError(f"rank {first}{others}: {describe(reason)}")
+
+
+ALONE = Ranks((0,), None)
 
 
 def describe(error: BaseException) -> str:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import nn
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.extra_values import ExtraValues
@@ -20,7 +17,7 @@ from graph_fsdp.checkpoint.optimizer_values import OptimizerValues
 from graph_fsdp.checkpoint.random_state import set_random_state
 from graph_fsdp.checkpoint.saving import finish_pending
 from graph_fsdp.checkpoint.state import EXTRA, MODEL, OPTIMIZER, RNG, optimizers_of
-from graph_fsdp.checkpoint.storage import FillPlanner, Reader, TensorAccess, access_of
+from graph_fsdp.checkpoint.storage import access_of, read
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
 
@@ -81,7 +78,11 @@ def load(
             problem = error
         ranks.agree([], problem)
         wanted = {**model_values.wanted, **optimizer_values.wanted, **extra_values.wanted}
-        _read(Reader(checkpoint, verify), wanted, ranks, access_of(model))
+        access = access_of(model)
+        filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
+        read(checkpoint, filled, ranks, verify)
+        for key, tensor in wanted.items():
+            access.filled(tensor, filled[key])
     except BaseException:
         optimizer_values.undo()
         raise
@@ -91,24 +92,6 @@ def load(
     if random_values is not None:
         set_random_state(model, random_values)
     return found
-
-
-def _read(reader: Reader, wanted: Mapping[str, Tensor], ranks: Ranks, access: TensorAccess) -> None:
-    filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(
-                dict(filled),
-                storage_reader=reader,
-                planner=FillPlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
-    except (Exception, CheckpointException) as error:
-        raise ranks.told(error) from error
-    for key, tensor in wanted.items():
-        access.filled(tensor, filled[key])
 
 
 def _random_values(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:

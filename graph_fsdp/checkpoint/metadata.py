@@ -6,14 +6,17 @@ description is unpickled with its own few classes allowed and nothing else, and 
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -22,10 +25,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from graph_fsdp.checkpoint import checksums
+from graph_fsdp.checkpoint.checksums import Written
 from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
+Entries: TypeAlias = "Mapping[str, TensorStorageMetadata | BytesStorageMetadata]"
+
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -41,8 +48,8 @@ _CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
-    "pathlib._local": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
 
 
@@ -53,6 +60,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f"it asks for {module}.{name}, which no description of a checkpoint needs")
+
+
+def joined(prefix: str, name: str) -> str:
+    """Return the key of a name below another key; below "" it is the name."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def nbytes_of(entry: TensorStorageMetadata) -> int:
+    """Return the bytes of a whole tensor."""
+    return entry.size.numel() * entry.properties.dtype.itemsize
+
+
+def empty(entry: TensorStorageMetadata) -> Tensor:
+    """Return a tensor on the CPU, of undefined values, that an entry can be read into."""
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -75,17 +97,17 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the bytes of an entry are."""
 
     file: str
     offset: int
     length: int
 
-    @property
-    def span(self) -> checksums.Span:
-        return self.offset, self.length
+
+def by_file(places: Iterable[Place]) -> dict[str, list[Place]]:
+    """File → the entries in it, in order, each once."""
+    return {file: list(found) for file, found in itertools.groupby(sorted(set(places)), lambda place: place.file)}
 
 
 @dataclass(frozen=True)
@@ -104,17 +126,22 @@ class Checkpoint:
         return cls(folder, metadata, Header.read(folder), checksums.read(folder))
 
     @property
-    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
+    def entries(self) -> Entries:
         """Key, as "model.blocks.0.weight" → what is there."""
         return self.metadata.state_dict_metadata
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         return {key: entry for key, entry in self.entries.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def under(self, prefix: str) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    @property
+    def roots(self) -> list[str]:
+        """What keys begin with, as "model"."""
+        return sorted({key.split(".")[0] for key in self.entries})
+
+    def under(self, prefix: str) -> Entries:
         """The entries below a key, by the rest of their keys. Below "" are all."""
-        start = f"{prefix}." if prefix else ""
+        start = joined(prefix, "")
         return {key.removeprefix(start): entry for key, entry in self.entries.items() if key.startswith(start)}
 
     def place(self, index: MetadataIndex) -> Place:
@@ -126,13 +153,15 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / name} is compressed; read it by torch.distributed.checkpoint")
         return Place(name, info.offset, info.length)
 
+    def chunk(self, index: MetadataIndex) -> Tensor:
+        """Return a contiguous tensor like the piece of a tensor that an entry holds, on the meta device."""
+        entry = self.tensors[index.fqn]
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        return torch.empty(sizes, dtype=entry.properties.dtype, device="meta")
+
     def places(self) -> dict[str, list[Place]]:
         """File → the entries in it, in order."""
-        found: dict[str, list[Place]] = {}
-        for index in self.metadata.storage_data:
-            place = self.place(index)
-            found.setdefault(place.file, []).append(place)
-        return {file: sorted(places, key=lambda p: p.offset) for file, places in sorted(found.items())}
+        return by_file(map(self.place, self.metadata.storage_data))
 
     def check_files(self) -> None:
         """Every file is there and as long as it should be. Nothing of them is read.
@@ -156,20 +185,24 @@ class Checkpoint:
         Raises:
             CheckpointError: with the first file that has changed.
         """
-        by_file: dict[str, set[Place]] = {}
-        for place in places:
-            by_file.setdefault(place.file, set()).add(place)
-        for name, wanted in sorted(by_file.items()):
+        for name, wanted in by_file(places).items():
             expected = self.checksums.get(name)
             if expected is None:
                 continue
-            found = checksums.spans_sums(self.path / name, {place.span for place in wanted})
-            wrong = sorted(span for span, total in found.items() if expected.get(span) != total)
+            found = checksums.spans_sums(self.path / name, [(place.offset, place.length) for place in wanted])
+            known = {span: expected.get(span, Written(-1)) for span in found}
+            wrong = [span for span, total in found.items() if known[span] != Written.of(total, known[span].data)]
             if wrong:
                 raise CheckpointError(
                     f"{self.path / name} is damaged: {len(wrong)} of its entries are not what was written, the first "
                     f"at byte {wrong[0][0]:,}; load an older checkpoint"
                 )
+
+    def read(self, place: Place) -> IO[bytes]:
+        """Return what ``torch.save`` has written of an entry, in memory."""
+        with (self.path / place.file).open("rb") as file:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
 
     def value(self, key: str) -> Any:
         """Return what is under a key: a value that is no tensor, or a tensor that was saved in one piece.
@@ -183,12 +216,6 @@ class Checkpoint:
         place = self.place(MetadataIndex(key, offset))
         self.check_sums([place])
         try:
-            with (self.path / place.file).open("rb") as file:
-                return torch.load(_part(file, place), map_location="cpu", weights_only=True)
+            return torch.load(self.read(place), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{key!r} of {self.path} cannot be read: {error}") from error
-
-
-def _part(file: IO[bytes], place: Place) -> IO[bytes]:
-    file.seek(place.offset)
-    return io.BytesIO(file.read(place.length))

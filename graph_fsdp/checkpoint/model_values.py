@@ -9,11 +9,36 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from graph_fsdp.checkpoint.metadata import Checkpoint
+from graph_fsdp.checkpoint.metadata import Checkpoint, Entries, joined
 from graph_fsdp.checkpoint.state import leaves
 from graph_fsdp.errors import CheckpointError
 
 _SHOWN = 8
+
+
+class StateMatch:
+    """A nested state dict beside the entries below a key: ``wanted`` tensors are to be read, and what is no tensor, of
+    which there may be several entries, is in the state when this is made. ``entries``: by their names in the state."""
+
+    def __init__(self, state: Any, entries: Entries, key: str, checkpoint: Checkpoint) -> None:
+        self.wanted: dict[str, Tensor] = {}  # key of the checkpoint → what is read into
+        self.absent: list[str] = []
+        self.problems: list[str] = []
+        self.names: set[str] = set()
+        for container, place, value, name in leaves(state, ""):
+            self.names.add(name)
+            entry = entries.get(name)
+            if entry is None:
+                self.absent.append(name)
+            elif isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
+                self.problems.append(f"{name}: one is a tensor and the other is not")
+            elif isinstance(entry, TensorStorageMetadata):
+                if problem := unfit(name, entry, value):
+                    self.problems.append(problem)
+                self.wanted[joined(key, name)] = value
+            else:
+                container[place] = checkpoint.value(joined(key, name))
+        self.unexpected = [name for name in entries if name not in self.names]
 
 
 class ModelValues:
@@ -23,44 +48,25 @@ class ModelValues:
     def __init__(self, model: nn.Module, checkpoint: Checkpoint, key: str, others: Sequence[str]) -> None:
         self.model = model
         self.state = get_model_state_dict(model)
-        self.wanted: dict[str, Tensor] = {}  # key of the checkpoint → what is read into
-        start = f"{key}." if key else ""
         entries = checkpoint.under(key)
         if not key:
             entries = {name: entry for name, entry in entries.items() if name.split(".")[0] not in others}
         if not entries:
-            found = sorted({name.split(".")[0] for name in checkpoint.entries})
             raise CheckpointError(
-                f"{checkpoint.path} has nothing under {key!r}; its keys begin with {listed(found)}: say by model_key "
-                'which is the model\'s ("" for none)'
+                f"{checkpoint.path} has nothing under {key!r}; its keys begin with {listed(checkpoint.roots)}: say by "
+                'model_key which is the model\'s ("" for none)'
             )
-        problems: list[str] = []
-        absent: list[str] = []
-        known: set[str] = set()
-        for container, place, value, name in leaves(self.state, ""):  # what is no tensor may be of several entries
-            known.add(name)
-            entry = entries.get(name)
-            if entry is None:
-                absent.append(name)
-            elif isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
-                problems.append(f"{name}: one is a tensor and the other is not")
-            elif isinstance(entry, TensorStorageMetadata):
-                assert isinstance(value, Tensor)
-                if problem := unfit(name, entry, value):
-                    problems.append(problem)
-                else:
-                    self.wanted[start + name] = value
-            else:
-                container[place] = checkpoint.value(start + name)
-        read = known.difference(absent)
+        matched = StateMatch(self.state, entries, key, checkpoint)
+        self.wanted = matched.wanted
+        read = matched.names.difference(matched.absent)
         tied = _aliases(model)
-        missing = [name for name in absent if not (tied.get(name, set()) & read)]
-        unexpected = [name for name in entries if name not in known]
-        if unexpected:
-            problems.insert(0, f"Unexpected key(s) in state_dict: {listed(unexpected)}.")
-        if missing:
-            problems.insert(0, f"Missing key(s) in state_dict: {listed(missing)}.")
-        if problems:
+        missing = [name for name in matched.absent if not (tied.get(name, set()) & read)]
+        problems = [
+            f"{what} key(s) in state_dict: {listed(names)}."
+            for what, names in (("Missing", missing), ("Unexpected", matched.unexpected))
+            if names
+        ]
+        if problems := problems + matched.problems:
             lines = "\n\t".join(problems)
             raise CheckpointError(
                 f"Error(s) in loading state_dict for {type(model).__name__} from {checkpoint.path}:\n\t{lines}"

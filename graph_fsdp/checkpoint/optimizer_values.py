@@ -9,12 +9,12 @@ gradient, are taken away again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.model_values import listed, unfit
-from graph_fsdp.checkpoint.state import leaves, parameter_names
+from graph_fsdp.checkpoint.metadata import Checkpoint, empty, joined
+from graph_fsdp.checkpoint.model_values import StateMatch, listed
+from graph_fsdp.checkpoint.state import parameter_names
 from graph_fsdp.errors import CheckpointError
 
 _GROUPS = "param_groups"
-Entries: TypeAlias = "dict[str, TensorStorageMetadata | BytesStorageMetadata]"
 
 
 class OptimizerValues:
@@ -36,26 +35,21 @@ class OptimizerValues:
     others."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, key: str) -> None:
-        self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, key
+        self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, joined(key, "state")
         self.names = parameter_names(model)
         self.wanted: dict[str, Tensor] = {}
         self._before: list[tuple[Optimizer, dict[Any, Any]]] = []
         self._state: dict[str, Any] = {}
-        self._groups: list[dict[str, Any]] = []
-        self._states: Entries = {}
-        self._saved: set[str] = set()
-        if not optimizers:
-            return
-        entries = checkpoint.under(key)
-        if not any(name.startswith(f"{_GROUPS}.") for name in entries):
-            found = sorted({name.split(".")[0] for name in checkpoint.entries})
+        self._groups = self._read_groups(joined(key, _GROUPS)) if optimizers else []
+        if optimizers and not self._groups:
             raise CheckpointError(
-                f"{checkpoint.path} has no optimizer under {key!r}; its keys begin with {listed(found)}: say by "
-                "optimizer_key which is its, or load without the optimizer"
+                f"{checkpoint.path} has no optimizer under {key!r}; its keys begin with {listed(checkpoint.roots)}: "
+                "say by optimizer_key which is its, or load without the optimizer"
             )
-        self._states = {name.removeprefix("state."): e for name, e in entries.items() if name.startswith("state.")}
-        self._groups = self._read_groups(entries)
+        self._owned = {name for o in optimizers for group in o.param_groups for name in self._names(group["params"])}
         self._match_parameters()
+        self._states = checkpoint.under(self.key) if optimizers else {}
+        self._saved = self._owned & {name for path in self._states for name in _beginnings(path)}
 
     def prepare(self) -> None:
         """Make the states that the checkpoint has; ``wanted`` is complete afterwards.
@@ -63,44 +57,23 @@ class OptimizerValues:
         Raises:
             CheckpointError: the checkpoint's are of another kind of optimizer. Call ``undo`` then.
         """
-        if not self.optimizers:
-            return
-        saved = {name for name in self._owned() if any(entry.startswith(f"{name}.") for entry in self._states)}
         for optimizer in self.optimizers:
             here = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
             held = {parameter for parameter, state in optimizer.state.items() if state}
-            if here - held and saved & {self.names[p] for p in here}:
+            if here - held and not self._saved.isdisjoint(self._names(here)):
                 self._before.append((optimizer, dict(optimizer.state)))
                 _initialise(self.model, optimizer)
-        self._state = {}
-        for optimizer in self.optimizers:
             if optimizer.state:
                 state = get_optimizer_state_dict(self.model, optimizer)["state"]
                 assert isinstance(state, dict)
                 self._state.update(state)
-        problems: list[str] = []
-        known: set[str] = set()
-        for container, place, value, path in leaves(self._state, ""):
-            known.add(path)
-            entry = self._states.get(path)
-            if entry is None:
-                if path.removesuffix(f".{place}") in saved:
-                    problems.append(f"{path} is not in the checkpoint")
-            elif isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
-                problems.append(f"{path}: one is a tensor and the other is not")
-            elif isinstance(entry, TensorStorageMetadata):
-                if problem := unfit(path, entry, value):
-                    problems.append(problem)
-                self.wanted[f"{self.key}.state.{path}"] = value
-            else:
-                container[place] = self.checkpoint.value(f"{self.key}.state.{path}")
-        foreign = [path for path in self._states if path not in known]
-        if foreign:
-            problems.insert(0, f"the optimizer has no {listed(foreign)}")
-        if problems:
+        matched = StateMatch(self._state, self._states, self.key, self.checkpoint)
+        self.wanted.update(matched.wanted)
+        problems = [f"the optimizer has no {listed(matched.unexpected)}"] if matched.unexpected else []
+        problems += [f"{name} is not in the checkpoint" for name in matched.absent if self._saved & _beginnings(name)]
+        if problems := problems + matched.problems:
             lines = "\n\t".join(problems[:20])
             raise CheckpointError(f"{self.checkpoint.path} is of another optimizer:\n\t{lines}")
-        self._saved = saved
 
     def undo(self) -> None:
         """Optimizers are as before ``prepare``."""
@@ -124,51 +97,49 @@ class OptimizerValues:
                 if self.names[parameter] not in self._saved:
                     del optimizer.state[parameter]
 
-    def _owned(self) -> set[str]:
-        """Names of the parameters that the optimizers have."""
-        return {self.names[p] for o in self.optimizers for group in o.param_groups for p in group["params"]}
+    def _names(self, parameters: Iterable[Tensor]) -> list[str]:
+        return [self.names[parameter] for parameter in parameters]
 
-    def _read_groups(self, entries: Entries) -> list[dict[str, Any]]:
+    def _read_groups(self, key: str) -> list[dict[str, Any]]:
         """The saved groups, each with its "params", by name. Of a flattened state dict, each parameter is a group."""
         found: dict[str, dict[str, Any]] = {}
-        for path in (path for path in entries if path.startswith(f"{_GROUPS}.")):
-            rest, _, option = path.removeprefix(f"{_GROUPS}.").rpartition(".")
-            found.setdefault(rest, {})[option] = self._value(f"{self.key}.{path}", entries[path])
+        for path, entry in self.checkpoint.under(key).items():
+            rest, _, option = path.rpartition(".")
+            if isinstance(entry, BytesStorageMetadata):
+                value = self.checkpoint.value(joined(key, path))
+            else:
+                value = self.wanted[joined(key, path)] = empty(entry)
+            found.setdefault(rest, {})[option] = value
         if all("params" in group for group in found.values()):
             return list(found.values())
         return [{**options, "params": [name]} for name, options in found.items()]
-
-    def _value(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
-        if isinstance(entry, BytesStorageMetadata):
-            return self.checkpoint.value(key)
-        value = torch.empty(entry.size, dtype=entry.properties.dtype)
-        self.wanted[key] = value
-        return value
 
     def _match_parameters(self) -> None:
         """The same parameters have the same options together."""
         saved = {name for group in self._groups for name in group["params"]}
         problems: list[str] = []
-        if missing := sorted(self._owned() - saved):
+        if missing := sorted(self._owned - saved):
             problems.append(f"it has no state of {listed(missing)}")
-        if foreign := sorted(saved - self._owned()):
+        if foreign := sorted(saved - self._owned):
             problems.append(f"the optimizer does not have {listed(foreign)}")
-        if not problems:
-            for optimizer in self.optimizers:
-                for at, group in enumerate(optimizer.param_groups):
-                    names = {self.names[p] for p in group["params"]}
-                    if any(len(names & set(g["params"])) not in (0, len(g["params"])) for g in self._groups):
-                        problems.append(
-                            f"parameters of group {at} are in a group with others, as {listed(sorted(names))}"
-                        )
+        mine = [(at, group) for optimizer in self.optimizers for at, group in enumerate(optimizer.param_groups)]
+        for at, group in mine if not problems else ():
+            names = set(self._names(group["params"]))
+            if any(len(names & set(g["params"])) not in (0, len(g["params"])) for g in self._groups):
+                problems.append(f"parameters of group {at} are in a group with others, as {listed(sorted(names))}")
         if problems:
             raise CheckpointError(f"{self.checkpoint.path} is of another optimizer: {'; '.join(problems)}")
 
     def _saved_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A group of an optimizer with what was saved of it; options that torch has only now stay."""
-        names = [self.names[p] for p in group["params"]]
+        names = self._names(group["params"])
         saved = next((g for g in self._groups if not names or names[0] in g["params"]), {})
         return {**group, **saved, "params": names}
+
+
+def _beginnings(path: str) -> set[str]:
+    """What stands before each dot of a path, and all of it: one is the name of the parameter whose state it is."""
+    return set(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _initialise(model: nn.Module, optimizer: Optimizer) -> None:

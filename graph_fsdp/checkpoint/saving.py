@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
-from graph_fsdp.checkpoint.group import Ranks
+from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.state import copied, optimizers_of, training_state
 from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
@@ -27,7 +27,8 @@ class PendingSave:
     """A save that was begun. One that is not ``asynchronous`` is done already."""
 
     def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
-        self.path, self._future, self._told = path, future, False
+        self.path, self._future = path, future
+        self._told = False  # of its error
 
     def done(self) -> bool:
         """Say whether the save has ended on this rank, in whatever way."""
@@ -48,11 +49,6 @@ class PendingSave:
             self._told = True
             raise
         return self.path
-
-    def end(self) -> None:
-        """Wait, and raise what nobody was told of."""
-        if not (self._told and self._future.done()):
-            self.result()
 
 
 _last: PendingSave | None = None
@@ -96,26 +92,31 @@ def save(
     ranks = Ranks.of(model)
     final = Path(os.path.abspath(path))
     tree: dict[str, Any] = {}
+    temporary: Path | None = None
     problem: Exception | None = None
     try:
         _check(final, extra, keep)
         tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, access_of(model))
+        if ranks.is_first:
+            temporary = _begin(final, overwrite)
     except Exception as error:  # whatever it is, the other ranks are told
         problem = error
-    ranks.agree([str(final), f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}"], problem)
-    temporary = _begin(final, overwrite, ranks)
-    writer = Writer(temporary, final, len(ranks.ranks), keep)
+    facts = [str(final), f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}"]
+    try:
+        writer = Writer(Path(ranks.agree(facts, problem, str(temporary))), final, len(ranks.ranks), keep)
+    except Exception:
+        if temporary is not None:
+            temporary.rmdir()
+        raise
     if asynchronous:
         if ranks.group is None:  # for good: what is ignored for a while only is so for all threads
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        tree = copied(tree)
+            warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
         executor = concurrent.futures.ThreadPoolExecutor(1, "graph_fsdp-save")
-        future = executor.submit(_write, tree, writer, ranks)
+        _last = PendingSave(final, executor.submit(_write, copied(tree), writer, ranks))
         executor.shutdown(wait=False)
-        _last = PendingSave(final, future)
         return _last
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
         _write(tree, writer, ranks)
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
     done.set_result(None)
@@ -126,8 +127,8 @@ def finish_pending() -> None:
     """Wait for the save under way, and raise its error if nobody was told of it."""
     global _last
     pending, _last = _last, None
-    if pending is not None:
-        pending.end()
+    if pending is not None and not pending._told:
+        pending.result()
 
 
 def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> None:
@@ -146,20 +147,14 @@ def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> Non
         )
 
 
-def _begin(path: Path, overwrite: bool, ranks: Ranks) -> Path:
-    """The temporary folder, made by the first rank."""
-    said = ""
-    if ranks.is_first:
-        try:
-            if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
-            said = f"+{folder.begin(path)}"
-        except (OSError, CheckpointError) as error:
-            said = f"-{error}"
-    said = ranks.first_says(said)
-    if said.startswith("-"):
-        raise CheckpointError(said[1:])
-    return Path(said[1:])
+def _begin(path: Path, overwrite: bool) -> Path:
+    """Make the temporary folder."""
+    try:
+        if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            return folder.begin(path)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
 
 
 def _write(tree: dict[str, Any], writer: Writer, ranks: Ranks) -> None:

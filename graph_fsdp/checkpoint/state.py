@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from graph_fsdp import compat
 from graph_fsdp.checkpoint import extra as extras
 from graph_fsdp.checkpoint.random_state import random_state
 from graph_fsdp.checkpoint.storage import TensorAccess
@@ -49,7 +50,7 @@ def training_state(
     rank: int,
     access: TensorAccess,
 ) -> dict[str, Any]:
-    """Return the tree that this rank writes.
+    """Return the tree that this rank writes, in containers of its own: those of the optimizer change in the next step.
 
     Raises:
         TypeError, ValueError: there is something in it that could not be loaded again.
@@ -57,8 +58,7 @@ def training_state(
     tree: dict[str, Any] = {MODEL: get_model_state_dict(model)}
     if optimizers:
         tree[OPTIMIZER] = _optimizer_state(model, optimizers)
-    for key, value in tree.items():
-        extras.take_apart(value, key)
+    tree = {key: extras.put_together(*extras.take_apart(value, key)) for key, value in tree.items()}
     if extra:
         structure, tensors = extras.take_apart({key: extras.state_of(value) for key, value in extra.items()}, EXTRA)
         keys = extras.tensor_keys(tensors)
@@ -67,20 +67,20 @@ def training_state(
             "tensors": {key: tensors[path] for key, path in keys.items()},
         }
     if rank:
-        tree = _sharded_part(tree) or {}
+        tree = {key: value for _, _, value, key in leaves(tree, "") if isinstance(value, DTensor)}
     tree[RNG] = {str(rank): random_state(model)}
-    return {key: _written(value, access) for key, value in tree.items()}
+    written: dict[str, Any] = compat.tree_map_only(Tensor, access.to_write, tree)
+    return written
 
 
 def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    used = [optimizer for optimizer in optimizers if optimizer.state]
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     names = parameter_names(model)
     for optimizer in optimizers:
         unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
-        if optimizer in used:
+        if optimizer.state:
             state = get_optimizer_state_dict(model, optimizer)
             made["state"].update(state["state"])
             made["param_groups"] += state["param_groups"]
@@ -91,48 +91,23 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     return made
 
 
-def _sharded_part(value: Any) -> Any:
-    """What of a tree is DTensors."""
-    if isinstance(value, Mapping):
-        found = {key: _sharded_part(item) for key, item in value.items()}
-        return {key: item for key, item in found.items() if item is not None} or None
-    if isinstance(value, (list, tuple)):  # as it is: places in it are part of keys
-        return value if any(_sharded_part(item) is not None for item in value) else None
-    return value if isinstance(value, DTensor) else None
-
-
-def _written(value: Any, access: TensorAccess) -> Any:
-    """A tree with what is written of its tensors, in new containers: those of the optimizer change in the next step."""
-    if isinstance(value, Tensor):
-        return access.to_write(value)
-    if isinstance(value, Mapping):
-        return {key: _written(item, access) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_written(item, access) for item in value)
-    return value
-
-
-def copied(value: Any) -> Any:
-    """Return the tree with copies of its tensors on the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copied(item) for item in value)
-    return value
+def copied(tree: Any) -> Any:
+    """Return a tree with copies of its tensors on the CPU."""
+    return compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
     """What torch.distributed.checkpoint has as entries: (container, place in it, value, path)."""
-    items: Iterator[tuple[Any, Any]] = iter(value.items()) if isinstance(value, Mapping) else enumerate(value)
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
     for place, item in items:
         key = f"{path}.{place}" if path else str(place)
-        if isinstance(item, Mapping) or (isinstance(item, list) and _has_entries(item)):
+        if _has_entries(item):
             yield from leaves(item, key)
         else:
             yield value, place, item, key
 
 
-def _has_entries(value: list[Any]) -> bool:
-    return any(isinstance(item, (Tensor, Mapping)) or (isinstance(item, list) and _has_entries(item)) for item in value)
+def _has_entries(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, Tensor) or _has_entries(item) for item in value)
+    return isinstance(value, Mapping)

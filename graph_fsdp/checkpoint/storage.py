@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
+import itertools
+import json
 import os
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -29,14 +34,17 @@ from torch.distributed.checkpoint import (
     SavePlan,
     SavePlanner,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graph_fsdp.checkpoint import checksums, folder, tensor_bytes
-from graph_fsdp.checkpoint.metadata import Checkpoint, Place
+from graph_fsdp.checkpoint import checksums, folder
+from graph_fsdp.checkpoint.group import ALONE, NOT_DISTRIBUTED, Ranks
+from graph_fsdp.checkpoint.metadata import Checkpoint, Place, by_file, empty
+from graph_fsdp.compat import checkpoint as compat_checkpoint
 from graph_fsdp.errors import CheckpointError
 
 
@@ -55,9 +63,14 @@ class PrivateFiles(FileSystem):
 
 @dataclass(frozen=True)
 class SummedResult(WriteResult):
-    """What a rank has written of an entry, and the sum of its bytes."""
+    """What a rank has written of an entry, with the sum of its bytes and where those of a tensor are."""
 
-    checksum: int
+    entry: checksums.Written
+
+
+def _writes_plain(item: WriteItem, planner: SavePlanner) -> bool:
+    data = None if item.type is WriteItemType.BYTE_IO else planner.resolve_data(item)
+    return sys.byteorder == "little" and isinstance(data, Tensor) and _is_plain(data.detach())
 
 
 class Writer(FileSystemWriter):
@@ -70,31 +83,32 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
-        by_file: dict[str, list[WriteResult]] = {}
-        for result in results:
-            by_file.setdefault(result.storage_data.relative_path, []).append(result)
         summed: list[WriteResult] = []
-        for name, parts in by_file.items():
-            sums = checksums.spans_sums(self.temporary / name, [_span(part) for part in parts])
-            summed += [
-                SummedResult(part.index, part.size_in_bytes, part.storage_data, sums[_span(part)]) for part in parts
-            ]
+        for name in {result.storage_data.relative_path for result in results}:  # this rank's one file
+            sums = checksums.spans_sums(self.temporary / name, map(_span, results))
+            plain = {item.index for item in plan.items if _writes_plain(item, planner)}
+            with open(self.temporary / name, "rb") as file:
+                for r in results:
+                    data = compat_checkpoint.tensor_offset(file, *_span(r)) if r.index in plain else 0
+                    entry = checksums.Written.of(sums[_span(r)], data)
+                    summed.append(SummedResult(r.index, r.size_in_bytes, r.storage_data, entry))
         future: Future[list[WriteResult]] = Future()
         future.set_result(summed)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         sums: checksums.Checksums = {}
-        for part in (part for parts in results for part in parts):
+        for part in itertools.chain(*results):
             assert isinstance(part, SummedResult)
-            sums.setdefault(part.storage_data.relative_path, {})[_span(part)] = part.checksum
+            sums.setdefault(part.storage_data.relative_path, {})[_span(part)] = part.entry
         self._check_visible(sums)
         super().finish(metadata, results)
         written = self.temporary / folder.METADATA
-        sums[folder.METADATA] = checksums.spans_sums(written, [(0, written.stat().st_size)])
+        of_metadata = checksums.spans_sums(written, [(0, written.stat().st_size)])
+        sums[folder.METADATA] = {span: checksums.Written.of(total) for span, total in of_metadata.items()}
         header = folder.Header(folder.next_sequence(self.final.parent), self.ranks)
         folder.write_private(self.temporary / checksums.CHECKSUMS, checksums.as_text(sums))
-        folder.write_private(self.temporary / folder.HEADER, header.text())
+        folder.write_private(self.temporary / folder.HEADER, json.dumps(dataclasses.asdict(header)))
         folder.commit(self.temporary, self.final, self.keep)
 
     def _check_visible(self, sums: checksums.Checksums) -> None:
@@ -124,17 +138,65 @@ class Reader(FileSystemReader):
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[Place, ReadItem]]] = {}
-        for item in plan.items:
-            place = self.checkpoint.place(item.storage_index)
-            by_file.setdefault(place.file, []).append((place, item))
-        left: list[ReadItem] = []
-        for name, items in sorted(by_file.items()):
-            with open(self.checkpoint.path / name, "rb", buffering=0) as file:
-                for place, item in sorted(items, key=lambda found: found[0].offset):
-                    if not read_straight(file, place, item, planner):
-                        left.append(item)
+        places = {item: self.checkpoint.place(item.storage_index) for item in plan.items}
+        content = {name: checksums.content_of(self.checkpoint.path / name) for name in by_file(places.values())}
+        left = [item for item, place in places.items() if not self.copied(item, place, content[place.file], planner)]
         return super().read_data(dataclasses.replace(plan, items=left), planner)
+
+    def copied(self, item: ReadItem, place: Place, content: Tensor, planner: LoadPlanner) -> bool:
+        """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor; else
+        ``torch.load`` has to read it."""
+        entry = self.checkpoint.checksums.get(place.file, {}).get((place.offset, place.length))
+        if entry is None or not entry.data or sys.byteorder != "little":
+            return False
+        saved, target = self.checkpoint.chunk(item.storage_index), planner.resolve_tensor(item).detach()
+        if target.dtype != saved.dtype or target.shape != item.lengths or not _is_plain(target):
+            return False
+        part = saved[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
+        begin = entry.data + part.storage_offset() * part.itemsize
+        inside = place.offset <= begin <= place.offset + place.length - part.nbytes
+        if part.shape != item.lengths or not part.is_contiguous() or not inside:
+            return False
+        target.view(-1).view(torch.uint8).copy_(content[begin : begin + part.nbytes])
+        planner.commit_tensor(item, target)
+        return True
+
+
+class FillPlanner(DefaultLoadPlanner):
+    """Reads into tensors under flat keys, and never unpickles."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, and one in the model")
+
+
+def read(checkpoint: Checkpoint, wanted: Mapping[str, Tensor], ranks: Ranks = ALONE, verify: bool = True) -> None:
+    """Read into tensors, by their keys in the checkpoint; all ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks, a file of theirs is damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
+            dcp.load(
+                dict(wanted),
+                storage_reader=Reader(checkpoint, verify),
+                planner=FillPlanner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except (Exception, CheckpointException) as error:
+        raise ranks.told(error) from error
+
+
+def read_tensors(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Read whole tensors to the CPU, by their keys in the checkpoint, in this process alone. Raises as ``read``."""
+    found = {key: empty(checkpoint.tensors[key]) for key in keys}
+    read(checkpoint, found)
+    return found
 
 
 class TensorAccess:
@@ -159,28 +221,9 @@ def access_of(model: nn.Module) -> TensorAccess:
     return TensorAccess() if make is None else make()
 
 
-class FillPlanner(DefaultLoadPlanner):
-    """Reads into tensors under flat keys, and never unpickles."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint, and one in the model")
-
-
-def read_straight(file: io.FileIO, place: Place, item: ReadItem, planner: LoadPlanner) -> bool:
-    """Read into the tensor itself if its bytes lie in the file as they do in memory."""
-    saved = tensor_bytes.find(file, place.offset, place.length) if item.type is LoadItemType.TENSOR else None
-    offset = None if saved is None else saved.part(item.storage_offsets, item.lengths)
-    if saved is None or offset is None:
-        return False
-    target = planner.resolve_tensor(item).detach()
-    if target.shape != item.lengths or not tensor_bytes.fits(target, saved.dtype):
-        return False
-    tensor_bytes.read_into(file, offset, target)
-    planner.commit_tensor(item, target)
-    return True
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor's memory are its values, in order."""
+    return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _span(result: WriteResult) -> checksums.Span:

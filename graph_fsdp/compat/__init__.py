@@ -83,6 +83,8 @@ whole test-suite was run.
 | ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
 | ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``_C.PyTorchFileReader`` | likewise, in a file of ``torch.distributed.checkpoint`` | 2.9, 2.13 |
+| ``distributed.checkpoint.utils._create_file_view`` | likewise | 2.9, 2.13 |
 | ``_composable.checkpoint_activation``, its hooks | composable ``checkpoint`` is traced as the ordinary one | 2.13 |
 | ``_composable.contract.REGISTRY_KEY`` | what ``fully_shard`` asks a module before it touches it | 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -38,13 +37,13 @@ from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing
 
-# Strategy of FSDP1 → reshard_after_forward. With NO_SHARD nothing is gathered.
-_RESHARD = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "NO_SHARD": None,
-    "HYBRID_SHARD": True,
-    "_HYBRID_SHARD_ZERO2": False,
+# Strategy of FSDP1 → reshard_after_forward, and the dimensions of the mesh. With NO_SHARD nothing is gathered.
+_STRATEGIES: dict[str, tuple[bool | None, tuple[str, ...]]] = {
+    "FULL_SHARD": (True, ("fsdp",)),
+    "SHARD_GRAD_OP": (False, ("fsdp",)),
+    "NO_SHARD": (None, ("replicate",)),
+    "HYBRID_SHARD": (True, ("replicate", "shard")),  # sharded in each node, replicated over nodes
+    "_HYBRID_SHARD_ZERO2": (False, ("replicate", "shard")),
 }
 
 
@@ -113,10 +112,10 @@ def compile_arguments(
     Raises:
         ValueError: a class to wrap is not in the model, or ``fsdp_ignored_modules`` matches no module.
     """
-    strategy = _strategy(plugin)
-    reshard = plugin.reshard_after_forward if strategy is None else _RESHARD[strategy.name]
+    strategy = plugin.sharding_strategy.name if plugin.fsdp_version == 1 else None
+    reshard, dimensions = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, ("fsdp",))
     if mesh is None and dist.is_initialized():
-        mesh = _mesh(strategy, device_type)
+        mesh = init_device_mesh(device_type, _mesh_shape(dimensions), mesh_dim_names=dimensions)
     return {
         "mesh": mesh,
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
@@ -136,53 +135,36 @@ def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
     """Casts what FSDP casts when it wraps a model for mixed precision: trainable parameters to float32, of which
     ``param_dtype`` is then computed, and, for FSDP1's ``buffer_dtype``, the buffers. Returns what takes that back."""
     policy = plugin.mixed_precision_policy
-    before: list[tuple[Tensor, Tensor]] = []
+    dtypes: dict[Tensor, torch.dtype] = {}
+    if policy is not None:
+        dtypes = {p: torch.float32 for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if (dtype := getattr(policy, "buffer_dtype", None)) is not None:
+        dtypes |= {buffer: dtype for buffer in model.buffers() if buffer.is_floating_point()}
+    before = [(tensor, tensor.data) for tensor in dtypes]
+    for tensor, dtype in dtypes.items():
+        tensor.data = tensor.data.to(dtype)
 
     def undo() -> None:
         for tensor, data in before:
             tensor.data = data
 
-    def cast(tensor: Tensor, dtype: torch.dtype) -> None:
-        before.append((tensor, tensor.data))
-        tensor.data = tensor.data.to(dtype)
-
-    if policy is None:
-        return undo
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != torch.float32:
-            cast(parameter, torch.float32)
-    dtype = getattr(policy, "buffer_dtype", None)
-    if dtype is not None:
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                cast(buffer, dtype)
     return undo
 
 
-def _strategy(plugin: FullyShardedDataParallelPlugin) -> ShardingStrategy | None:
-    """FSDP1's; None for a configuration of FSDP2."""
-    for value in (plugin.sharding_strategy, plugin.reshard_after_forward):
-        if plugin.fsdp_version == 1 and isinstance(value, ShardingStrategy):
-            return value
-    return None
-
-
-def _mesh(strategy: ShardingStrategy | None, device_type: str) -> DeviceMesh:
+def _mesh_shape(dimensions: Sequence[str]) -> tuple[int, ...]:
+    """All processes; of two dimensions the nodes, and the processes of each."""
     world_size = dist.get_world_size()
-    name = strategy.name if strategy is not None else "FULL_SHARD"
-    if name == "NO_SHARD":
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("replicate",))
-    if name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):  # sharded in each node, replicated over nodes
-        # Of the number of nodes, which all ranks are told alike: nodes may have different numbers of processes.
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // here))
-        if nodes < 1 or world_size % nodes:
-            raise ValueError(
-                f"fsdp_sharding_strategy: {name} shards in each node, and {nodes} nodes do not divide {world_size} "
-                "processes; start as many on each"
-            )
-        return init_device_mesh(device_type, (nodes, world_size // nodes), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+    if len(dimensions) == 1:
+        return (world_size,)
+    # Of the number of nodes, which all ranks are told alike: nodes may have different numbers of processes.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // here))
+    if nodes < 1 or world_size % nodes:
+        raise ValueError(
+            f"fsdp_sharding_strategy: HYBRID_SHARD shards in each node, and {nodes} nodes do not divide {world_size} "
+            "processes; start as many on each"
+        )
+    return nodes, world_size // nodes
 
 
 def _auto_wrap_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
@@ -199,11 +181,7 @@ def _auto_wrap_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) 
             raise ValueError(f"{source}: the model has no {', '.join(missing)}; it has {', '.join(sorted(classes))}")
         return {classes[name] for name in names if name in classes} or {type(model)}
     if function is size_based_auto_wrap_policy:
-        return (
-            functools.partial(function, min_num_params=plugin.min_num_params)
-            if plugin.min_num_params
-            else {type(model)}
-        )
+        policy = functools.partial(function, min_num_params=plugin.min_num_params) if plugin.min_num_params else None
     return {type(model)} if policy is None else policy  # NO_WRAP: one unit
 
 
@@ -219,11 +197,10 @@ def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.M
     return lambda module: of_model if module is model else None
 
 
-def _offload_policy(policy: bool | CPUOffload | OffloadPolicy | None) -> OffloadPolicy:
-    if isinstance(policy, OffloadPolicy):
-        return policy
-    offloaded = policy.offload_params if isinstance(policy, CPUOffload) else bool(policy)
-    return CPUOffloadPolicy() if offloaded else OffloadPolicy()
+def _offload_policy(policy: CPUOffload | OffloadPolicy) -> OffloadPolicy:
+    if isinstance(policy, CPUOffload):
+        return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
+    return policy
 
 
 def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module] | None:
