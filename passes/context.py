@@ -155,13 +155,16 @@ class GraphPass:
         return model
 
     def settings(self) -> str:
-        """The pass with its options, as ranks compare them: attributes that are plain values."""
-        options = {key: value for key, value in sorted(vars(self).items()) if _is_plain(value)}
-        arguments = "".join(f", {key}={value!r}" for key, value in options.items())
-        return f"{type(self).__qualname__}({self.name!r}{arguments})"
+        """What ranks compare: the pass with its options."""
+        return repr(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
+        """The pass with its options: attributes that are plain values, but for the contract."""
+        options = {key: value for key, value in sorted(vars(self).items()) if key not in _CONTRACT and _is_plain(value)}
+        return f"{type(self).__name__}({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in options.items())])})"
+
+
+_CONTRACT = frozenset({"name", "phase", "phases", "requires", "provides"})
 
 
 def strings_of(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:

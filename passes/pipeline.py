@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,20 +101,25 @@ class PassPipeline:
         return f"PassPipeline({', '.join(p.name for p in self.passes)})"
 
     def replace(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], new, *self.passes[index + 1 :]])
+        return self._edited(name, 0, 1, new)
 
     def insert_before(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], new, *self.passes[index:]])
+        return self._edited(name, 0, 0, new)
 
     def insert_after(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name) + 1
-        return self._with([*self.passes[:index], new, *self.passes[index:]])
+        return self._edited(name, 1, 1, new)
 
     def remove(self, name: str) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], *self.passes[index + 1 :]])
+        return self._edited(name, 0, 1)
+
+    def _edited(self, name: str, begin: int, end: int, *new: GraphPass) -> PassPipeline:
+        """The pipeline with ``new`` in the place of the passes from ``begin`` to ``end``, counted from a pass."""
+        names = [p.name for p in self.passes]
+        if name not in names:
+            raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
+        index, passes = names.index(name), list(self.passes)
+        passes[index + begin : index + end] = new
+        return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
         """The model with the buckets that the passes want.
@@ -126,42 +132,29 @@ class PassPipeline:
             _check_buckets(p, model)
         return model
 
-    def _with(self, passes: Sequence[GraphPass]) -> PassPipeline:
-        return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
-
-    def _index(self, name: str) -> int:
-        names = [p.name for p in self.passes]
-        if name not in names:
-            raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
-        return names.index(name)
-
     def _check(self) -> None:
-        seen: set[str] = set()
+        facts = {phase: set(given) for phase, given in GIVEN.items()}
+        names: list[str] = []
         for p in self.passes:
             if not isinstance(p, GraphPass):
                 raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
-            if not p.name or p.name in seen:
+            if not p.name or p.name in names:
                 raise PipelineError(f"{p!r}: each pass needs a name of its own in the pipeline")
-            unknown = set(p.runs_in()) - set(PHASES)
-            if unknown:
+            names.append(p.name)
+            phases = p.runs_in()
+            if unknown := set(phases) - set(PHASES):
                 raise PipelineError(f"{p!r}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
-            seen.add(p.name)
-        for phase in PHASES:
-            facts = set(GIVEN[phase])
-            for p in self.passes:
-                required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
-                if phase not in p.runs_in():
-                    continue
-                missing = set(required) - facts
-                if missing:
+            required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
+            for phase in (phase for phase in PHASES if phase in phases):
+                if missing := set(required) - facts[phase]:
                     raise PipelineError(
                         f"pass {p.name!r} requires {sorted(missing)} of the {phase} graph, and no pass before it "
                         f"provides that; order: {', '.join(q.name for q in self.passes)}"
                     )
-                facts |= set(provided)
-            for fact in ("bucketed", "freed") if phase in ("forward", "backward", "inference") else ():
-                if fact not in facts:
-                    raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
+                facts[phase] |= set(provided)
+        for phase, fact in itertools.product(PHASES[2:], ("bucketed", "freed")):
+            if fact not in facts[phase]:
+                raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         """Run each pass over the graphs of its phases, in the order given (forward before backward).
@@ -228,12 +221,12 @@ def add_stage(
     seconds: float,
     summary: str | None = None,
     verify_seconds: float = 0.0,
+    text: str | None = None,
 ) -> None:
     begin = time.perf_counter()
     snapshot = Snapshot(graph.fx_graph)
-    stage = Stage(
-        name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
-    )
+    taken = time.perf_counter() - begin
+    stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, taken, text)
     context.stages[graph.phase][name] = stage
     log_stage(stage)
 
@@ -244,7 +237,4 @@ def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str)
         text = readable(graph.fx_graph)
     except Exception as error:  # a broken graph may be one that cannot be printed; the first error is to be raised
         text = f"# this graph cannot be printed: {error!r}\n"
-    title = f"{name} (failed)"
-    stage = Stage(title, graph.phase, Snapshot(graph.fx_graph), graph.module, 0.0, reason, text=text)
-    context.stages[graph.phase][title] = stage
-    log_stage(stage)
+    add_stage(graph, context, f"{name} (failed)", 0.0, reason, text=text)

@@ -27,7 +27,7 @@ from graph_fsdp.passes import (
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import set_record
 from graph_fsdp.passes.ir.spec import Offload, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.offload import HOST, find_transfers
+from graph_fsdp.passes.transforms.offload import HOST
 from graph_fsdp.passes.verify.verify import Verifier
 
 aten = torch.ops.aten
@@ -113,8 +113,8 @@ a_w_grad_1 cpu
 offloaded_b cpu
 b_w_grad_1 cpu""",
     )
-    offloads = [t for t in find_transfers(graph) if t.kind == "offload"]
-    assert [dialect.argument(t.start, "pin_memory") for t in offloads] == [True, True]
+    offloads = graph.with_role(Role.OFFLOAD_START)
+    assert [dialect.argument(start, "pin_memory") for start in offloads] == [True, True]
     on_device = memory_profile(graph, context).timeline["gradients"]
     assert on_device[-1] == 0, "what the graph returns is on the CPU"
 

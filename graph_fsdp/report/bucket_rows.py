@@ -9,7 +9,7 @@ from torch import fx
 
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.offload import find_transfers
+from graph_fsdp.passes.transforms.edits import wait_of
 
 ROW_KINDS = {
     Role.GATHER_START: "gather",
@@ -74,10 +74,13 @@ def bucket_rows(graph: Graph) -> list[BucketRow]:
         times = (positions[nodes[0]], None, None, None)
         unit = nodes[0].meta["fsdp"].unit
         rows[positions[nodes[0]]] = BucketRow(bucket, "keep", params, nbytes, *times, False, unit)
-    for t in find_transfers(graph):
-        times = (positions[t.start], positions[t.wait], first_use(t.wait), None)
-        unit = t.start.meta["fsdp"].unit
-        rows[positions[t.start]] = BucketRow(t.bucket, t.kind, t.params, t.nbytes, *times, False, unit)
+    for start in graph.with_role(Role.FETCH_START, Role.OFFLOAD_START):
+        record, wait = start.meta["fsdp"], wait_of(start)
+        kind = record.role.value.removesuffix("_start")
+        times = (positions[start], positions[wait], first_use(wait), None)
+        rows[positions[start]] = BucketRow(
+            record.bucket, kind, record.params, record.nbytes, *times, False, record.unit
+        )
     return [rows[position] for position in sorted(rows)]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+from graph_fsdp.passes.ir.spec import ParameterSpec
+from graph_fsdp.passes.transforms.edits import without_defaults
 
 
 class InsertGathers(GraphPass):
@@ -49,13 +48,9 @@ def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext
         target = f"gather_{p.name.replace('.', '_')}"
         graph.module.add_submodule(target, context.extensions[p.name])
         return graph.fx_graph.call_module(target, (shard,))
-    arguments = (shard, list(p.stored_shape), p.param_dtype, p.reduce_dtype, p.name, context.model.group)
-    return graph.fx_graph.call_function(dialect.gather_param, (*arguments, *_last_arguments(context.model)))
-
-
-def _last_arguments(model: ModelSpec) -> list[Any]:
-    """The group of replicas and the device, where there is a use for them."""
+    model = context.model
     replicate_group = model.replicate_group if model.replicas > 1 else ""
-    if model.offload is not None:
-        return [replicate_group, model.offload.device]
-    return [replicate_group] if replicate_group else []
+    device = model.offload.device if model.offload is not None else None
+    dtypes = (p.param_dtype, p.reduce_dtype)
+    arguments = (shard, list(p.stored_shape), *dtypes, p.name, model.group, replicate_group, device)
+    return graph.fx_graph.call_function(dialect.gather_param, without_defaults(dialect.gather_param, arguments))

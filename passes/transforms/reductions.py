@@ -12,9 +12,11 @@ from torch import fx
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import WAITING, Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.transforms.edits import move_with_results, with_results
+from graph_fsdp.passes.transforms.edits import wait_of as wait_of
 
 
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
@@ -42,7 +44,7 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
     latest = None
     for start in starts:
         if latest is not None and positions[start] < positions[latest]:
-            _move_group(wait_of(start), before=latest.next)
+            move_with_results(wait_of(start), before=latest.next)
             latest.append(start)
             positions[start] = positions[latest]
         latest = start
@@ -54,7 +56,7 @@ def _start_behind_fusible(start: fx.Node) -> None:
     """Move a start, with its wait, over the pointwise operators and reductions that follow it (the rest of a norm's
     backward, a residual addition). They fuse into the kernels before it; a start in between would cut a compute region
     for them alone."""
-    group = [start, *_with_results(wait_of(start))]
+    group = [start, *with_results(wait_of(start))]
     node, inside = start, set(group)
     while node in inside:
         inside.discard(node)
@@ -75,7 +77,7 @@ def _start_behind_fusible(start: fx.Node) -> None:
 def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
     for index, start in enumerate(starts):
         due = index + in_flight
-        _move_group(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
+        move_with_results(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
 
 
 def _second_stage(start: fx.Node) -> list[fx.Node]:
@@ -85,22 +87,3 @@ def _second_stage(start: fx.Node) -> list[fx.Node]:
 def _ready_for(start: fx.Node) -> fx.Node:
     """A second stage stands right behind the wait for its first: what comes before it comes before both."""
     return start.prev if has_role(start, Role.REPLICATE_START) and start.prev is start.args[0] else start
-
-
-def wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if has_role(user, *WAITING))
-
-
-def _move_group(wait: fx.Node, before: fx.Node) -> None:
-    for node in _with_results(wait):
-        before.prepend(node)
-
-
-def _with_results(wait: fx.Node) -> list[fx.Node]:
-    """A wait and what is computed of its result, which only the output reads."""
-    group, frontier = [wait], [wait]
-    while frontier:
-        users = [user for node in frontier for user in node.users if user.op != "output"]
-        frontier = list(dict.fromkeys(users))
-        group += frontier
-    return list(dict.fromkeys(group))

@@ -100,23 +100,16 @@ class Lifetime:
 def lifetimes(graph: Graph) -> list[Lifetime]:
     """The buffers of the gathers of a graph whose buffers are freed, in the order in which they are allocated. Those
     that outlive the graph have memory of their own and are left out."""
-    roots = graph.alias_roots()
-    starts: dict[fx.Node, int] = {}
-    waits: dict[fx.Node, int] = {}
-    frees: dict[fx.Node, int] = {}
-    for index, node in enumerate(graph.fx_graph.nodes):
-        if node.target is dialect.all_gather_start:
-            starts[node] = index
-        elif node.target is dialect.all_gather_wait or node.target is dialect.free:
-            ends = frees if node.target is dialect.free else waits
-            ends.update((root, index) for root in roots[node.args[0]])
-    last = len(graph.fx_graph.nodes) - 1
+    positions, output = graph.positions(), graph.output
     found = []
-    for start, begin in starts.items():
+    for gather in graph.gathers:
+        if (start := gather.start) is None:
+            continue
+        begin, end, wait = positions[start], positions[gather.free or output], positions[gather.wait or output]
         if not start.meta["fsdp"].escapes:
-            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, frees.get(start, last)))
+            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, end))
         if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
-            found.append(Lifetime(start, True, landing, begin, waits.get(start, last)))
+            found.append(Lifetime(start, True, landing, begin, wait))
     return found
 
 
@@ -156,12 +149,11 @@ def colour(intervals: Sequence[Interval], classes: Sequence[int]) -> Assignment:
 def _cost(intervals: Sequence[Interval], assignment: Assignment) -> tuple[int, int]:
     """Most bytes allocated at once, and the sum over nodes of the bytes allocated."""
     slots, sizes = assignment
-    begins, ends = [-1] * len(sizes), [-1] * len(sizes)
+    spans: dict[int, Interval] = {}
     for (begin, end, _), slot in zip(intervals, slots, strict=True):
-        begins[slot] = begin if begins[slot] < 0 else min(begin, begins[slot])
-        ends[slot] = max(end, ends[slot])
-    spans = list(zip(begins, ends, sizes, strict=True))
-    return most_at_once(spans), sum((end + 1 - begin) * nbytes for begin, end, nbytes in spans)
+        first, last, _ = spans.get(slot, (begin, end, 0))
+        spans[slot] = (min(first, begin), max(last, end), sizes[slot])
+    return most_at_once(spans.values()), sum((end + 1 - begin) * nbytes for begin, end, nbytes in spans.values())
 
 
 def most_at_once(intervals: Iterable[Interval]) -> int:
