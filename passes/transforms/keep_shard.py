@@ -1,8 +1,7 @@
 """Resharding to smaller groups: between forward and backward each rank keeps a larger shard of each bucket.
 
-FSDP2's ``reshard_after_forward=<int>``. The ranks that shard are divided into groups of ``n`` consecutive ones (those
-of a machine, say). After its last use in forward, a bucket is cut to this rank's 1/n of it, which forward saves;
-backward gathers it over the small group.
+FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks (those of a machine, say). After its last
+use in forward, a bucket is cut to this rank's 1/n of it, which forward saves; backward gathers it over the small group.
 
 Layout. A gathered bucket is parameter-major: over ``W`` ranks the parameter at element ``o`` of the shard lies at
 ``W * o``, as ``W`` chunks. A rank keeps ``s = W / n`` consecutive chunks of each, at ``s * o``. So what it keeps is a

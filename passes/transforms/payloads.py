@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role, set_record
-from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.transforms.edits import ancestors, behind, put_behind_inputs
+from graph_fsdp.passes.transforms.edits import ancestors, behind, put_behind_inputs, recorded
 
 
 def place_payloads(graph: Graph) -> None:
@@ -55,8 +55,7 @@ def combine_reductions(graph: Graph) -> None:
         with graph.fx_graph.inserting_before(behind(graph, values, graph.positions())):
             together = graph.call(dialect.reduce_payloads, (values, *nodes[0].args[1:]), name="reduced_payloads")
             names = tuple(name for node in nodes for name in node.meta["fsdp"].params)
-            size = nbytes(together.meta["val"])
-            set_record(together, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", names, size))
+            recorded(together, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", names), Role.PAYLOAD_REDUCE)
             ends = itertools.accumulate((node.meta["val"].numel() for node in nodes), initial=0)
             pieces = dict(zip(nodes, itertools.pairwise(ends), strict=True))
             slice_of = torch.ops.aten.slice.Tensor

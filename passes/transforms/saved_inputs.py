@@ -1,8 +1,7 @@
 """Where forward writes to an input that backward needs, a copy of the input's old value is saved.
 
-A module may write to its buffers, or to its inputs. AOTAutograd makes such a write a copy at the end of the graph. The
-partitioner may then choose to save the input itself, and to compute from it again in backward what forward computed
-from it, or to use it there: it takes inputs for free, and does not ask whether they are still the same by then. torch's
+A module may write to its buffers, or to its inputs, which AOTAutograd makes a copy at the end of the graph. The
+partitioner takes inputs for free, and does not ask whether they are still the same when backward reads them. torch's
 own ``aot_eager`` has wrong gradients from that. So what is saved of such an input is a copy of what it was.
 
 Not a pass of the pipeline: it mends what the partitioner left, before all passes, whatever pipeline the user has.

@@ -208,9 +208,7 @@ def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
     limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
     candidates = [latest_starts(segments.arrivals, segments.durations, scale) for scale in _SCALES]
     candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
-    timed: list[tuple[float, int, After]] = []
-    for candidate in candidates:
-        after = fit(gathers, candidate, limit)
-        timed.append((segments.seconds(after), sum(gathers.live(after)), after))
+    fitted = [fit(gathers, candidate, limit) for candidate in candidates]
+    timed = [(segments.seconds(after), sum(gathers.live(after)), after) for after in fitted]
     fastest = min(seconds for seconds, _, _ in timed)
     return min((t for t in timed if t[0] <= fastest * _EQUAL), key=lambda t: t[1])[2]
