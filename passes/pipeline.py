@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,20 +46,17 @@ class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Excep
 
 def _check_buckets(p: GraphPass, model: object) -> None:
     if not isinstance(model, ModelSpec):
-        raise PipelineError(f"{p!r}: arrange must return a ModelSpec, got {model!r}")
-    seen: set[str] = set()
+        raise PipelineError(f"{p}: arrange must return a ModelSpec, got {model!r}")
+    counts = Counter(parameter.name for bucket in model.buckets for parameter in bucket.parameters)
+    for name, count in counts.items():
+        if count > 1:
+            raise PipelineError(f"{p}: arrange put {name} into bucket {model.bucket_of[name].name!r} and another")
     for bucket in model.buckets:
-        for parameter in bucket.parameters:
-            if parameter.name in seen:
-                raise PipelineError(f"{p!r}: arrange put {parameter.name} into bucket {bucket.name!r} and another")
-            seen.add(parameter.name)
         if len({(parameter.dtype, parameter.param_dtype) for parameter in bucket.parameters}) != 1:
-            raise PipelineError(
-                f"{p!r}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none"
-            )
-    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in seen]
+            raise PipelineError(f"{p}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none")
+    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in counts]
     if missing:
-        raise PipelineError(f"{p!r}: arrange left {', '.join(missing)} in no bucket")
+        raise PipelineError(f"{p}: arrange left {', '.join(missing)} in no bucket")
 
 
 class Profiled(Protocol):
@@ -139,11 +137,11 @@ class PassPipeline:
             if not isinstance(p, GraphPass):
                 raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
             if not p.name or p.name in names:
-                raise PipelineError(f"{p!r}: each pass needs a name of its own in the pipeline")
+                raise PipelineError(f"{p}: each pass needs a name of its own in the pipeline")
             names.append(p.name)
             phases = p.runs_in()
             if unknown := set(phases) - set(PHASES):
-                raise PipelineError(f"{p!r}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
+                raise PipelineError(f"{p}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
             required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
             for phase in (phase for phase in PHASES if phase in phases):
                 if missing := set(required) - facts[phase]:
@@ -170,6 +168,7 @@ class PassPipeline:
     def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         for graph in graphs:
             graph.cost = context.cost
+            context.graphs[graph.phase] = graph
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
@@ -185,7 +184,7 @@ class PassPipeline:
                     said = f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}"
                     raise PassError(said, p.name, graph.phase) from error
                 seconds = time.perf_counter() - begin
-                context.facts[graph.phase] |= frozenset(p.provides)
+                graph.facts |= frozenset(p.provides)
                 begin = time.perf_counter()
                 try:
                     verifiers[graph.phase].check(p.name)

@@ -60,7 +60,6 @@ def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
             value = graph.call(aten.mm.default, (value, graph.call(aten.slice.Tensor, (full, 0, 0, 4))))
         outputs = [value]
     else:
-        context.reduced = frozenset(p.name for p in parameters)
         grads = [placeholder(f"grad_{p.unit}", (16, 4), CUDA) for p in parameters]
         outputs = []
         for grad, p in zip(grads, parameters, strict=True):

@@ -2,10 +2,8 @@
 
 A graph that does not reduce a unit's gradients (``set_requires_gradient_sync(False)``) ends each of them in an
 ``accumulate_grad`` where the reduction would start, so that the compute regions are those of the graph that reduces.
-Whole gradients are kept, as many bytes as the unit's parameters have in the type of the reduction. Where replicas
-alone are left out (``set_requires_all_reduce(False)``) gradients are reduced over the ranks that shard, and their
-shards are kept. The next graph that reduces a parameter's gradient adds what is kept to it (in the executor: on which
-rank anything is kept changes no collective).
+Where replicas alone are left out (``set_requires_all_reduce(False)``) gradients are reduced over the ranks that shard,
+and their shards are kept. The next graph that reduces a parameter's gradient adds what is kept to it, in the executor.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ParameterSpec
-from graph_fsdp.passes.transforms.edits import behind, without_defaults
+from graph_fsdp.passes.transforms.edits import without_defaults
 from graph_fsdp.passes.transforms.offload import HOST
 
 
@@ -35,19 +32,6 @@ def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
     """Whether a gradient is kept after its reduction over the ranks that shard."""
     model = context.model
     return model.replicas > 1 and model.world_size > 1 and p.unit in context.settings.unreplicated
-
-
-def accumulate(
-    graph: Graph, context: PassContext, reductions: list[fx.Node], positions: dict[fx.Node, int]
-) -> dict[fx.Node, fx.Node]:
-    """Keep the gradients of one bucket's ``reductions``, where the last of them exists; reduction → what replaces
-    it."""
-    grads = {node: operand(node) for node in reductions}
-    with graph.fx_graph.inserting_before(behind(graph, grads.values(), positions)):
-        return {
-            node: keep(graph, grad, context, node.meta["fsdp"].params[0], node.meta["fsdp"].bucket)
-            for node, grad in grads.items()
-        }
 
 
 def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:

@@ -81,7 +81,9 @@ class ActivationCheckpointing:
             raise TypeError(f"ActivationCheckpointing: offload must be True or False, got {self.offload!r}")
         if isinstance(self.recompute, Collection) and not isinstance(self.recompute, str):
             object.__setattr__(self, "recompute", tuple(self.recompute))
-        _check(self.recompute)
+        if (wrong := _what_is_wrong(self.recompute)) is not None:
+            kind, what = wrong
+            raise kind(f"activation_checkpointing: {what}; pass {_ACCEPTED}")
 
     @classmethod
     def of(cls, value: Any) -> ActivationCheckpointing | None:
@@ -91,25 +93,20 @@ class ActivationCheckpointing:
         return cls(None, offload=True) if isinstance(value, str) and value == "offload" else cls(value)
 
 
-def _check(recompute: Any) -> None:
-    def say(what: str) -> str:
-        return f"activation_checkpointing: {what}; pass {_ACCEPTED}"
-
+def _what_is_wrong(recompute: Any) -> tuple[type[Exception], str] | None:
     if recompute is None or (isinstance(recompute, str) and recompute in ("unit", "selective")):
-        return
+        return None
     if isinstance(recompute, (int, float)) and not isinstance(recompute, bool):
-        if not 0 <= recompute <= 1:  # and not NaN
-            raise ValueError(say(f"a memory budget lies between 0 and 1, got {recompute!r}"))
-    elif isinstance(recompute, str):
-        raise ValueError(say(f"there is no {recompute!r}"))
-    elif isinstance(recompute, tuple):
-        if not recompute:
-            raise ValueError(say("the collection of operators is empty"))
-        for op in recompute:
-            if not isinstance(op, _OPERATORS):
-                raise TypeError(say(f"the collection holds {op!r}, which is no operator"))
-    else:
-        raise TypeError(say(f"got {recompute!r}"))
+        in_range = 0 <= recompute <= 1  # and not NaN
+        return None if in_range else (ValueError, f"a memory budget lies between 0 and 1, got {recompute!r}")
+    if isinstance(recompute, str):
+        return ValueError, f"there is no {recompute!r}"
+    if not isinstance(recompute, tuple):
+        return TypeError, f"got {recompute!r}"
+    if not recompute:
+        return ValueError, "the collection of operators is empty"
+    strangers = [op for op in recompute if not isinstance(op, _OPERATORS)]
+    return (TypeError, f"the collection holds {strangers[0]!r}, which is no operator") if strangers else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,10 +131,10 @@ class CheckpointActivations(GraphPass):
         object.__setattr__(self, "policy", names)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        context.recomputes_activations = True
+        graph.recomputes_activations = True
         joint = _Joint(graph, context)
         if isinstance(self.recompute, (int, float)):
-            return _within_budget(self.recompute, joint, context)
+            return _within_budget(self.recompute, joint)
         saved = [node for node in joint.calls if self._is_saved(node)]
         if isinstance(self.recompute, tuple) and not saved:
             called = sorted({str(node.target) for node in joint.calls if node.target is not operator.getitem})
@@ -168,8 +165,8 @@ class CheckpointActivations(GraphPass):
         return isinstance(self.recompute, tuple) and (node.target in self.recompute or packet in self.recompute)
 
 
-def _within_budget(budget: float, joint: _Joint, context: PassContext) -> str:
-    context.activation_memory_budget = max(float(budget), _SMALLEST_BUDGET)
+def _within_budget(budget: float, joint: _Joint) -> str:
+    joint.graph.activation_memory_budget = max(float(budget), _SMALLEST_BUDGET)
     random = [node for node in joint.graph.nodes if node in joint.forward and is_random(node)]
     kept = [*joint.borders(), *random, *joint.readers_of_unneeded_buckets()]
     kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
@@ -210,7 +207,7 @@ class _Joint:
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes
-        self.of_gradients = gradient_nodes(graph, context)
+        self.of_gradients = gradient_nodes(graph)
         self.forward = forward_nodes(graph, context)
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}

@@ -27,8 +27,7 @@ class Annotate(GraphPass):
             size = nbytes(node.meta.get("val"))
             set_record(node, NodeRecord(role, unit, bucket.name if bucket else "", (name,), size))
 
-        reduced: list[str] = []
-        gathers = 0
+        gathers = reductions = 0
         for node in graph.nodes:
             if node.target is dialect.gather_param:
                 gathers += 1
@@ -41,12 +40,15 @@ class Annotate(GraphPass):
             elif node.target is dialect.reduce_payloads:
                 set_record(node, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", (), nbytes(node.meta["val"])))
             elif node.target is dialect.reduce_grad:
-                reduced.append(dialect.parameter_of(node))
-                mark(node, Role.REDUCE, reduced[-1])
-        for node in graph.placeholders[context.tangents]:
-            set_record(node, NodeRecord(Role.TANGENT, "", "", (), nbytes(node.meta.get("val"))))
-        context.reduced = frozenset(reduced)
-        return f"{gathers} gathers, {len(reduced)} reductions"
+                reductions += 1
+                mark(node, Role.REDUCE, dialect.parameter_of(node))
+        return f"{gathers} gathers, {reductions} reductions"
+
+
+def mark_tangents(joint: Graph, first: int) -> None:
+    """Say that the inputs from ``first`` on are gradients of outputs, which AOTAutograd alone knows."""
+    for node in joint.placeholders[first:]:
+        set_record(node, NodeRecord(Role.TANGENT, "", "", (), nbytes(node.meta.get("val"))))
 
 
 def _inputs_of(node: fx.Node) -> set[fx.Node]:

@@ -22,14 +22,7 @@ from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.transforms.accumulate import (
-    accumulate,
-    call_hook,
-    is_unreplicated,
-    is_unsynced,
-    keep,
-    reduction_options,
-)
+from graph_fsdp.passes.transforms.accumulate import call_hook, is_unreplicated, is_unsynced, keep, reduction_options
 from graph_fsdp.passes.transforms.arrange import BucketSize, arrange_buckets
 from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait
 from graph_fsdp.passes.transforms.payloads import combine_reductions, place_payloads
@@ -96,9 +89,9 @@ def _summary(graph: Graph, context: PassContext, gathered: int, kept: int) -> st
     whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
     if model.world_size == 1:
         return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
-    taken = f", {len(context.taken)} taken from an earlier piece" if context.taken else ""
-    given = f", {len(context.given)} given to a later one" if context.given else ""
-    return f"{gathered - len(context.taken)} buckets gathered, {reduced} reduced{whole}{taken}{given}"
+    taken = f", {len(graph.taken)} taken from an earlier piece" if graph.taken else ""
+    given = f", {len(graph.given)} given to a later one" if graph.given else ""
+    return f"{gathered - len(graph.taken)} buckets gathered, {reduced} reduced{whole}{taken}{given}"
 
 
 def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
@@ -238,11 +231,13 @@ def _reduce(graph: Graph, context: PassContext) -> int:
                 gradients[node] = graph.call(aten.new_zeros.default, arguments, options)
                 set_record(gradients[node], NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
     for name, nodes in groups.items():
-        unsynced = [node for node in nodes if is_unsynced(_parameter(node, context), context)]
+        unsynced = {node: operand(node) for node in nodes if is_unsynced(_parameter(node, context), context)}
         if unsynced:
-            whole = accumulate(graph, context, unsynced, positions)
-            kept += sum(node.meta["fsdp"].nbytes for node in whole.values())
-            gradients |= whole
+            with graph.fx_graph.inserting_before(behind(graph, unsynced.values(), positions)):
+                for node, grad in unsynced.items():
+                    p = _parameter(node, context)
+                    gradients[node] = keep(graph, grad, context, p.name, node.meta["fsdp"].bucket)
+                    kept += gradients[node].meta["fsdp"].nbytes
         if synced := [node for node in nodes if node not in unsynced]:
             gradients |= _reduce_bucket(graph, context, name, synced, positions)
     graph.replace(gradients)

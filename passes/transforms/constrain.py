@@ -17,7 +17,6 @@ is constrained alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +36,8 @@ mark_sharding = torch.ops.graph_fsdp.mark_sharding.default
 fx.node.has_side_effect(mark_sharding)  # Dynamo removes calls whose result nobody reads
 
 
-@torch.library.register_fake("graph_fsdp::constrain", lib=_LIBRARY)
-def _(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
-    return torch.empty_like(value)
-
-
-@torch.library.register_fake("graph_fsdp::mark_sharding", lib=_LIBRARY)
-def _(value: Tensor, axes: Sequence[str]) -> Tensor:
-    return torch.empty_like(value)
+for _name in ("constrain", "mark_sharding"):
+    torch.library.register_fake(f"graph_fsdp::{_name}", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -79,15 +72,15 @@ class ConstrainActivations(GraphPass):
             value, axes = node.args
             graph.fx_graph.erase_node(node)
             self._constrain(graph, value, list(axes))
-        inputs = [n for n in graph.placeholders if n not in context.shard_inputs]
-        sizes = {n.meta["example_value"].shape[0] for n in inputs if n in context.batch_inputs}
+        inputs = [n for n in graph.placeholders if n not in context.inputs.shards]
+        sizes = {n.meta["example_value"].shape[0] for n in inputs if n in context.inputs.batch}
         calls = unit_calls(graph, context.model)
         constrained = 0
         for node in graph.nodes:
             value = node.meta.get("example_value")
             if node.target is constrain or not isinstance(value, Tensor) or not value.dim():
                 continue
-            if value.shape[0] in sizes and (node in context.batch_inputs or _leaves_unit(node, calls)):
+            if value.shape[0] in sizes and (node in context.inputs.batch or _leaves_unit(node, calls)):
                 self._constrain(graph, node, [self.batch_axes, *[""] * (value.dim() - 1)])
                 constrained += 1
         return f"{constrained} values constrained over {self.batch_axes}, {len(marked)} as the model says"

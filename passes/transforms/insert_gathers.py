@@ -27,26 +27,26 @@ class InsertGathers(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
-        for node, (parameter, shard) in context.shard_inputs.items():
+        for node, (parameter, shard) in context.inputs.shards.items():
             full = node.meta["example_value"]
             with graph.fx_graph.inserting_before(after_inputs):
                 gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
                     value = graph.fx_graph.call_method("contiguous", (moved,))
-                if node in context.as_used:
-                    value = graph.fx_graph.call_function(context.as_used[node], (value,))
+                if node in context.inputs.as_used:
+                    value = graph.fx_graph.call_function(context.inputs.as_used[node], (value,))
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, value)
             value.meta["example_value"] = full
             node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
-        return f"{len(context.shard_inputs)} parameters gathered"
+        return f"{len(context.inputs.shards)} parameters gathered"
 
 
 def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
-    if p.name in context.extensions:
+    if p.name in context.inputs.extensions:
         target = f"gather_{p.name.replace('.', '_')}"
-        graph.module.add_submodule(target, context.extensions[p.name])
+        graph.module.add_submodule(target, context.inputs.extensions[p.name])
         return graph.fx_graph.call_module(target, (shard,))
     model = context.model
     replicate_group = model.replicate_group if model.replicas > 1 else ""

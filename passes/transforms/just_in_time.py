@@ -26,7 +26,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.recompute import forward_nodes
+from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes
 
 # What fewer units read is of these units: an activation, read by the unit that made it and the one behind.
 _SHARED = 3
@@ -48,12 +48,8 @@ class JustInTime(GraphPass):
 
 def _before_uses(graph: Graph) -> list[fx.Node]:
     positions = graph.positions()
-    from_gradient: set[fx.Node] = set(graph.with_role(Role.TANGENT))
-    roots = []
-    for node in graph.fx_graph.nodes:
-        if any(i in from_gradient for i in node.all_input_nodes):
-            from_gradient.add(node)
-            roots.append(node)
+    gradients = gradient_nodes(graph)
+    roots = [node for node in graph.fx_graph.nodes if node in gradients and node.op != "placeholder"]
     order = dict.fromkeys(graph.placeholders)
     for root in (*roots, graph.output):
         stack = [root]

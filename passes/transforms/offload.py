@@ -1,12 +1,10 @@
 """Shards and gradients on the CPU: the copies between it and the device, as nodes of the graph.
 
-FSDP2's ``CPUOffloadPolicy``. A bucket's shards are copied to the device before they are gathered (``fetch_start``,
-``fetch_wait``: one flat tensor, one copy), and what a reduction yields is copied to the CPU (``offload_start``,
-``offload_wait``), where the gradients of the shards are views of the copy. What is used without a gather (scalars, and
-everything where nothing is sharded) is fetched too, and its gradients are offloaded.
-
-The bucket pass inserts each pair where it is needed at once. A schedule lifts what feeds gathers, fetches and payloads,
-out of its way (``lift``), moves collectives as if it were not there, and then places the copies (``place_copies``):
+FSDP2's ``CPUOffloadPolicy``. The bucket pass copies a bucket's shards to the device before they are gathered (one
+flat tensor), and what a reduction yields to the CPU, where the gradients of the shards are views of the copy. What is
+used without a gather (scalars, and everything where nothing is sharded) is copied too. A schedule lifts what feeds
+gathers, fetches and payloads, out of its way (``lift``), moves collectives as if it were not there, and then places the
+copies (``place_copies``):
 
 - A fetch is waited for right before its gather starts, and starts behind the gathers that start before: the copy runs
   while those are under way. What it brings is held for that long: one rank's part of a bucket or two.

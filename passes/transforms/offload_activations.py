@@ -48,7 +48,7 @@ class SaveBases(GraphPass):
     provides = ("bases_saved",)
 
     def run(self, graph: Graph, context: PassContext) -> str:
-        gradients = gradient_nodes(graph, context)
+        gradients = gradient_nodes(graph)
         views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
         for node in views:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -91,7 +91,7 @@ def _offload(graph: Graph, context: PassContext) -> str:
         put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
         copies[node] = _copy(graph, dialect.offload_activation, (node,), borders[left : left + 2], put)
     index_of = {node: index for index, node in enumerate(saved)}
-    context.offloaded.update((index_of[node], copy) for node, copy in copies.items())
+    graph.offloaded.update((index_of[node], copy) for node, copy in copies.items())
     # The user's outputs are not among them.
     graph.output.args = (tuple(copies.get(v, v) if isinstance(v, fx.Node) else v for v in operands(graph.output)),)
     total = sum(copy.meta["fsdp"].nbytes for copy in copies.values())
@@ -148,7 +148,7 @@ def _reload(graph: Graph, context: PassContext) -> str:
         if isinstance(node.meta.get("val"), torch.Tensor) and not has_role(node, Role.TANGENT)
     ]
     positions = graph.positions()
-    hosts = {received[index]: copy for index, copy in context.offloaded.items()}
+    hosts = {received[index]: copy for index, copy in context.graphs["forward"].offloaded.items()}
     first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts}
     needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
     for node, copy in hosts.items():

@@ -1,8 +1,7 @@
 """The schedule: gathers start early enough to be hidden, reductions are waited for late.
 
 Gathers start next to a wait, so that no compute region is cut for them: which one is the arithmetic of
-``schedule.py``. A reduction is waited for when ``reductions_in_flight`` later ones would otherwise be under way, and
-at the end. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
+``schedule.py``. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
 recompiles alone must not reorder them.
 
 A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
@@ -11,6 +10,7 @@ residual addition alone costs more than the overlap that it gives.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_cheap
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.settings import Prefetches, SettingError
+from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms.edits import units_of, wait_of
 from graph_fsdp.passes.transforms.offload import lift, place_copies
 from graph_fsdp.passes.transforms.payloads import place_payloads
@@ -45,8 +45,8 @@ class Prefetch(GraphPass):
       before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
 
     ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
-    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where gradients
-    are what takes most memory: backward computes activations again, or reductions copy them into a wider type.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1; None is 2 or, where gradients are
+    what takes most memory, 1 (see :func:`.reductions.reductions_under_way`).
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
 
@@ -77,8 +77,9 @@ class Prefetch(GraphPass):
         distance = self._distance(graph.phase)
         lift(graph)
         self._place(graph, gathers, distance, context)
+        recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
-        in_flight = in_flight or reductions_under_way(reductions, context.recomputes_activations)
+        in_flight = in_flight or reductions_under_way(reductions, recomputes)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
@@ -136,7 +137,7 @@ def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassCon
     for k, wait in enumerate(waits):
         for unit in units_of(wait, context):
             of_unit.setdefault(unit, []).append(k)
-    arrivals = _arrivals(graph, waits, of_unit, lists, context)
+    arrivals = _arrivals(graph, waits, of_unit, context)
     after = list(after)
     found = False
     for unit, named in lists:
@@ -152,24 +153,21 @@ def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassCon
                 )
             for k in ahead:
                 after[k], found = arrivals[unit], True
-    for k in reversed(range(len(after) - 1)):
-        after[k] = min(after[k], after[k + 1])
-    return after, found
+    return list(itertools.accumulate(reversed(after), min))[::-1], found
 
 
 def _arrivals(
-    graph: Graph, waits: list[fx.Node], of_unit: dict[str, list[int]], lists: Prefetches, context: PassContext
+    graph: Graph, waits: list[fx.Node], of_unit: dict[str, list[int]], context: PassContext
 ) -> dict[str, int]:
     """Unit → the wait at which it is there: its own first one, or, where nothing of it is gathered (it was kept, or
     whole before), the last one before its first use; -1 for the beginning."""
-    found = {unit: of_unit[unit][0] for unit, _ in lists if unit in of_unit}
+    found = {unit: places[0] for unit, places in of_unit.items()}
     positions = graph.positions()
     for node in graph.with_role(Role.KEPT, Role.UNSHARDED):
         users = [positions[user] for user in node.users if user.op != "output"]
-        for unit in units_of(node, context).intersection(unit for unit, _ in lists):
-            if users and unit not in of_unit:
-                before = sum(positions[wait] < min(users) for wait in waits) - 1
-                found[unit] = min(found.get(unit, before), before)
+        for unit in units_of(node, context) - of_unit.keys() if users else ():
+            before = sum(positions[wait] < min(users) for wait in waits) - 1
+            found[unit] = min(found.get(unit, before), before)
     return found
 
 
@@ -214,19 +212,11 @@ def _hoist_waits(graph: Graph, within_budget: bool) -> None:
             before = before.prev
         reached = before.target in dialect.EXECUTED or before.op == "placeholder"
         if reached and before is not wait.prev and before is not start:
-            started_with_it = _starts_behind(wait)
-            before.append(wait)
-            for node in reversed(started_with_it):
-                wait.append(node)
-
-
-def _starts_behind(wait: fx.Node) -> list[fx.Node]:
-    found = []
-    node = wait.next
-    while has_role(node, Role.GATHER_START):
-        found.append(node)
-        node = node.next
-    return found
+            node, anchor = wait, before
+            while node is wait or has_role(node, Role.GATHER_START):
+                following = node.next
+                anchor.append(node)
+                anchor, node = node, following
 
 
 def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:

@@ -1,9 +1,8 @@
 """Gathered parameters in the joint graph are recomputed in backward, and never saved for it.
 
-The partitioner saves what is dear to compute, and a gather is dear; left alone it would keep every full parameter
-from forward to backward. Gathers, and what is cheap and computed from parameters alone (views, casts, pointwise
-operators), are therefore tagged MUST_RECOMPUTE. Whether a bucket is kept after all is one decision per bucket and
-belongs to the reshard pass.
+The partitioner would save every full parameter, since a gather is dear. Gathers, and what is cheap and computed from
+parameters alone (views, casts, pointwise operators), are therefore tagged MUST_RECOMPUTE. Whether a bucket is kept
+after all is one decision per bucket and belongs to the reshard pass.
 
 What a region of ``torch.utils.checkpoint`` gives to code behind it is saved, where backward needs it. Else the
 region would be computed again before the backward of that code begins, whose gradients would be in memory beside it.
@@ -52,7 +51,7 @@ class TagRecompute(GraphPass):
                 node.meta["ac_graph_id"] = _REGION_ID
         policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
         checkpointed = [n for n in graph.fx_graph.nodes if n.meta.get("recompute") in policies and n not in tagged]
-        context.recomputes_activations = bool(checkpointed)
+        graph.recomputes_activations = bool(checkpointed)
         for node in _results(checkpointed, graph, context):
             save(node)
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
@@ -85,9 +84,9 @@ def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
     return ancestors(node for node in outputs if isinstance(node, fx.Node))
 
 
-def gradient_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
+def gradient_nodes(graph: Graph) -> set[fx.Node]:
     """What a joint graph computes from the gradients of its outputs, and these."""
-    found = set(graph.placeholders[context.tangents])
+    found = set(graph.with_role(Role.TANGENT))
     for node in graph.fx_graph.nodes:
         if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)

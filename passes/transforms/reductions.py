@@ -20,9 +20,9 @@ from graph_fsdp.passes.transforms.edits import wait_of as wait_of
 
 
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
-    """How many reductions may be under way at once where nobody has said. What they send is a bucket's full gradients
-    each: one where those are what backward holds most of, because activations are computed again or because gradients
-    are copied into a wider type to be reduced; else two."""
+    """How many reductions may be under way at once where nobody has said: one where the full gradients that they send
+    are what backward holds most of, because activations are computed again or because gradients are copied into a wider
+    type to be reduced; else two."""
     return 1 if recomputes_activations or any(map(_widens, starts)) else 2
 
 

@@ -55,7 +55,7 @@ class Reshard(GraphPass):
         if context.model.reshard_size:
             whole = {wait for wait in waits if _set(wait, context) is True}  # gathered again from all ranks
             saved += keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
-        context.kept = {node.meta["fsdp"].bucket: node for node in saved}
+        graph.kept = {node.meta["fsdp"].bucket: node for node in saved}
         # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
         add_outputs(graph, context.forward_outputs, saved)
         names = ", ".join(wait.meta["fsdp"].bucket for wait in kept) or "none"
@@ -87,7 +87,8 @@ def _receive(graph: Graph, context: PassContext) -> str:
     first_tensor = next(n for n in graph.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
     gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
     received: list[str] = []
-    for index, (bucket, source) in enumerate(context.kept.items()):
+    saved = context.graphs["forward"].kept if "forward" in context.graphs else {}
+    for index, (bucket, source) in enumerate(saved.items()):
         record, wait = source.meta["fsdp"], gathered.get(bucket)
         if is_shard := record.role is Role.KEEP_SHARD:
             name, role = f"shard_{index - len(received)}", Role.KEPT_SHARD

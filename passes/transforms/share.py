@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def share_buckets(graph: Graph, context: PassContext) -> None:
-    """Of a bucketed graph: ``context.taken`` then names what it takes, in the order of its last inputs, and
-    ``context.given`` what it gives, in that of its last outputs."""
+    """Of a bucketed graph: ``graph.taken`` then names what it takes, in the order of its last inputs, and
+    ``graph.given`` what it gives, in that of its last outputs."""
     sharing = context.sharing
     if not sharing or graph.phase == "backward":
         return
@@ -39,8 +39,8 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
             name = f"shared_{bucket.replace('.', '_')}"
             buffers[bucket] = add_input(graph, before, name, wait.meta["val"], kept)
             use_instead(graph, wait, buffers[bucket])
-    context.taken = [bucket for bucket in buffers if bucket in sharing.takes]
-    context.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
-    for node in context.given.values():
+    graph.taken = [bucket for bucket in buffers if bucket in sharing.takes]
+    graph.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
+    for node in graph.given.values():
         mark_escaping(node)
-    add_outputs(graph, None, context.given.values())
+    add_outputs(graph, None, graph.given.values())

@@ -23,8 +23,8 @@ from graph_fsdp.passes.transforms.edits import add_input, add_outputs
 
 def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
     """Replace the gathers of whole parameters by inputs, if there are any; then each graph has a stage of its own.
-    ``graphs``: forward and backward, or the inference graph. ``context.unsharded`` then says which parameters forward
-    or inference take, in order."""
+    ``graphs``: forward and backward, or the inference graph. ``unsharded`` of forward or inference then
+    says which parameters it takes, in order."""
     begin = time.perf_counter()
     units = context.settings.unsharded
     gathers = [_gathers(graph) if units else {} for graph in graphs]
@@ -33,7 +33,7 @@ def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
     if not whole:
         return
     first, *rest = graphs
-    context.unsharded[first.phase] = whole
+    first.unsharded = whole
     inputs = _take(first, gathers[0], first.placeholders[-1].next, {name: like[name] for name in whole}, context)
     for backward in rest:
         saved = [name for name in whole if name in gathers[1]]
