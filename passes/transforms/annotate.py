@@ -35,8 +35,9 @@ class Annotate(GraphPass):
                 is_payload = name in context.model.payloads
                 mark(node, Role.GATHER, name)
                 mark(shard, Role.PAYLOAD if is_payload else Role.SHARD, name)
-                for source in _inputs_of(shard) if is_payload else ():
-                    mark(source, Role.SHARD, name.rpartition("#")[0])
+                for source in {i for inner in ancestors([shard]) for i in inner.all_input_nodes} if is_payload else ():
+                    if source.op == "placeholder":
+                        mark(source, Role.SHARD, name.rpartition("#")[0])
             elif node.target is dialect.reduce_payloads:
                 set_record(node, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", (), nbytes(node.meta["val"])))
             elif node.target is dialect.reduce_grad:
@@ -49,8 +50,3 @@ def mark_tangents(joint: Graph, first: int) -> None:
     """Say that the inputs from ``first`` on are gradients of outputs, which AOTAutograd alone knows."""
     for node in joint.placeholders[first:]:
         set_record(node, NodeRecord(Role.TANGENT, "", "", (), nbytes(node.meta.get("val"))))
-
-
-def _inputs_of(node: fx.Node) -> set[fx.Node]:
-    """The graph's inputs that a node is computed from."""
-    return {i for inner in ancestors([node]) for i in inner.all_input_nodes if i.op == "placeholder"}

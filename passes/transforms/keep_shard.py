@@ -19,7 +19,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.transforms.edits import erase_unread, recorded, without_defaults
 
 
@@ -35,17 +34,14 @@ def keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> lis
     next_communication = graph.next_communication()
     found = []
     for wait in waits:
+        bucket, model = context.bucket_of(wait.meta["fsdp"].params[0]), context.model
+        chunks = ([bucket.offsets[p.name] for p in bucket.parameters], [p.shard_numel for p in bucket.parameters])
+        sizes = (bucket.shard_numel, bucket.world_size, model.reshard_size)
         with graph.fx_graph.inserting_before(next_communication[[wait, *reads[wait]][-1]]):
-            found.append(_keep_shard(graph, wait, context.bucket_of(wait.meta["fsdp"].params[0]), context))
+            arguments = (wait, *chunks, *sizes, model.reshard_group)
+            kept = graph.call(dialect.keep_shard, arguments, name=f"shard_{bucket.name}")
+        found.append(recorded(kept, wait.meta["fsdp"], Role.KEEP_SHARD))
     return found
-
-
-def _keep_shard(graph: Graph, wait: fx.Node, bucket: BucketSpec, context: PassContext) -> fx.Node:
-    offsets, numels = [bucket.offsets[p.name] for p in bucket.parameters], [p.shard_numel for p in bucket.parameters]
-    sizes = (bucket.shard_numel, bucket.world_size, context.model.reshard_size)
-    arguments = (wait, offsets, numels, *sizes, context.model.reshard_group)
-    kept = graph.call(dialect.keep_shard, arguments, name=f"shard_{bucket.name}")
-    return recorded(kept, wait.meta["fsdp"], Role.KEEP_SHARD)
 
 
 def gather_from(graph: Graph, shard: fx.Node, start: fx.Node, context: PassContext) -> None:

@@ -49,7 +49,8 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
             positions[start] = positions[latest]
         latest = start
     _defer_waits(graph, starts, in_flight)
-    _defer_waits(graph, [stage for start in starts for stage in _second_stage(start)], in_flight)
+    reduced = [user for start in starts for user in wait_of(start).users]
+    _defer_waits(graph, [user for user in reduced if has_role(user, Role.REPLICATE_START)], in_flight)
 
 
 def _start_behind_fusible(start: fx.Node) -> None:
@@ -78,10 +79,6 @@ def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
     for index, start in enumerate(starts):
         due = index + in_flight
         move_with_results(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
-
-
-def _second_stage(start: fx.Node) -> list[fx.Node]:
-    return [user for user in wait_of(start).users if has_role(user, Role.REPLICATE_START)]
 
 
 def _ready_for(start: fx.Node) -> fx.Node:

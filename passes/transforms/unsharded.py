@@ -32,15 +32,25 @@ def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
     whole = [p.name for p in context.model.parameters.values() if p.unit in units and p.name in like]
     if not whole:
         return
+
+    def take(graph: Graph, found: dict[str, fx.Node], before: fx.Node, names: list[str]) -> dict[str, fx.Node]:
+        taken = {}
+        for name in names:
+            bucket, unit = context.model.bucket_of.get(name), context.model.spec_of(name).unit
+            record = NodeRecord(Role.UNSHARDED, unit, bucket.name if bucket else "", (name,), nbytes(like[name]))
+            taken[name] = add_input(graph, before, f"whole_{name.replace('.', '_')}", like[name], record)
+        graph.replace({found[name]: node for name, node in taken.items() if name in found})
+        return taken
+
     first, *rest = graphs
     first.unsharded = whole
-    inputs = _take(first, gathers[0], first.placeholders[-1].next, {name: like[name] for name in whole}, context)
+    inputs = take(first, gathers[0], first.placeholders[-1].next, whole)
     for backward in rest:
         saved = [name for name in whole if name in gathers[1]]
         # Saved tensors follow the user's outputs; see [Note: saved tensors] in reshard.py.
         add_outputs(first, context.forward_outputs, [inputs[name] for name in saved])
         before = next(n for n in backward.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
-        _take(backward, gathers[1], before, {name: like[name] for name in saved}, context)
+        take(backward, gathers[1], before, saved)
     for graph in graphs:
         graph.module.recompile()
         add_stage(graph, context, "unsharded", time.perf_counter() - begin)
@@ -48,19 +58,3 @@ def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
 
 def _gathers(graph: Graph) -> dict[str, fx.Node]:
     return {dialect.parameter_of(node): node for node in graph.fx_graph.nodes if node.target is dialect.gather_param}
-
-
-def _take(
-    graph: Graph,
-    gathers: dict[str, fx.Node],
-    before: fx.Node,
-    values: dict[str, torch.Tensor],
-    context: PassContext,
-) -> dict[str, fx.Node]:
-    taken = {}
-    for name, value in values.items():
-        bucket, unit = context.model.bucket_of.get(name), context.model.spec_of(name).unit
-        record = NodeRecord(Role.UNSHARDED, unit, bucket.name if bucket else "", (name,), nbytes(value))
-        taken[name] = add_input(graph, before, f"whole_{name.replace('.', '_')}", value, record)
-    graph.replace({gathers[name]: node for name, node in taken.items() if name in gathers})
-    return taken
