@@ -93,11 +93,8 @@ def default_pipeline(
         bucket: what is gathered and reduced in one collective: ``"unit"``, each unit; ``"none"``, each parameter; a
             number of gathered bytes that several parameters together do not exceed; ``"auto"``, the smallest such
             number that saturates the link by the cost model.
-        prefetch: how gathers are started ahead: ``"auto"``, as late as still hides them; a number of buckets; 0, one
-            by one; FSDP1's ``BackwardPrefetch.BACKWARD_PRE`` and ``BACKWARD_POST`` or None, for backward.
-        forward_prefetch: the same for forward, where it differs: a number of buckets or ``"auto"``.
-        reductions_in_flight: reductions that may be under way at once; None is 2, and 1 where backward computes
-            activations again or gradients are copied into a wider type to be reduced.
+        prefetch, forward_prefetch, reductions_in_flight: how gathers are started ahead, and how many reductions may be
+            under way at once; see :class:`Prefetch`.
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a
             unit does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
         hardware: what the cost model computes with: a name of ``HARDWARE`` or a ``Hardware``; None finds the device's.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import fx, nn
 
 from graph_fsdp.passes.ir.agreed_order import Plan
+from graph_fsdp.passes.ir.graph import GIVEN as GIVEN
+from graph_fsdp.passes.ir.graph import PHASES as PHASES
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
@@ -17,16 +19,6 @@ from graph_fsdp.passes.ir.stage import Stage
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
-
-PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
-# What a graph of each phase is before any pass of that phase has run.
-GIVEN: dict[Phase, frozenset[str]] = {
-    "capture": frozenset({"captured"}),
-    "joint": frozenset({"traced"}),
-    "forward": frozenset({"traced", "annotated", "partitioned"}),
-    "backward": frozenset({"traced", "annotated", "partitioned"}),
-    "inference": frozenset({"traced"}),
-}
 
 
 class PipelineError(ValueError):
@@ -58,30 +50,29 @@ class Sharing:
 
 
 @dataclass
+class CaptureInputs:
+    """Inputs of Dynamo's graph. ``shards``: placeholder → its parameter and the fake value of its padded shard.
+    ``as_used``: placeholder → what makes of the gathered parameter the kind of tensor that the model uses, where that
+    is no plain one. ``batch``: placeholders whose first dimension is the batch's, where XLA divides the graph.
+    ``extensions``: parameter → what makes it of its shard, where that is a tensor extension."""
+
+    shards: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
+    as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
+    batch: frozenset[fx.Node] = frozenset()
+    extensions: Mapping[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass
 class PassContext:
-    """What passes may know beyond the graph. One per capture.
+    """What passes are given beyond the graph, one per capture. What they find is in the graphs.
 
     ``plan``: what the ranks have decided for graphs of this kind; passes keep to it, or decide and write it down.
     ``cost``: seconds of nodes and collectives; None where there is no description of the hardware.
     ``settings``: what the user has changed since the model was compiled.
-    ``shard_inputs`` (capture phase): placeholder → parameter and the fake value of its padded shard.
-    ``as_used`` (capture phase): placeholder → what makes of the gathered parameter the kind of tensor that the model
-    uses, where that is no plain one.
-    ``batch_inputs`` (capture phase): placeholders whose first dimension is the batch's, where XLA divides the graph.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
-    ``tangents``: which placeholders of the joint graph are gradients of outputs.
+    ``sharing``: buckets that pieces of one forward call hand to each other.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
-    ``kept``: bucket → forward's node of the buffer that stays gathered for backward.
-    ``kept_shards``: bucket → forward's node of the shard that backward gathers over a smaller group.
-    ``slots``: bytes of each slot that the graph's gathered buffers lie in, once they are assigned.
-    ``extensions``: parameter → what makes it of its shard, where that is a tensor extension.
-    ``reduced``: parameters whose gradients the joint graph reduces.
-    ``absent``: the runtime's ``AbsentGradients``, where a loss may leave outputs out with parameters of their own.
-    ``unsharded``: per phase, the parameters that are inputs of the graph, whole, behind its other inputs.
-    ``sharing``: buckets that pieces of one forward call hand to each other; ``taken``, ``given``: those of this graph.
-    ``recomputes_activations``: whether backward does, by the user's checkpoints or by an option.
-    ``offloaded``: place among the saved tensors → forward's node of the copy on the CPU that backward receives.
-    ``activation_memory_budget``: what the partitioner may save for backward, from 0, inputs only, to 1, all it wants.
+    ``graphs``: those that passes have gone over. ``stages``: per phase, what the report shows of passes that have run.
     """
 
     model: ModelSpec
@@ -89,28 +80,24 @@ class PassContext:
     plan: Plan = field(default_factory=Plan)
     cost: CostModel | None = None
     settings: Settings = field(default_factory=Settings)
-    shard_inputs: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
-    as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
-    batch_inputs: frozenset[fx.Node] = frozenset()
+    inputs: CaptureInputs = field(default_factory=CaptureInputs)
     forward_outputs: int = 0
-    extensions: Mapping[str, nn.Module] = field(default_factory=dict)
-    tangents: slice = field(default_factory=lambda: slice(0, 0))
-    reduced: frozenset[str] = frozenset()
-    absent: Any = None
-    recomputes_activations: bool = False
-    offloaded: dict[int, fx.Node] = field(default_factory=dict)
-    activation_memory_budget: float = 1.0
-    budget: int | None = None
-    kept: dict[str, fx.Node] = field(default_factory=dict)
-    kept_shards: dict[str, fx.Node] = field(default_factory=dict)
-    slots: dict[Phase, tuple[int, ...]] = field(default_factory=dict)
-    unsharded: dict[Phase, list[str]] = field(default_factory=dict)
     sharing: Sharing = field(default_factory=Sharing)
-    taken: list[str] = field(default_factory=list)
-    given: dict[str, fx.Node] = field(default_factory=dict)
-    facts: dict[Phase, frozenset[str]] = field(default_factory=lambda: dict(GIVEN))
-    collectives: dict[Phase, list[tuple[str, str]]] = field(default_factory=dict)
+    budget: int | None = None
+    graphs: dict[Phase, Graph] = field(default_factory=dict)
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
+
+    @property
+    def facts(self) -> dict[Phase, frozenset[str]]:
+        return {phase: graph.facts for phase, graph in self.graphs.items()}
+
+    @property
+    def collectives(self) -> dict[Phase, list[tuple[str, str]]]:
+        return {phase: graph.order for phase, graph in self.graphs.items() if graph.order is not None}
+
+    @property
+    def slots(self) -> dict[Phase, tuple[int, ...]]:
+        return {phase: graph.slots for phase, graph in self.graphs.items() if graph.slots}
 
     def bucket_of(self, parameter: str) -> BucketSpec:
         return self.model.bucket_of[parameter]
@@ -145,9 +132,9 @@ class GraphPass:
             return strings_of(self, "phases", phases)
         if not isinstance(phase, str):
             known = ", ".join(PHASES)
-            raise PipelineError(f"{self!r}: phase must be one of {known}, got {phase!r}; set phases to name several")
+            raise PipelineError(f"{self}: phase must be one of {known}, got {phase!r}; set phases to name several")
         if phases is not None and set(strings_of(self, "phases", phases)) != {phase}:
-            raise PipelineError(f"{self!r} sets phase to {phase!r} and phases to {phases!r}; set one of them")
+            raise PipelineError(f"{self} sets phase to {phase!r} and phases to {phases!r}; set one of them")
         return (phase,)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
@@ -155,12 +142,15 @@ class GraphPass:
         return model
 
     def settings(self) -> str:
-        """The pass with its options, as ranks compare them: attributes that are plain values."""
-        options = {key: value for key, value in sorted(vars(self).items()) if _is_plain(value)}
-        arguments = "".join(f", {key}={value!r}" for key, value in options.items())
-        return f"{type(self).__qualname__}({self.name!r}{arguments})"
+        """What ranks compare: the pass with its options."""
+        return repr(self)
 
     def __repr__(self) -> str:
+        """The pass with its options: attributes that are plain values."""
+        options = (f"{key}={value!r}" for key, value in sorted(vars(self).items()) if _is_plain(value))
+        return f"{type(self).__qualname__}({', '.join([repr(self.name), *options])})"
+
+    def __str__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
 
@@ -168,7 +158,7 @@ def strings_of(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
     """A pass's collection of strings. One string is a collection of letters, and never what was meant."""
     if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(v, str) for v in value):
         hint = f"; write ({value!r},)" if isinstance(value, str) else ""
-        raise PipelineError(f"{p!r}: {attribute} must be a set, tuple or list of strings, got {value!r}{hint}")
+        raise PipelineError(f"{p}: {attribute} must be a set, tuple or list of strings, got {value!r}{hint}")
     return tuple(value)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,20 +46,17 @@ class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Excep
 
 def _check_buckets(p: GraphPass, model: object) -> None:
     if not isinstance(model, ModelSpec):
-        raise PipelineError(f"{p!r}: arrange must return a ModelSpec, got {model!r}")
-    seen: set[str] = set()
+        raise PipelineError(f"{p}: arrange must return a ModelSpec, got {model!r}")
+    counts = Counter(parameter.name for bucket in model.buckets for parameter in bucket.parameters)
+    for name, count in counts.items():
+        if count > 1:
+            raise PipelineError(f"{p}: arrange put {name} into bucket {model.bucket_of[name].name!r} and another")
     for bucket in model.buckets:
-        for parameter in bucket.parameters:
-            if parameter.name in seen:
-                raise PipelineError(f"{p!r}: arrange put {parameter.name} into bucket {bucket.name!r} and another")
-            seen.add(parameter.name)
         if len({(parameter.dtype, parameter.param_dtype) for parameter in bucket.parameters}) != 1:
-            raise PipelineError(
-                f"{p!r}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none"
-            )
-    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in seen]
+            raise PipelineError(f"{p}: arrange made bucket {bucket.name!r} of parameters of several dtypes, or of none")
+    missing = [q.name for q in model.parameters.values() if not q.replicated and not q.empty and q.name not in counts]
     if missing:
-        raise PipelineError(f"{p!r}: arrange left {', '.join(missing)} in no bucket")
+        raise PipelineError(f"{p}: arrange left {', '.join(missing)} in no bucket")
 
 
 class Profiled(Protocol):
@@ -100,20 +99,25 @@ class PassPipeline:
         return f"PassPipeline({', '.join(p.name for p in self.passes)})"
 
     def replace(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], new, *self.passes[index + 1 :]])
+        return self._edited(name, 0, 1, new)
 
     def insert_before(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], new, *self.passes[index:]])
+        return self._edited(name, 0, 0, new)
 
     def insert_after(self, name: str, new: GraphPass) -> PassPipeline:
-        index = self._index(name) + 1
-        return self._with([*self.passes[:index], new, *self.passes[index:]])
+        return self._edited(name, 1, 1, new)
 
     def remove(self, name: str) -> PassPipeline:
-        index = self._index(name)
-        return self._with([*self.passes[:index], *self.passes[index + 1 :]])
+        return self._edited(name, 0, 1)
+
+    def _edited(self, name: str, begin: int, end: int, *new: GraphPass) -> PassPipeline:
+        """The pipeline with ``new`` in the place of the passes from ``begin`` to ``end``, counted from a pass."""
+        names = [p.name for p in self.passes]
+        if name not in names:
+            raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
+        index, passes = names.index(name), list(self.passes)
+        passes[index + begin : index + end] = new
+        return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
         """The model with the buckets that the passes want.
@@ -126,42 +130,29 @@ class PassPipeline:
             _check_buckets(p, model)
         return model
 
-    def _with(self, passes: Sequence[GraphPass]) -> PassPipeline:
-        return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
-
-    def _index(self, name: str) -> int:
-        names = [p.name for p in self.passes]
-        if name not in names:
-            raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
-        return names.index(name)
-
     def _check(self) -> None:
-        seen: set[str] = set()
+        facts = {phase: set(given) for phase, given in GIVEN.items()}
+        names: list[str] = []
         for p in self.passes:
             if not isinstance(p, GraphPass):
                 raise PipelineError(f"passes must be GraphPass objects, got {p!r}")
-            if not p.name or p.name in seen:
-                raise PipelineError(f"{p!r}: each pass needs a name of its own in the pipeline")
-            unknown = set(p.runs_in()) - set(PHASES)
-            if unknown:
-                raise PipelineError(f"{p!r}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
-            seen.add(p.name)
-        for phase in PHASES:
-            facts = set(GIVEN[phase])
-            for p in self.passes:
-                required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
-                if phase not in p.runs_in():
-                    continue
-                missing = set(required) - facts
-                if missing:
+            if not p.name or p.name in names:
+                raise PipelineError(f"{p}: each pass needs a name of its own in the pipeline")
+            names.append(p.name)
+            phases = p.runs_in()
+            if unknown := set(phases) - set(PHASES):
+                raise PipelineError(f"{p}: unknown phases {sorted(unknown)}; known are {', '.join(PHASES)}")
+            required, provided = strings_of(p, "requires", p.requires), strings_of(p, "provides", p.provides)
+            for phase in (phase for phase in PHASES if phase in phases):
+                if missing := set(required) - facts[phase]:
                     raise PipelineError(
                         f"pass {p.name!r} requires {sorted(missing)} of the {phase} graph, and no pass before it "
                         f"provides that; order: {', '.join(q.name for q in self.passes)}"
                     )
-                facts |= set(provided)
-            for fact in ("bucketed", "freed") if phase in ("forward", "backward", "inference") else ():
-                if fact not in facts:
-                    raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
+                facts[phase] |= set(provided)
+        for phase, fact in itertools.product(PHASES[2:], ("bucketed", "freed")):
+            if fact not in facts[phase]:
+                raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         """Run each pass over the graphs of its phases, in the order given (forward before backward).
@@ -177,6 +168,7 @@ class PassPipeline:
     def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         for graph in graphs:
             graph.cost = context.cost
+            context.graphs[graph.phase] = graph
         verifiers = {graph.phase: Verifier(graph, context) for graph in graphs}
         for p in self.passes:
             for graph in graphs:
@@ -192,7 +184,7 @@ class PassPipeline:
                     said = f"pass {p.name!r} failed on the {graph.phase} graph: {error!r}"
                     raise PassError(said, p.name, graph.phase) from error
                 seconds = time.perf_counter() - begin
-                context.facts[graph.phase] |= frozenset(p.provides)
+                graph.facts |= frozenset(p.provides)
                 begin = time.perf_counter()
                 try:
                     verifiers[graph.phase].check(p.name)
@@ -228,12 +220,12 @@ def add_stage(
     seconds: float,
     summary: str | None = None,
     verify_seconds: float = 0.0,
+    text: str | None = None,
 ) -> None:
     begin = time.perf_counter()
     snapshot = Snapshot(graph.fx_graph)
-    stage = Stage(
-        name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, time.perf_counter() - begin
-    )
+    taken = time.perf_counter() - begin
+    stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, taken, text)
     context.stages[graph.phase][name] = stage
     log_stage(stage)
 
@@ -244,7 +236,4 @@ def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str)
         text = readable(graph.fx_graph)
     except Exception as error:  # a broken graph may be one that cannot be printed; the first error is to be raised
         text = f"# this graph cannot be printed: {error!r}\n"
-    title = f"{name} (failed)"
-    stage = Stage(title, graph.phase, Snapshot(graph.fx_graph), graph.module, 0.0, reason, text=text)
-    context.stages[graph.phase][title] = stage
-    log_stage(stage)
+    add_stage(graph, context, f"{name} (failed)", 0.0, reason, text=text)

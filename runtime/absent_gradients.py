@@ -25,6 +25,7 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.reach import Reach, find_reach
 from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.accumulate import is_unsynced
 from graph_fsdp.runtime.kept_gradients import KeptGradients
@@ -110,13 +111,13 @@ class AbsentGradients:
 
 def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> AbsentGradients | None:
     """To be called where AOTAutograd divides a joint graph. None where every gradient is computed of every tangent."""
-    reach = find_reach(joint, context.tangents, context.forward_outputs)
+    reach = find_reach(joint, context.forward_outputs)
     if not reach.uncertain:
         return None
     model = context.model
     unsynced = frozenset(name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context))
     groups = [group for group in (model.group, model.replicate_group) if group]
-    device = joint.placeholders[context.tangents][0].meta["val"].device
+    device = joint.with_role(Role.TANGENT)[0].meta["val"].device
     return AbsentGradients(reach, groups if model.ranks > 1 else [], kept, unsynced, device)
 
 

@@ -27,7 +27,7 @@ from graph_fsdp.passes import (
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import set_record
 from graph_fsdp.passes.ir.spec import Offload, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.offload import HOST, find_transfers
+from graph_fsdp.passes.transforms.offload import HOST
 from graph_fsdp.passes.verify.verify import Verifier
 
 aten = torch.ops.aten
@@ -60,7 +60,6 @@ def cuda_graph(phase: Phase) -> tuple[Graph, PassContext]:
             value = graph.call(aten.mm.default, (value, graph.call(aten.slice.Tensor, (full, 0, 0, 4))))
         outputs = [value]
     else:
-        context.reduced = frozenset(p.name for p in parameters)
         grads = [placeholder(f"grad_{p.unit}", (16, 4), CUDA) for p in parameters]
         outputs = []
         for grad, p in zip(grads, parameters, strict=True):
@@ -113,8 +112,8 @@ a_w_grad_1 cpu
 offloaded_b cpu
 b_w_grad_1 cpu""",
     )
-    offloads = [t for t in find_transfers(graph) if t.kind == "offload"]
-    assert [dialect.argument(t.start, "pin_memory") for t in offloads] == [True, True]
+    offloads = graph.with_role(Role.OFFLOAD_START)
+    assert [dialect.argument(start, "pin_memory") for start in offloads] == [True, True]
     on_device = memory_profile(graph, context).timeline["gradients"]
     assert on_device[-1] == 0, "what the graph returns is on the CPU"
 

@@ -216,7 +216,7 @@ class SlotTooSmall(Mistake):
     after, invariant, node = "slots", "each buffer fits its slot", "gather_blocks_0"
 
     def run(self, graph: Graph, context: PassContext) -> None:
-        context.slots["forward"] = tuple(size - 64 for size in context.slots["forward"])
+        graph.slots = tuple(size - 64 for size in graph.slots)
 
 
 class SlotThatIsNone(Mistake):
@@ -225,7 +225,7 @@ class SlotThatIsNone(Mistake):
     after, invariant, node = "slots", "each buffer fits its slot", "gather_blocks_0"
 
     def run(self, graph: Graph, context: PassContext) -> None:
-        change_record(node_of(graph, Role.GATHER_START), slot=len(context.slots["forward"]))
+        change_record(node_of(graph, Role.GATHER_START), slot=len(graph.slots))
 
 
 class KeptInSlot(Mistake):

@@ -14,8 +14,10 @@ from graph_fsdp.engine.entry import Entry
 from graph_fsdp.engine.pieces import shared
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
+from graph_fsdp.passes.transforms.annotate import mark_tangents
 from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
 from graph_fsdp.passes.transforms.unsharded import take_unsharded
 from graph_fsdp.report.report import CapturedGraph
@@ -60,7 +62,8 @@ class AotTrace:
         with compat.unlogged_graphs_unprinted():
             run: Callable[..., Any] = compiler(module, inputs)
         del self.prepare  # and the traces of layers that it has: torch keeps the rest until backward is compiled
-        return run if self.context.absent is None else self.context.absent.watching(run)
+        backward = self.context.graphs.get("backward")
+        return run if backward is None or backward.absent is None else backward.absent.watching(run)
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
@@ -68,20 +71,20 @@ class AotTrace:
         engine, context = self.engine, self.context
         self._alive.append(self._owner())
         joint = self.prepare(joint)
-        primals, tangents = joint_inputs
-        context.tangents = slice(len(primals), len(primals) + len(tangents))
         context.forward_outputs = num_fwd_outputs
         joint_graph = Graph(joint, "joint")
+        mark_tangents(joint_graph, len(joint_inputs[0]))
         engine.pipeline.run([joint_graph], context)
-        context.absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
+        absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
         begin = time.perf_counter()
-        with compat.activation_memory_budget(context.activation_memory_budget):
+        with compat.activation_memory_budget(joint_graph.activation_memory_budget):
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )
         forward, backward = map(compat.writes_code_when_asked, (forward, backward))
         graphs = [Graph(forward, "forward"), Graph(backward, "backward")]
+        graphs[1].absent = absent
         save_as_they_were(graphs[0], num_fwd_outputs)
         for graph in graphs:
             add_stage(graph, context, "partition", time.perf_counter() - begin)
@@ -97,11 +100,11 @@ class AotTrace:
         if not self.engine.whole:
             self.engine.regions.prepare(self._partitioned)
         self._partitioned.clear()
-        return self._first_program(Graph(forward, "forward"), *self._piece.pop())
+        return self._first_program(self._gone_over(forward, "forward"), *self._piece.pop())
 
     def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
-            program = self.engine.program(Graph(backward, "backward"), self.context, self.captured)
+            program = self.engine.program(self._gone_over(backward, "backward"), self.context, self.captured)
         self._alive.clear()
         return program
 
@@ -114,6 +117,12 @@ class AotTrace:
         if not self.engine.whole:
             self.engine.regions.prepare([graph])
         return self._first_program(graph, before_passes, kind)
+
+    def _gone_over(self, module: fx.GraphModule, phase: Phase) -> Graph:
+        """The graph that the passes have gone over. Its module may be a copy of AOTAutograd's by now."""
+        graph = self.context.graphs[phase]
+        graph.module = module
+        return graph
 
     def _kind(self, graph: Graph) -> str:
         return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix

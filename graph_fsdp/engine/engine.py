@@ -235,7 +235,7 @@ class Engine:
         context = PassContext(
             spec, self.reshard_after_forward, cost=self.cost, settings=settings, stages=captured.stages
         )
-        context.extensions = self.extensions
+        context.inputs.extensions = self.extensions
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
@@ -286,23 +286,20 @@ class Engine:
         raise PassesHaveRun(graphs, context)
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
-        graph.cost = context.cost
         program: Program | WholeProgram
         if self.whole:
             program = WholeProgram(graph, self.regions, self.counter)
         else:
-            slots = context.slots.get(graph.phase, ())
             graphs = program_graphs(self, graph, context, captured.index)
-            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
+            program = Program(graph, self.regions, self.counter, graph.slots, self.kept, self.comms, graphs)
             if graph.phase == "backward":
                 program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
         captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
-        whole = context.unsharded.get(graph.phase)
-        runnable = self.unsharded.feeding(program, whole) if whole else program
-        if context.absent is not None:
-            runnable = context.absent.around(runnable, graph)
+        runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
+        if graph.absent is not None:
+            runnable = graph.absent.around(runnable, graph)
         in_step = self.schedules.in_step(runnable, graph, self.pipeline, context)
         return self.kept_buckets.around(in_step, graph, self.spec)
 

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from graph_fsdp.engine.rank_facts import facts
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
-from graph_fsdp.passes.context import GIVEN, PassError, Sharing
+from graph_fsdp.passes.context import PassError, Sharing
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
@@ -154,21 +154,19 @@ class Pieces:
     def _make(self, made: _Made, sharing: Sharing) -> _Variant:
         engine, base = self._engine, made.context
         begin = time.perf_counter()
-        kept = tuple(base.kept)
+        before = base.graphs[made.phase]
+        kept = tuple(before.kept)
         cause = Cause("shared", f"takes or gives what other pieces gather: {sharing.key()}")
         captured = CapturedGraph(len(engine.graphs), engine.spec, cause)
         context = dataclasses.replace(
             base,
             sharing=dataclasses.replace(sharing, kept=kept),
             plan=Plan(),
-            kept={},
-            slots={},
-            offloaded={},
-            collectives={},
-            facts=dict(GIVEN),
+            graphs=dict(base.graphs),
             stages=captured.stages,
         )
         graph = Graph(fx.GraphModule(made.owner, made.snapshot.copy()), made.phase)
+        graph.unsharded = before.unsharded
         add_stage(graph, context, "partition", time.perf_counter() - begin)
         kind, keeps = f"{made.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
         engine.graphs.append(captured)
@@ -178,7 +176,7 @@ class Pieces:
             save_failure(error, engine)
             raise
         engine.regions.prepare([graph])
-        return _Variant(engine.program(graph, context, captured), context.taken, list(context.given))
+        return _Variant(engine.program(graph, context, captured), graph.taken, list(graph.given))
 
 
 class _Piece:

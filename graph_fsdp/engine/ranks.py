@@ -152,7 +152,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassConte
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}{by}{by_user}"
                 )
-        if graph.phase == "backward" and context.absent is not None and context.absent.agrees_on:
-            lines.append(f"backward agrees whether there are gradients of {', '.join(context.absent.agrees_on)}")
+        if graph.absent is not None and graph.absent.agrees_on:
+            lines.append(f"backward agrees whether there are gradients of {', '.join(graph.absent.agrees_on)}")
     changed = context.settings.key()
     return [*lines, f"settings {changed}"] if lines and changed else lines

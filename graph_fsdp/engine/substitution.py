@@ -57,9 +57,9 @@ def substitute_shards(
                 device=parameter.input.device,
                 requires_grad=parameter.placeholder.requires_grad,
             )
-        context.shard_inputs[nodes[index]] = (parameter.spec, shard)
+        context.inputs.shards[nodes[index]] = (parameter.spec, shard)
         if isinstance(parameter.placeholder, DTensor):
-            context.as_used[nodes[index]] = as_model_uses_it(parameter.placeholder)
+            context.inputs.as_used[nodes[index]] = as_model_uses_it(parameter.placeholder)
         inputs[index] = shard
 
 

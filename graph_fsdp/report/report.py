@@ -131,7 +131,7 @@ class CapturedGraph:
         view = self.view(graph.phase)
         view.graph = graph
         view.buckets = bucket_rows(graph)
-        view.slots = slot_table(graph, context)
+        view.slots = slot_table(graph)
         view.copied_nbytes = sum(copies(graph))
         view.nodes = len(graph.fx_graph.nodes)
 

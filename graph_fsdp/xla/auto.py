@@ -11,6 +11,7 @@ BatchNorm's statistics are of it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -112,8 +113,9 @@ class GlobalEngine(Engine):
     ) -> None:
         super()._substitute_shards(module, inputs, parameters, context)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        context.batch_inputs = frozenset(n for n in placeholders if n not in context.shard_inputs and self._is_batch(n))
-        if not context.batch_inputs and not self._told and self.mesh.size > 1:
+        given = context.inputs
+        given.batch = frozenset(n for n in placeholders if n not in given.shards and self._is_batch(n))
+        if not given.batch and not self._told and self.mesh.size > 1:
             self._told = True
             assert self._call is not None
             warn_unsharded(self._call.function, self._call.args, self._call.kwargs)
@@ -131,12 +133,12 @@ class GlobalEngine(Engine):
         for graph in graphs:
             # AOTAutograd reads the graph that it is to run: what is kept for backward is other values there.
             module = graph.module
-            self._scheduled[captured.index, graph.phase] = Graph(fx.GraphModule(module, graph.fx_graph), graph.phase)
+            self._scheduled[captured.index, graph.phase] = scheduled = copy.copy(graph)
+            scheduled.module = fx.GraphModule(module, graph.fx_graph)
             module.graph = lowered[graph.phase].graph
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
         scheduled = self._scheduled.pop((captured.index, graph.phase))
-        scheduled.cost = context.cost
         on_host_fallback = self.backend.on_host_fallback
         program = GlobalProgram(scheduled, graph.module, self.regions, self.counter, self.mesh.batch, on_host_fallback)
         captured.add_program(scheduled, context, program, memory_profile(scheduled, context))

@@ -95,7 +95,7 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
     Raises:
         ValueError: the graph is of another phase, or buffers are not freed yet.
     """
-    if "freed" not in context.facts[graph.phase]:
+    if "freed" not in graph.facts:
         raise ValueError(
             f"graph: a {graph.phase} graph before its buffers are freed has no lifetimes; run the pipeline on the "
             "forward, backward or inference graph first"

@@ -36,9 +36,9 @@ class Reach:
         return tuple(self.parameters[index] for index in self.uncertain if self.parameters[index])
 
 
-def find_reach(joint: Graph, tangents: slice, forward_outputs: int) -> Reach:
+def find_reach(joint: Graph, forward_outputs: int) -> Reach:
     """Of a joint graph that the bucket pass has not seen. Linear in the graph."""
-    given = joint.placeholders[tangents]
+    given = joint.with_role(Role.TANGENT)
     bits: dict[fx.Node, int] = {node: 1 << index for index, node in enumerate(given)}
     reduced: dict[fx.Node, str] = {}
     for node in joint.fx_graph.nodes:

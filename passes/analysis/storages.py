@@ -76,7 +76,7 @@ def storages(graph: Graph, context: PassContext, keep_slots: bool = False) -> St
     ``keep_slots``: slots stay allocated between runs, as CUDA graphs need them. Linear in the graph."""
     nodes = graph.nodes
     values = _values(graph, context)
-    idle = _idle_slots(slot_table(graph, context).slots, len(nodes) if keep_slots else None)
+    idle = _idle_slots(slot_table(graph).slots, len(nodes) if keep_slots else None)
     return Storages([*values.found, *_collective_buffers(nodes), *_pooled_buffers(nodes), *idle], values.of)
 
 
@@ -88,7 +88,7 @@ def allocations(graph: Graph, context: PassContext) -> Storages:
     found = [s for s in values.found if s.node.target is not dialect.all_gather_start or _slot(s, "slot") is None]
     slots = [
         GraphStorage(slot.buffers[0].start, slot.nbytes, slot.begin, slot.end, "gathered")
-        for slot in slot_table(graph, context).slots
+        for slot in slot_table(graph).slots
     ]
     return Storages([*found, *buffers, *_pooled_buffers(nodes), *slots], values.of)
 

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
 
 Phase = Literal["capture", "joint", "forward", "backward", "inference"]
+PHASES: tuple[Phase, ...] = ("capture", "joint", "forward", "backward", "inference")
+# What a graph of each phase is before any pass of that phase has run.
+GIVEN: dict[Phase, frozenset[str]] = {
+    "capture": frozenset({"captured"}),
+    "joint": frozenset({"traced"}),
+    "forward": frozenset({"traced", "annotated", "partitioned"}),
+    "backward": frozenset({"traced", "annotated", "partitioned"}),
+    "inference": frozenset({"traced"}),
+}
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -27,12 +36,36 @@ class Graph:
 
     ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
     ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
+
+    What passes find:
+    ``facts`` that hold now; ``order``: that of the collectives, once it is fixed.
+    ``slots``: bytes of each slot that gathered buffers lie in, once they are assigned.
+    ``recomputes_activations`` (joint): whether backward does, by the user's checkpoints or by an option.
+    ``activation_memory_budget`` (joint): what the partitioner may save, from 0, inputs only, to 1, all it wants.
+    ``unsharded``: parameters that are inputs, whole, behind the other inputs.
+    ``taken``: buckets that an earlier piece of the model has gathered: inputs behind those; ``given``: bucket → what a
+    later piece is given, an output behind the others.
+    ``kept`` (forward): bucket → what backward receives of it: the gathered buffer, or a shard for a smaller group.
+    ``offloaded`` (forward): place among the saved tensors → the copy on the CPU that backward receives.
+    ``absent`` (backward): the runtime's ``AbsentGradients``, where a loss may leave outputs out that have parameters of
+    their own.
     """
 
     def __init__(self, module: fx.GraphModule, phase: Phase) -> None:
         self.module = module
         self.phase: Phase = phase
         self.cost: CostModel | None = None
+        self.facts = GIVEN[phase]
+        self.order: list[tuple[str, str]] | None = None
+        self.slots: tuple[int, ...] = ()
+        self.recomputes_activations = False
+        self.activation_memory_budget = 1.0
+        self.unsharded: list[str] = []
+        self.taken: list[str] = []
+        self.given: dict[str, fx.Node] = {}
+        self.kept: dict[str, fx.Node] = {}
+        self.offloaded: dict[int, fx.Node] = {}
+        self.absent: Any = None
 
     @property
     def fx_graph(self) -> fx.Graph:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -52,16 +52,11 @@ _SMALLEST_BUDGET = 1e-6  # at 0 itself the partitioner saves nothing but inputs,
 
 aten = torch.ops.aten
 # What costs most to compute again: matrix multiplications, convolutions and attention.
+_ATTENTION = ("_flash_attention_forward", "_efficient_attention_forward", "flex_attention")
 _SELECTED = (
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm, aten.convolution),
-    *(getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product_")),
-    *(
-        getattr(aten, name)
-        for name in dir(aten)
-        if name in ("_flash_attention_forward", "_efficient_attention_forward")
-    ),
+    *(getattr(aten, name) for name in dir(aten) if name.startswith("_scaled_dot_product_") or name in _ATTENTION),
 )
-_SELECTED_HIGHER_ORDER = ("flex_attention",)
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,9 @@ class ActivationCheckpointing:
             raise TypeError(f"ActivationCheckpointing: offload must be True or False, got {self.offload!r}")
         if isinstance(self.recompute, Collection) and not isinstance(self.recompute, str):
             object.__setattr__(self, "recompute", tuple(self.recompute))
-        _check(self.recompute)
+        if (wrong := _what_is_wrong(self.recompute)) is not None:
+            kind, what = wrong
+            raise kind(f"activation_checkpointing: {what}; pass {_ACCEPTED}")
 
     @classmethod
     def of(cls, value: Any) -> ActivationCheckpointing | None:
@@ -96,68 +93,64 @@ class ActivationCheckpointing:
         return cls(None, offload=True) if isinstance(value, str) and value == "offload" else cls(value)
 
 
-def _check(recompute: Any) -> None:
-    def say(what: str) -> str:
-        return f"activation_checkpointing: {what}; pass {_ACCEPTED}"
-
+def _what_is_wrong(recompute: Any) -> tuple[type[Exception], str] | None:
     if recompute is None or (isinstance(recompute, str) and recompute in ("unit", "selective")):
-        return
+        return None
     if isinstance(recompute, (int, float)) and not isinstance(recompute, bool):
-        if not 0 <= recompute <= 1:  # and not NaN
-            raise ValueError(say(f"a memory budget lies between 0 and 1, got {recompute!r}"))
-    elif isinstance(recompute, str):
-        raise ValueError(say(f"there is no {recompute!r}"))
-    elif isinstance(recompute, tuple):
-        if not recompute:
-            raise ValueError(say("the collection of operators is empty"))
-        for op in recompute:
-            if not isinstance(op, _OPERATORS):
-                raise TypeError(say(f"the collection holds {op!r}, which is no operator"))
-    else:
-        raise TypeError(say(f"got {recompute!r}"))
+        in_range = 0 <= recompute <= 1  # and not NaN
+        return None if in_range else (ValueError, f"a memory budget lies between 0 and 1, got {recompute!r}")
+    if isinstance(recompute, str):
+        return ValueError, f"there is no {recompute!r}"
+    if not isinstance(recompute, tuple):
+        return TypeError, f"got {recompute!r}"
+    if not recompute:
+        return ValueError, "the collection of operators is empty"
+    strangers = [op for op in recompute if not isinstance(op, _OPERATORS)]
+    return (TypeError, f"the collection holds {strangers[0]!r}, which is no operator") if strangers else None
 
 
+@dataclass(frozen=True, repr=False)
 class CheckpointActivations(GraphPass):
-    """Tags the joint graph. ``recompute``: as in :class:`ActivationCheckpointing`, without None."""
+    """Tags the joint graph. ``recompute``: as in :class:`ActivationCheckpointing`, without None. ``policy``: the same
+    as ranks compare it, with the names of operators, which are their own on each rank."""
+
+    recompute: Recompute = "unit"
+    policy: str = field(init=False)
 
     name = "activation_checkpointing"
     phases = ("joint",)
     requires = ("recompute_tagged",)
     provides = ("activations_tagged",)
 
-    def __init__(self, recompute: Recompute = "unit") -> None:
-        policy = ActivationCheckpointing(recompute)
-        if policy.recompute is None:
+    def __post_init__(self) -> None:
+        given = ActivationCheckpointing(self.recompute).recompute
+        if given is None:
             raise ValueError("CheckpointActivations: recompute must not be None; leave the pass out")
-        self.budget = float(policy.recompute) if isinstance(policy.recompute, (int, float)) else None
-        self._save: tuple[Operator, ...] = ()
-        if policy.recompute == "selective":
-            self._save = _SELECTED
-        elif isinstance(policy.recompute, tuple):
-            self._save = policy.recompute
-        self._named = policy.recompute if isinstance(policy.recompute, str) else ""
-        # As ranks compare them: with the names of operators, which are their own on each rank.
-        self.policy = self._named or self.budget or ", ".join(sorted(map(str, self._save)))
+        object.__setattr__(self, "recompute", given)
+        names = ", ".join(sorted(map(str, given))) if isinstance(given, tuple) else str(given)
+        object.__setattr__(self, "policy", names)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        context.recomputes_activations = True
+        graph.recomputes_activations = True
         joint = _Joint(graph, context)
-        if self.budget is not None:
-            return self._within_budget(joint, context)
+        if isinstance(self.recompute, (int, float)):
+            return _within_budget(self.recompute, joint)
         saved = [node for node in joint.calls if self._is_saved(node)]
-        if self._save and not self._named and not saved:
+        if isinstance(self.recompute, tuple) and not saved:
+            called = sorted({str(node.target) for node in joint.calls if node.target is not operator.getitem})
             warnings.warn(
-                f"activation_checkpointing: no unit calls any of {', '.join(map(str, self._save))}, so that all of "
-                f"each unit is computed again; what units call: {', '.join(joint.called())}",
+                f"activation_checkpointing: no unit calls any of {', '.join(map(str, self.recompute))}, so that all of "
+                f"each unit is computed again; what units call: {', '.join(called)}",
                 stacklevel=2,
             )
-        first_id = joint.first_free_id()
+        ids = [n.meta["ac_graph_id"] for n in graph.nodes if "ac_graph_id" in n.meta and n not in joint.of_parameters]
+        first_id = max(ids, default=0) + 1
         tagged = 0
         for node, call in joint.calls.items():
             node.meta["ac_graph_id"] = first_id + call.index
             if node.target is operator.getitem:  # as what it is an element of
                 continue
-            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and joint.can_be_recomputed(node):
+            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and _can_be_recomputed(node):
                 tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 tagged += 1
         for node in (*saved, *joint.borders()):
@@ -167,18 +160,19 @@ class CheckpointActivations(GraphPass):
 
     def _is_saved(self, node: fx.Node) -> bool:
         packet = getattr(node.target, "overloadpacket", node.target)
-        if node.target in self._save or packet in self._save:
-            return True
-        return self._named == "selective" and str(node.target) in _SELECTED_HIGHER_ORDER
+        if self.recompute == "selective":
+            return packet in _SELECTED or str(node.target) in _ATTENTION
+        return isinstance(self.recompute, tuple) and (node.target in self.recompute or packet in self.recompute)
 
-    def _within_budget(self, joint: _Joint, context: PassContext) -> str:
-        assert self.budget is not None
-        context.activation_memory_budget = max(self.budget, _SMALLEST_BUDGET)
-        kept = [*joint.borders(), *joint.random(), *joint.readers_of_unneeded_buckets()]
-        kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
-        for node in kept:
-            save(node)
-        return f"the partitioner chooses within {self.budget:g} of the activations; {len(kept)} nodes not recomputed"
+
+def _within_budget(budget: float, joint: _Joint) -> str:
+    joint.graph.activation_memory_budget = max(float(budget), _SMALLEST_BUDGET)
+    random = [node for node in joint.graph.nodes if node in joint.forward and is_random(node)]
+    kept = [*joint.borders(), *random, *joint.readers_of_unneeded_buckets()]
+    kept = [node for node in dict.fromkeys(kept) if "recompute" not in node.meta]  # by torch.utils.checkpoint
+    for node in kept:
+        save(node)
+    return f"the partitioner chooses within {budget:g} of the activations; {len(kept)} nodes not recomputed"
 
 
 def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationCheckpointing) -> PassPipeline:
@@ -190,23 +184,21 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     tagging = [p.name for p in pipeline if "recompute_tagged" in p.provides]
     if not tagging:
         raise ValueError("activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none")
-    if policy.recompute is not None:
-        _check_absent(pipeline, CheckpointActivations)
-        pipeline = pipeline.insert_after(tagging[-1], CheckpointActivations(policy.recompute))
-    if policy.offload:
-        for kind in (SaveBases, OffloadActivations):
-            _check_absent(pipeline, kind)
-        freeing = [p.name for p in pipeline if "freed" in p.provides]  # every pipeline has one
-        last = next((p.name for p in pipeline if isinstance(p, CheckpointActivations)), tagging[-1])
-        pipeline = pipeline.insert_after(last, SaveBases()).insert_before(freeing[0], OffloadActivations())
+    new: list[GraphPass] = [CheckpointActivations(policy.recompute)] if policy.recompute is not None else []
+    new += [SaveBases(), OffloadActivations()] if policy.offload else []
+    for p in new:
+        if any(p.name == other.name for other in pipeline):
+            raise ValueError(
+                f"activation_checkpointing is given, and passes has a pass {p.name!r} already; leave one of the two out"
+            )
+    for p in new:
+        if isinstance(p, OffloadActivations):
+            freeing = next(q.name for q in pipeline if "freed" in q.provides)  # every pipeline has one
+            pipeline = pipeline.insert_before(freeing, p)
+        else:
+            tagging += [q.name for q in pipeline if isinstance(q, CheckpointActivations)]
+            pipeline = pipeline.insert_after(tagging[-1], p)
     return pipeline
-
-
-def _check_absent(pipeline: PassPipeline, kind: type[GraphPass]) -> None:
-    if any(p.name == kind.name for p in pipeline):
-        raise ValueError(
-            f"activation_checkpointing is given, and passes has a pass {kind.name!r} already; leave one of the two out"
-        )
 
 
 class _Joint:
@@ -214,9 +206,8 @@ class _Joint:
     by the call of a unit that they belong to."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
-        self.graph, self.context = graph, context
-        nodes = graph.nodes
-        self.of_gradients = gradient_nodes(graph, context)
+        self.graph, nodes = graph, graph.nodes
+        self.of_gradients = gradient_nodes(graph)
         self.forward = forward_nodes(graph, context)
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
@@ -232,32 +223,17 @@ class _Joint:
                 if node not in self.calls and len(of) == 1:
                     self.calls[node] = of.pop()
 
-    def can_be_recomputed(self, node: fx.Node) -> bool:
-        """Not what writes, and no collective of the user's: all ranks would run it a second time."""
-        return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
-
-    def first_free_id(self) -> int:
-        ids = [
-            n.meta["ac_graph_id"] for n in self.graph.nodes if "ac_graph_id" in n.meta and n not in self.of_parameters
-        ]
-        return max(ids, default=0) + 1
-
     def borders(self) -> list[fx.Node]:
         """What forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
+        left_out = self.of_parameters | self.constants
         found = []
         for node in self.graph.fx_graph.nodes:
-            if node.op != "call_function" or node not in self.forward or not _is_tensor(node):
-                continue
-            if node in self.of_parameters or node in self.constants:
-                continue
-            own = self.calls.get(node)
-            given = own is not None and self.graph.output in node.users
-            if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
-                found.append(node)
+            if node.op == "call_function" and node in self.forward and node not in left_out and _is_tensor(node):
+                own = self.calls.get(node)
+                given = own is not None and self.graph.output in node.users
+                if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
+                    found.append(node)
         return found
-
-    def random(self) -> list[fx.Node]:
-        return [node for node in self.graph.fx_graph.nodes if node in self.forward and is_random(node)]
 
     def readers_of_unneeded_buckets(self) -> list[fx.Node]:
         """What reads parameters of buckets of which no gradient reads any."""
@@ -268,16 +244,14 @@ class _Joint:
             elif node in self.of_parameters:
                 names[node] = frozenset().union(*(names.get(source, ()) for source in node.all_input_nodes))
         needed = {b for node in self.of_gradients for source in node.all_input_nodes for b in names.get(source, ())}
-        return [
-            node
-            for node in self.graph.fx_graph.nodes
-            if node in self.forward
-            and node not in self.of_parameters
-            and any(not names.get(source, frozenset()) <= needed for source in node.all_input_nodes)
-        ]
+        reads = {node: [names.get(source, frozenset()) for source in node.all_input_nodes] for node in self.forward}
+        found = {n for n, read in reads.items() if n not in self.of_parameters and any(not r <= needed for r in read)}
+        return [node for node in self.graph.fx_graph.nodes if node in found]
 
-    def called(self) -> list[str]:
-        return sorted({str(node.target) for node in self.calls if node.target is not operator.getitem})
+
+def _can_be_recomputed(node: fx.Node) -> bool:
+    """Not what writes, and no collective of the user's: all ranks would run it a second time."""
+    return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
 
 
 def _is_tensor(node: fx.Node) -> bool:

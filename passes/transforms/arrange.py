@@ -7,6 +7,7 @@ lie in storage as the buckets do, so that a bucket is one slice of it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -88,18 +89,11 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
     """Parameters in order of registration, each dtype by itself. A unit that exceeds the cap is divided, always in
     the same way, so that equal units stay equal; units that do not are put together."""
+    units = [_fill([[p] for p in run], cap) for _, run in unit_runs(model.parameters.values())]
     chosen: list[_Members] = []
-    small: list[_Members] = []  # whole units in a row, of one dtype
-    for _, run in unit_runs(model.parameters.values()):
-        pieces = _fill([[p] for p in run], cap)
-        if (small and _dtypes(small[0]) != _dtypes(pieces[0])) or len(pieces) > 1:
-            chosen += _fill(small, cap)
-            small = []
-        if len(pieces) > 1:
-            chosen += pieces
-        else:
-            small += pieces
-    chosen += _fill(small, cap)
+    for (is_divided, _), alike in itertools.groupby(units, key=lambda parts: (len(parts) > 1, _dtypes(parts[0]))):
+        parts = [part for unit in alike for part in unit]
+        chosen += parts if is_divided else _fill(parts, cap)
     return named_buckets((*_label(members), tuple(members)) for members in chosen)
 
 
@@ -124,10 +118,8 @@ def _dtypes(members: _Members) -> tuple[torch.dtype | bool, ...]:
 
 def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:
     units = list(dict.fromkeys(p.unit for p in members))
-    if len(units) == 1:
-        return units[0] or "root", units[0]
-    label = f"{units[0] or 'root'}..{units[-1] or 'root'}"
-    return label, label
+    label = units[0] if len(units) == 1 else f"{units[0] or 'root'}..{units[-1] or 'root'}"
+    return label or "root", label
 
 
 def gathered_nbytes(p: ParameterSpec) -> int:

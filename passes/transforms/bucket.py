@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,27 +19,22 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
-from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.transforms.accumulate import (
-    accumulate,
-    call_hook,
-    is_unreplicated,
-    is_unsynced,
-    keep,
-    reduction_options,
-)
+from graph_fsdp.passes.transforms.accumulate import call_hook, is_unreplicated, is_unsynced, keep, reduction_options
 from graph_fsdp.passes.transforms.arrange import BucketSize, arrange_buckets
-from graph_fsdp.passes.transforms.offload import HOST, fetch, fetch_shards
-from graph_fsdp.passes.transforms.offload import offload as copy_to_cpu
+from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait
 from graph_fsdp.passes.transforms.payloads import combine_reductions, place_payloads
 from graph_fsdp.passes.transforms.share import share_buckets
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+_Groups = dict[str, list[fx.Node]]  # bucket → its ``gather_param`` or ``reduce_grad`` nodes
 
+
+@dataclass(frozen=True, repr=False)
 class Bucket(GraphPass):
     """Gathers of a bucket: one ``all_gather_start``/``wait`` pair, each parameter a view of the buffer.
     Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on a
@@ -54,17 +50,18 @@ class Bucket(GraphPass):
     one rank a reduction is its gradient too, and nothing is communicated or copied.
     """
 
+    size: BucketSize = "unit"
+    budget: int | None = None
+
     name = "bucket"
-    phases = ("forward", "backward", "inference")
     requires = ("annotated",)
     provides = ("bucketed",)
 
-    def __init__(self, size: BucketSize = "unit", budget: int | None = None) -> None:
-        named = size in ("unit", "none", "auto") if isinstance(size, str) else False
-        if not named and (isinstance(size, (bool, str)) or not isinstance(size, int) or size <= 0):
+    def __post_init__(self) -> None:
+        size = self.size
+        is_number = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if size not in ("unit", "none", "auto") and not is_number:
             raise ValueError(f"bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got {size!r}")
-        self.size = size
-        self.budget = budget
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
         return arrange_buckets(model, self.size, cost, self.budget)
@@ -72,118 +69,36 @@ class Bucket(GraphPass):
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it
         combine_reductions(graph)
+        gathered, copied = _divided(graph, context)
         positions = graph.positions()
-        unsharded, alone = context.model.world_size == 1, context.model.ranks == 1
-        offload = context.model.offload
-        gathers: dict[str, list[fx.Node]] = {}
-        fetches: dict[str, list[fx.Node]] = {}  # of what is not gathered
-        reductions: dict[str, list[fx.Node]] = {}
-        gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
-        for node in graph.with_role(Role.GATHER, Role.REDUCE):
-            parameter = _parameter(node, context)
-            if node.meta["fsdp"].role is Role.GATHER:
-                if parameter.replicated or parameter.empty or unsharded:
-                    if offload is None or (parameter.empty and not parameter.replicated):  # nothing to fetch
-                        _use_shard(graph, node, parameter)
-                    else:
-                        fetches.setdefault(_reduction_name(parameter, context), []).append(node)
-                else:
-                    gathers.setdefault(node.meta["fsdp"].bucket, []).append(node)
-            elif alone and offload is None:
-                gradients[node] = _gradient(graph, node, parameter)
-            elif parameter.empty:
-                _empty_gradient(graph, node, parameter)
-            else:
-                reductions.setdefault(_reduction_name(parameter, context), []).append(node)
         for bucket in context.model.buckets:
-            if bucket.name in gathers:
-                _gather_bucket(graph, context, bucket, gathers[bucket.name], positions)
+            if bucket.name in gathered:
+                _gather(graph, context, bucket, gathered[bucket.name], positions)
         share_buckets(graph, context)
         place_payloads(graph)
-        if offload is not None:
-            for name, nodes in fetches.items():
-                parameters = [_parameter(node, context) for node in nodes]
-                bucket_of_first = context.model.bucket_of.get(parameters[0].name)
-                fetch_shards(graph, name, nodes, parameters, bucket_of_first, offload.device)
-        positions = graph.positions()  # a parameter may be its own gradient, and is a new node now
-        accumulated = 0
-        for name, nodes in reductions.items():
-            unsynced = [node for node in nodes if is_unsynced(_parameter(node, context), context)]
-            if unsynced:
-                kept_whole = accumulate(graph, context, unsynced, positions)
-                accumulated += sum(node.meta["fsdp"].nbytes for node in kept_whole.values())
-                gradients |= kept_whole
-            if synced := [node for node in nodes if node not in unsynced]:
-                gradients |= _reduce_bucket(graph, context, name, synced, positions)
-        graph.replace(gradients)
-        if alone:
-            return "one rank: each shard is the parameter, each gradient is its own mean"
-        kept = f", {accumulated:,} bytes of gradients kept whole" if accumulated else ""
-        reduced = len(graph.with_role(Role.REDUCE_START))
-        if unsharded:
-            replicas = context.model.replicas
-            return f"each shard is the parameter, {reduced} buckets reduced over {replicas} replicas{kept}"
-        taken = f", {len(context.taken)} taken from an earlier piece" if context.taken else ""
-        given = f", {len(context.given)} given to a later one" if context.given else ""
-        return f"{len(gathers) - len(context.taken)} buckets gathered, {reduced} reduced{kept}{taken}{given}"
+        for name, nodes in copied.items():
+            _fetch(graph, context, name, nodes)
+        kept = _reduce(graph, context)
+        return _summary(graph, context, len(gathered), kept)
+
+
+def _summary(graph: Graph, context: PassContext, gathered: int, kept: int) -> str:
+    model, reduced = context.model, len(graph.with_role(Role.REDUCE_START))
+    if model.ranks == 1:
+        return "one rank: each shard is the parameter, each gradient is its own mean"
+    whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
+    if model.world_size == 1:
+        return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
+    taken = f", {len(graph.taken)} taken from an earlier piece" if graph.taken else ""
+    given = f", {len(graph.given)} given to a later one" if graph.given else ""
+    return f"{gathered - len(graph.taken)} buckets gathered, {reduced} reduced{whole}{taken}{given}"
 
 
 def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
     return context.model.spec_of(node.meta["fsdp"].params[0])
 
 
-def _gather_bucket(
-    graph: Graph, context: PassContext, bucket: BucketSpec, nodes: list[fx.Node], positions: dict[fx.Node, int]
-) -> None:
-    by_name = {_parameter(n, context).name: n for n in nodes}
-    used = [p for p in bucket.parameters if p.name in by_name]
-    offsets = [bucket.offsets[p.name] for p in used]
-    first_use = min((user for n in nodes for user in n.users), key=positions.__getitem__)
-    names = tuple(p.name for p in bucket.parameters)
-
-    def put(role: Role) -> NodeRecord:
-        return NodeRecord(role, bucket.unit, bucket.name, names, bucket.full_nbytes)
-
-    with graph.fx_graph.inserting_before(first_use):
-        shards = [operand(by_name[p.name]) for p in used]
-        rest: list[Any] = [used[0].param_dtype, bucket.world_size, context.model.group]
-        custom = context.settings.custom_all_gather
-        messages = [] if custom else bucket.message_arguments()
-        if messages:
-            rest.append(messages)
-        if context.model.offload is not None:
-            device = context.model.offload.device
-            shards = [fetch(graph, shards, offsets, bucket.shard_numel, device, put(Role.FETCH_START))]
-            rest = [*rest[:3], messages, [p.shard_numel for p in used]]
-        if custom:
-            rest = [*(rest if len(rest) == 5 else [*rest[:3], [], []]), True]
-        arguments = (shards, offsets, bucket.shard_numel, *rest)
-        start = graph.call(dialect.all_gather_start, arguments, name=f"gather_{bucket.name}")
-        set_record(start, put(Role.GATHER_START))
-        wait = set_record(
-            graph.call(dialect.all_gather_wait, (start,), name=f"full_{bucket.name}"), put(Role.GATHER_WAIT)
-        )
-    for p, offset in zip(used, offsets, strict=True):
-        gather = by_name[p.name]
-        # The view stands where the parameter is first used, so that it falls into the same compute region.
-        with graph.fx_graph.inserting_before(min(gather.users, key=positions.__getitem__)):
-            view = _unpack(graph, wait, p, offset * p.world_size, gather)
-        set_record(view, NodeRecord(Role.UNPACK, bucket.unit, bucket.name, (p.name,), nbytes(view.meta["val"])))
-        gather.replace_all_uses_with(view)
-        graph.fx_graph.erase_node(gather)
-
-
-def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
-    padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
-    node = graph.call(aten.slice.Tensor, (buffer, 0, begin, begin + math.prod(padded)), name=p.name, like=like)
-    if len(padded) > 1:
-        node = graph.call(aten.view.default, (node, list(padded)), name=p.name, like=like)
-    if padded != p.stored_shape:
-        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.rows), name=p.name, like=like)
-    return node
-
-
-def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
+def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
     """Gradients are reduced by the buckets that parameters are gathered in; a unit's scalars, which are in none, by
     their dtype and that of the reduction, where it is not what the model's other scalars have."""
     if p.name in context.model.bucket_of:
@@ -194,139 +109,190 @@ def _reduction_name(p: ParameterSpec, context: PassContext) -> str:
     return name if p.reduce_dtype is usual else f"{name}#in {p.reduce_dtype}".replace("torch.", "")
 
 
+def _cast(graph: Graph, value: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:
+    if value.meta["val"].dtype is dtype:
+        return value
+    return graph.call(prims.convert_element_type.default, (value, dtype), like=like)
+
+
+def _device(node: fx.Node) -> dict[str, torch.device]:
+    """The argument that makes a node's value of its operand, where that is on another device."""
+    device = node.meta["val"].device
+    return {} if operand(node).meta["val"].device == device else {"device": device}
+
+
+# Gathers
+
+
+def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
+    """The gathers of buckets, and those of what is only copied to the device. In the places of the others are now the
+    shards, which are used as they are."""
+    gathered: _Groups = {}
+    copied: _Groups = {}
+    for node in graph.with_role(Role.GATHER):
+        p = _parameter(node, context)
+        if not (p.replicated or p.empty or context.model.world_size == 1):
+            gathered.setdefault(_bucket_name(p, context), []).append(node)
+        elif context.model.offload is not None and not p.empty:
+            copied.setdefault(_bucket_name(p, context), []).append(node)
+        else:
+            with graph.fx_graph.inserting_before(node):
+                value = operand(node)
+                if p.empty:
+                    value = graph.call(aten.new_empty.default, (value, list(p.stored_shape)), _device(node), like=node)
+                graph.replace({node: _cast(graph, value, p.param_dtype, node)})
+    return gathered, copied
+
+
+def _gather(
+    graph: Graph, context: PassContext, bucket: BucketSpec, nodes: list[fx.Node], positions: dict[fx.Node, int]
+) -> None:
+    model, custom = context.model, context.settings.custom_all_gather
+    by_name = {_parameter(n, context).name: n for n in nodes}
+    used = [p for p in bucket.parameters if p.name in by_name]
+    offsets, numels = [bucket.offsets[p.name] for p in used], [p.shard_numel for p in used]
+    record = NodeRecord(Role.GATHER, bucket.unit, bucket.name, tuple(p.name for p in bucket.parameters))
+    first_uses = {n: min(n.users, key=positions.__getitem__) for n in nodes}
+    with graph.fx_graph.inserting_before(min(first_uses.values(), key=positions.__getitem__)):
+        shards = [operand(by_name[p.name]) for p in used]
+        if model.offload is not None:
+            copy = (shards, offsets, bucket.shard_numel, model.offload.device)
+            shards = [start_and_wait(graph, dialect.fetch_start, copy, record)]
+        messages = [] if custom else bucket.message_arguments()
+        layout = (offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, model.group, messages)
+        arguments = (shards, *layout, numels if model.offload is not None else [], custom)
+        wait = start_and_wait(graph, dialect.all_gather_start, arguments, record)
+    for p, offset in zip(used, offsets, strict=True):
+        gather = by_name[p.name]
+        # The view stands where the parameter is first used, so that it falls into the same compute region.
+        with graph.fx_graph.inserting_before(first_uses[gather]):
+            view = _unpack(graph, wait, p, offset * p.world_size, gather)
+        graph.replace({gather: recorded(view, record, Role.UNPACK, (p.name,))})
+
+
+def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
+    padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
+    node = _piece(graph, buffer, begin, padded, p.name, like)
+    if padded != p.stored_shape:
+        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.rows), name=p.name, like=like)
+    return node
+
+
+def _piece(graph: Graph, flat: fx.Node, begin: int, shape: Sequence[int], name: str, like: fx.Node) -> fx.Node:
+    """A view of a flat tensor from element ``begin`` on, in ``shape``."""
+    node = graph.call(aten.slice.Tensor, (flat, 0, begin, begin + math.prod(shape)), name=name, like=like)
+    return node if len(shape) == 1 else graph.call(aten.view.default, (node, list(shape)), name=name, like=like)
+
+
+def _fetch(graph: Graph, context: PassContext, name: str, nodes: list[fx.Node]) -> None:
+    """Parameters that are used without a gather are views of a copy on the device."""
+    parameters, positions = [_parameter(node, context) for node in nodes], graph.positions()
+    bucket, offload = context.model.bucket_of.get(parameters[0].name), context.model.offload
+    assert offload is not None
+    if bucket is None:
+        *offsets, length = _begins(parameters)
+    else:
+        offsets, length = [bucket.offsets[p.name] for p in parameters], bucket.shard_numel
+    record = NodeRecord(Role.GATHER, parameters[0].unit, name, tuple(p.name for p in parameters))
+    values: dict[fx.Node, fx.Node] = {}
+    with graph.fx_graph.inserting_before(min((u for n in nodes for u in n.users), key=positions.__getitem__)):
+        arguments = (list(map(operand, nodes)), offsets, length, offload.device)
+        flat = start_and_wait(graph, dialect.fetch_start, arguments, record)
+        for node, p, begin in zip(nodes, parameters, offsets, strict=True):
+            value = graph.call(aten.slice.Tensor, (flat, 0, begin, begin + p.shard_numel), name=p.name, like=node)
+            value = graph.call(aten.view.default, (value, list(p.stored_shape)), name=p.name, like=node)
+            values[node] = _cast(graph, value, p.param_dtype, node)
+    graph.replace(values)
+
+
+def _begins(parameters: Sequence[ParameterSpec]) -> list[int]:
+    """Where shards begin that lie one behind the other, and where the last ends."""
+    return list(itertools.accumulate((p.shard_numel for p in parameters), initial=0))
+
+
+# Reductions
+
+
+def _reduce(graph: Graph, context: PassContext) -> int:
+    """Reduce gradients, or keep them whole; bytes of those that are kept."""
+    positions, kept = graph.positions(), 0
+    groups: _Groups = {}
+    gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
+    for node in graph.with_role(Role.REDUCE):
+        p = _parameter(node, context)
+        if not p.empty and (context.model.ranks > 1 or context.model.offload is not None):
+            groups.setdefault(_bucket_name(p, context), []).append(node)
+            continue
+        with graph.fx_graph.inserting_before(node):
+            if context.model.ranks == 1 and context.model.offload is None:
+                gradients[node] = _cast(graph, operand(node), p.dtype, node)
+            else:
+                arguments, options = (operand(node), list(p.shard_shape)), {"dtype": p.dtype, **_device(node)}
+                gradients[node] = graph.call(aten.new_zeros.default, arguments, options)
+                set_record(gradients[node], NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
+    for name, nodes in groups.items():
+        unsynced = {node: operand(node) for node in nodes if is_unsynced(_parameter(node, context), context)}
+        if unsynced:
+            with graph.fx_graph.inserting_before(behind(graph, unsynced.values(), positions)):
+                for node, grad in unsynced.items():
+                    p = _parameter(node, context)
+                    gradients[node] = keep(graph, grad, context, p.name, node.meta["fsdp"].bucket)
+                    kept += gradients[node].meta["fsdp"].nbytes
+        if synced := [node for node in nodes if node not in unsynced]:
+            gradients |= _reduce_bucket(graph, context, name, synced, positions)
+    graph.replace(gradients)
+    return kept
+
+
 def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    bucket = context.model.bucket_of.get(_parameter(nodes[0], context).name)
-    order = context.model.index_of if bucket is None else bucket.offsets
+    model, bucket = context.model, context.model.bucket_of.get(_parameter(nodes[0], context).name)
+    order = model.index_of if bucket is None else bucket.offsets
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
-    parameters = [_parameter(n, context) for n in nodes]
-    unit, dtype = parameters[0].unit, parameters[0].dtype
-    grads: list[fx.Node] = [operand(n) for n in nodes]
+    parameters, grads = [_parameter(n, context) for n in nodes], list(map(operand, nodes))
+    unreplicated, dtype = is_unreplicated(parameters[0], context), parameters[0].dtype
+    record = NodeRecord(Role.REDUCE, parameters[0].unit, name, tuple(p.name for p in parameters))
+    found: dict[fx.Node, fx.Node] = {}
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
-    last = max(grads, key=positions.__getitem__)
-    if last.op == "placeholder":
-        last = graph.placeholders[-1]
-
-    shard_grads: dict[fx.Node, fx.Node] = {}
-    with graph.fx_graph.inserting_before(last.next):
-        offload = context.model.offload
-        options = reduction_options(parameters, name, context)
-        hooked = options.pop("unit", None)
-        unreplicated = is_unreplicated(parameters[0], context)
-        if context.model.ranks == 1:
-            values = [_cast(graph, grad, dtype) for grad in grads]
-            begins = list(itertools.accumulate((p.shard_numel for p in parameters[:-1]), initial=0))
-        else:
-            custom = context.settings.custom_reduce_scatter
-            arguments = (bucket, name, grads, parameters, options, unreplicated, custom)
-            flat, begins = _reduce(graph, context.model, *arguments)
-            if hooked is not None and not unreplicated:
-                flat = call_hook(graph, flat, hooked)
-            values = [flat if unreplicated else _cast(graph, flat, dtype)]
-        if offload is not None and not unreplicated:
-            record = NodeRecord(Role.OFFLOAD_START, unit, name, tuple(p.name for p in parameters))
-            values = [copy_to_cpu(graph, values, offload.pin_memory, record)]
+    with graph.fx_graph.inserting_before(behind(graph, grads, positions)):
+        begins = _begins(parameters)[:-1]
+        if model.ranks > 1:
+            reduced, begins = _reduced(graph, context, grads, parameters, record)
+            grads = [reduced]
+        values = grads if unreplicated else [_cast(graph, value, dtype) for value in grads]
+        if model.offload is not None and not unreplicated:
+            values = [start_and_wait(graph, dialect.offload_start, (values, model.offload.pin_memory), record)]
         (flat,) = values
         for node, p, begin in zip(nodes, parameters, begins, strict=True):
-            piece = (flat, 0, begin, begin + p.shard_numel)
-            grad = graph.call(aten.slice.Tensor, piece, name=f"{p.name}.grad", like=node)
-            if len(p.shard_shape) != 1:
-                grad = graph.call(aten.view.default, (grad, list(p.shard_shape)), name=f"{p.name}.grad", like=node)
-            if unreplicated:
-                shard_grads[node] = keep(graph, grad, context, p.name, name)
-                continue
-            set_record(grad, NodeRecord(Role.SHARD_GRAD, unit, name, (p.name,), nbytes(grad.meta["val"])))
-            shard_grads[node] = grad
-    return shard_grads
+            grad = _piece(graph, flat, begin, p.shard_shape, f"{p.name}.grad", node)
+            kept = keep(graph, grad, context, p.name, name) if unreplicated else None
+            found[node] = kept or recorded(grad, record, Role.SHARD_GRAD, (p.name,))
+    return found
 
 
-def _cast(graph: Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if value.meta["val"].dtype is dtype:
-        return value
-    return graph.call(prims.convert_element_type.default, (value, dtype))
-
-
-def _reduce(
-    graph: Graph,
-    model: ModelSpec,
-    bucket: BucketSpec | None,
-    name: str,
-    grads: list[fx.Node],
-    parameters: list[ParameterSpec],
-    options: dict[str, Any],
-    unreplicated: bool,
-    custom: bool,
+def _reduced(
+    graph: Graph, context: PassContext, grads: list[fx.Node], parameters: list[ParameterSpec], of: NodeRecord
 ) -> tuple[fx.Node, list[int]]:
     """Insert the collectives of a bucket's gradients; the flat result of the last, waited for, and where in it each
-    parameter's begins. ``unreplicated``: without the one over the replicas."""
-    reduce_dtype, names = parameters[0].reduce_dtype, tuple(p.name for p in parameters)
-
-    def collective(target: Any, args: tuple[Any, ...], start_role: Role, wait_role: Role, verb: str) -> fx.Node:
-        start = graph.call(target, args, options, name=f"{verb}_{name}")
-        record = NodeRecord(start_role, parameters[0].unit, name, names, nbytes(start.meta["val"]))
-        set_record(start, record)
-        wait = graph.call(dialect.reduce_wait, (start,), name=f"{verb}d_{name}")
-        return set_record(wait, replace(record, role=wait_role))
-
-    roles = (Role.REDUCE_START, Role.REDUCE_WAIT)
-    whole = list(itertools.accumulate((p.shard_numel for p in parameters[:-1]), initial=0))
+    parameter's begins."""
+    model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
+    bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
+    options, hooked = reduction_options(parameters, of.bucket, context)
+    over: tuple[Any, ...]
     if model.world_size == 1:
-        arguments = (grads, reduce_dtype, model.replicas, model.replicate_group)
-        return collective(dialect.all_reduce_start, arguments, *roles, "reduce"), whole
-    over_shards: tuple[Any, ...] = (grads, reduce_dtype, model.world_size, model.reduce_group)
-    if bucket is None:  # scalars
-        target, begins, messages = dialect.all_reduce_start, whole, []
+        target, over = dialect.all_reduce_start, (model.replicas, model.replicate_group)
+    elif bucket is None:  # scalars
+        target, over = dialect.all_reduce_start, (model.world_size, model.reduce_group, model.replicas)
     else:
-        target, messages = dialect.reduce_scatter_start, [] if custom else bucket.reduced_in(parameters)
-        values = [grad.meta["val"] for grad in grads]
-        begins = dialect.reduced_offsets(values, reduce_dtype, model.world_size, messages)[:-1]
-    if custom and bucket is not None:
-        over_shards = (*over_shards, model.replicas, [], True)
-    elif messages:
-        over_shards = (*over_shards, model.replicas, messages)
-    elif model.replicas > 1:
-        over_shards = (*over_shards, model.replicas)
-    reduced = collective(target, over_shards, *roles, "reduce")
-    if model.replicas == 1 or unreplicated:
-        return reduced, begins
-    over_replicas = (reduced, model.ranks, model.replicate_group)
-    roles = (Role.REPLICATE_START, Role.REPLICATE_WAIT)
-    return collective(dialect.all_reduce_shard_start, over_replicas, *roles, "replicate"), begins
-
-
-def _use_shard(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
-    shard = node.args[0]
-    assert isinstance(shard, fx.Node)
-    with graph.fx_graph.inserting_before(node):
-        if p.empty and not p.replicated:
-            device = node.meta["val"].device
-            elsewhere = {} if device == shard.meta["val"].device else {"device": device}
-            value = graph.call(aten.new_empty.default, (shard, list(p.stored_shape)), elsewhere, like=node)
-        else:
-            value = shard
-        if p.param_dtype is not p.dtype:
-            value = graph.call(prims.convert_element_type.default, (value, p.param_dtype), like=node)
-    node.replace_all_uses_with(value)
-    graph.fx_graph.erase_node(node)
-
-
-def _gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> fx.Node:
-    grad = node.args[0]
-    assert isinstance(grad, fx.Node)
-    if grad.meta["val"].dtype is not p.dtype:
-        with graph.fx_graph.inserting_before(node):
-            grad = graph.call(prims.convert_element_type.default, (grad, p.dtype), like=node)
-    return grad
-
-
-def _empty_gradient(graph: Graph, node: fx.Node, p: ParameterSpec) -> None:
-    with graph.fx_graph.inserting_before(node):
-        device = {} if node.meta["val"].device == operand(node).meta["val"].device else {"device": HOST}
-        value = graph.fx_graph.call_function(
-            aten.new_zeros.default, (node.args[0], list(p.shard_shape)), {"dtype": p.dtype, **device}
-        )
-        value.meta["val"] = node.meta["val"]
-    set_record(value, NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
-    node.replace_all_uses_with(value)
-    graph.fx_graph.erase_node(node)
+        messages = [] if custom else bucket.reduced_in(parameters)
+        over = (model.world_size, model.reduce_group, model.replicas, messages, custom)
+        target, values = dialect.reduce_scatter_start, [grad.meta["val"] for grad in grads]
+        begins = dialect.reduced_offsets(values, first.reduce_dtype, model.world_size, messages)[:-1]
+    flat = start_and_wait(graph, target, (grads, first.reduce_dtype, *over), of, options)
+    if is_unreplicated(first, context):
+        return flat, begins
+    if model.world_size > 1 and model.replicas > 1:
+        over = (flat, model.ranks, model.replicate_group)
+        flat = start_and_wait(graph, dialect.all_reduce_shard_start, over, of, options)
+    return flat if hooked is None else call_hook(graph, flat, hooked), begins

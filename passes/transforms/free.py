@@ -12,6 +12,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.transforms.edits import mark_escaping
 
 
 class Free(GraphPass):
@@ -28,15 +29,13 @@ class Free(GraphPass):
         freed = 0
         for gather in gathers:
             if gather.escapes:
-                for node in dict.fromkeys((gather.start or gather.buffer, gather.buffer)):
-                    set_record(node, dataclasses.replace(node.meta["fsdp"], escapes=True))
+                mark_escaping(gather.buffer)
                 continue
             # A bucket that was received and is not used is freed at once.
             last = [gather.wait or inputs[-1], *gather.reads][-1]
             with graph.fx_graph.inserting_before(next_communication[last]):
-                node = graph.fx_graph.create_node(
-                    "call_function", dialect.free, (gather.buffer,), name=f"free_{gather.bucket}"
-                )
+                call = (dialect.free, (gather.buffer,))
+                node = graph.fx_graph.create_node("call_function", *call, name=f"free_{gather.bucket}")
             node.meta["val"] = None
             set_record(node, dataclasses.replace(gather.buffer.meta["fsdp"], role=Role.FREE, escapes=False))
             freed += 1

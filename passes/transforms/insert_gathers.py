@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+from graph_fsdp.passes.ir.spec import ParameterSpec
+from graph_fsdp.passes.transforms.edits import without_defaults
 
 
 class InsertGathers(GraphPass):
@@ -28,34 +27,30 @@ class InsertGathers(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
-        for node, (parameter, shard) in context.shard_inputs.items():
+        for node, (parameter, shard) in context.inputs.shards.items():
             full = node.meta["example_value"]
             with graph.fx_graph.inserting_before(after_inputs):
                 gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
                     value = graph.fx_graph.call_method("contiguous", (moved,))
-                if node in context.as_used:
-                    value = graph.fx_graph.call_function(context.as_used[node], (value,))
+                if node in context.inputs.as_used:
+                    value = graph.fx_graph.call_function(context.inputs.as_used[node], (value,))
             for user in [user for user in node.users if user is not gather]:
                 user.replace_input_with(node, value)
             value.meta["example_value"] = full
             node.meta = {**node.meta, "example_value": shard}  # torch 2.9: the inputs of torch.cond's branches share it
-        return f"{len(context.shard_inputs)} parameters gathered"
+        return f"{len(context.inputs.shards)} parameters gathered"
 
 
 def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
-    if p.name in context.extensions:
+    if p.name in context.inputs.extensions:
         target = f"gather_{p.name.replace('.', '_')}"
-        graph.module.add_submodule(target, context.extensions[p.name])
+        graph.module.add_submodule(target, context.inputs.extensions[p.name])
         return graph.fx_graph.call_module(target, (shard,))
-    arguments = (shard, list(p.stored_shape), p.param_dtype, p.reduce_dtype, p.name, context.model.group)
-    return graph.fx_graph.call_function(dialect.gather_param, (*arguments, *_last_arguments(context.model)))
-
-
-def _last_arguments(model: ModelSpec) -> list[Any]:
-    """The group of replicas and the device, where there is a use for them."""
+    model = context.model
     replicate_group = model.replicate_group if model.replicas > 1 else ""
-    if model.offload is not None:
-        return [replicate_group, model.offload.device]
-    return [replicate_group] if replicate_group else []
+    device = model.offload.device if model.offload is not None else None
+    dtypes = (p.param_dtype, p.reduce_dtype)
+    arguments = (shard, list(p.stored_shape), *dtypes, p.name, model.group, replicate_group, device)
+    return graph.fx_graph.call_function(dialect.gather_param, without_defaults(dialect.gather_param, arguments))

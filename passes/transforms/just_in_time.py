@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.recompute import forward_nodes
+from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes
 
 # What fewer units read is of these units: an activation, read by the unit that made it and the one behind.
 _SHARED = 3
@@ -49,35 +48,20 @@ class JustInTime(GraphPass):
 
 def _before_uses(graph: Graph) -> list[fx.Node]:
     positions = graph.positions()
-    placeholders = graph.placeholders
-    from_gradient: set[fx.Node] = set(graph.with_role(Role.TANGENT))
-    roots = []
-    for node in graph.fx_graph.nodes:
-        if any(i in from_gradient for i in node.all_input_nodes):
-            from_gradient.add(node)
-            roots.append(node)
-    if not roots or roots[-1] is not graph.output:
-        roots.append(graph.output)
-    order = list(placeholders)
-    emitted = set(placeholders)
-    for root in roots:
+    gradients = gradient_nodes(graph)
+    roots = [node for node in graph.fx_graph.nodes if node in gradients and node.op != "placeholder"]
+    order = dict.fromkeys(graph.placeholders)
+    for root in (*roots, graph.output):
         stack = [root]
         while stack:
-            node = stack[-1]
-            if node in emitted:
-                stack.pop()
-                continue
-            missing = [i for i in node.all_input_nodes if i not in emitted]
-            if missing:
+            missing = [i for i in stack[-1].all_input_nodes if i not in order]
+            if stack[-1] in order or not missing:
+                order[stack.pop()] = None
+            else:
                 stack += sorted(missing, key=positions.__getitem__, reverse=True)
-                continue
-            stack.pop()
-            emitted.add(node)
-            order.append(node)
     # Nothing reads them, but they write (in-place updates of buffers): they stay, before the output.
-    unread = [node for node in graph.fx_graph.nodes if node not in emitted]
-    order[-1:-1] = unread
-    return order
+    unread = [node for node in graph.fx_graph.nodes if node not in order]
+    return [*list(order)[:-1], *unread, graph.output]
 
 
 def _behind_inputs(graph: Graph, context: PassContext) -> list[fx.Node]:
@@ -153,6 +137,5 @@ def _of_parameters(graph: Graph) -> set[fx.Node]:
 
 
 def _is_movable(node: fx.Node) -> bool:
-    if node.op != "call_function" or isinstance(node.target, compat.HigherOrderOperator):
-        return False
-    return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    is_operator = node.op == "call_function" and not isinstance(node.target, compat.HigherOrderOperator)
+    return is_operator and not is_random(node)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
 from graph_fsdp.passes.transforms.recompute import gradient_nodes
 
 SMALLEST = 1024  # bytes; a copy of less costs more time than its memory is worth
+_WAITS = {
+    dialect.offload_activation: dialect.activation_offloaded,
+    dialect.reload_activation: dialect.activation_reloaded,
+}
 
 
 class SaveBases(GraphPass):
@@ -43,7 +48,7 @@ class SaveBases(GraphPass):
     provides = ("bases_saved",)
 
     def run(self, graph: Graph, context: PassContext) -> str:
-        gradients = gradient_nodes(graph, context)
+        gradients = gradient_nodes(graph)
         views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
         for node in views:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -69,45 +74,49 @@ class OffloadActivations(GraphPass):
 
 def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
-    owners = _owners(graph, context, calls)
+    saved = _saved_tensors(graph, context)
+    owners = _owners(saved, operands(graph.output)[: context.forward_outputs], calls)
     roots, positions = graph.alias_roots(), graph.positions()
     last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
     for node in graph.fx_graph.nodes:
         if node.op != "output":
             for source in node.all_input_nodes:
                 last_use.update(dict.fromkeys(roots[source], positions[node]))
-    borders = [*_borders(graph, _call_begins(graph, calls)), graph.output, graph.output]
+    first_of_calls = {calls[node]: node for node in reversed(graph.nodes) if node in calls}
+    borders = [*_borders(graph, first_of_calls.values()), graph.output, graph.output]
     places = [positions[border] for border in borders]
-    outputs: list[Any] = operands(graph.output)
-    saved = {node: index for index, node in enumerate(_saved_tensors(graph, context))}
     copies: dict[fx.Node, fx.Node] = {}
-    total = 0
     for node in sorted(owners, key=positions.__getitem__):
         left = bisect.bisect_right(places, max(last_use.get(root, positions[node]) for root in roots[node]))
         put = NodeRecord(Role.OFFLOAD, owners[node].unit, "", (), value_nbytes(node.meta["val"]))
-        with graph.fx_graph.inserting_before(borders[left]):
-            start = set_record(graph.call(dialect.offload_activation, (node,), name=f"offload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(borders[left + 1]):
-            wait = set_record(
-                graph.call(dialect.activation_offloaded, (start, node), name=f"offloaded_{node.name}"), put
-            )
-        context.offloaded[saved[node]] = copies[node] = wait
-        total += put.nbytes
-    outputs = [copies.get(v, v) if isinstance(v, fx.Node) else v for v in outputs]  # the user's are not among them
-    graph.output.args = (tuple(outputs),)
-    return f"{len(owners)} saved activations go to the CPU, {total:,} bytes"
+        copies[node] = _copy(graph, dialect.offload_activation, (node,), borders[left : left + 2], put)
+    index_of = {node: index for index, node in enumerate(saved)}
+    graph.offloaded.update((index_of[node], copy) for node, copy in copies.items())
+    # The user's outputs are not among them.
+    graph.output.args = (tuple(copies.get(v, v) if isinstance(v, fx.Node) else v for v in operands(graph.output)),)
+    total = sum(copy.meta["fsdp"].nbytes for copy in copies.values())
+    return f"{len(copies)} saved activations go to the CPU, {total:,} bytes"
 
 
-def _owners(graph: Graph, context: PassContext, calls: dict[fx.Node, UnitCall]) -> dict[fx.Node, UnitCall]:
+def _copy(
+    graph: Graph, target: Any, arguments: tuple[Any, ...], borders: Sequence[fx.Node], put: NodeRecord
+) -> fx.Node:
+    """Start a copy of the first argument in front of the first border, and wait for it in front of the second."""
+    node, verb = arguments[0], put.role.value
+    with graph.fx_graph.inserting_before(borders[0]):
+        start = set_record(graph.call(target, arguments, name=f"{verb}_{node.name}"), put)
+    with graph.fx_graph.inserting_before(borders[1]):
+        return set_record(graph.call(_WAITS[target], (start, node), name=f"{verb}ed_{node.name}"), put)
+
+
+def _owners(
+    saved: Sequence[fx.Node], for_user: Sequence[Any], calls: dict[fx.Node, UnitCall]
+) -> dict[fx.Node, UnitCall]:
     """Saved tensor → the last call that computes or reads it, whose backward needs it first."""
-    outputs = graph.output.args[0]
-    assert isinstance(outputs, (list, tuple))
-    for_user = set(outputs[: context.forward_outputs])
     last = max((call.index for call in calls.values()), default=-1)
     owners = {}
-    for node in _saved_tensors(graph, context):
-        value = node.meta.get("val")
-        if node.op != "call_function" or record(node) is not None or node in for_user or not _is_whole(node, value):
+    for node in saved:
+        if node.op != "call_function" or record(node) is not None or node in for_user or not _is_whole(node):
             continue
         using = [calls[n] for n in (node, *node.users) if n in calls]
         owner = max(using, key=lambda call: call.index, default=None)
@@ -116,9 +125,10 @@ def _owners(graph: Graph, context: PassContext, calls: dict[fx.Node, UnitCall]) 
     return owners
 
 
-def _is_whole(node: fx.Node, value: object) -> bool:
+def _is_whole(node: fx.Node) -> bool:
     """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
-    if not isinstance(value, torch.Tensor) or value_nbytes(value) < SMALLEST or _is_view(node):
+    value = node.meta["val"]
+    if value_nbytes(value) < SMALLEST or _is_view(node):
         return False
     if value.dtype is torch.uint8 and value.dim() == 1:  # the state of a generator, which is on the CPU as it is
         return False
@@ -138,40 +148,31 @@ def _reload(graph: Graph, context: PassContext) -> str:
         if isinstance(node.meta.get("val"), torch.Tensor) and not has_role(node, Role.TANGENT)
     ]
     positions = graph.positions()
-    hosts: dict[fx.Node, fx.Node] = {}  # input → the first node that reads it
-    for index, copy in context.offloaded.items():
-        node = received[index]
+    hosts = {received[index]: copy for index, copy in context.graphs["forward"].offloaded.items()}
+    first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts}
+    needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
+    for node, copy in hosts.items():
         shapes = [tuple(map(str, n.meta["val"].shape)) for n in (node, copy)]
         assert shapes[0] == shapes[1], f"{node} and {copy} are not the same saved tensor"
-        hosts[node] = min(node.users, key=positions.__getitem__)
-    needed: dict[str, fx.Node] = {}  # unit → the first node that reads a copy of it
-    for index, copy in context.offloaded.items():
-        unit, first = copy.meta["fsdp"].unit, hosts[received[index]]
-        needed[unit] = min(needed.get(unit, first), first, key=positions.__getitem__)
-    borders = _borders(graph, list(needed.values()))
+        unit = copy.meta["fsdp"].unit
+        needed[unit] = min(needed.get(unit, first_use[node]), first_use[node], key=positions.__getitem__)
+    borders = _borders(graph, needed.values())
     places = [positions[border] for border in borders]
-    for index, copy in context.offloaded.items():
-        node = received[index]
+    for node, copy in hosts.items():
         users, device = list(node.users), node.meta["val"].device
-        at = bisect.bisect_right(places, positions[hosts[node]])
+        at = bisect.bisect_right(places, positions[first_use[node]])
         node.meta["val"] = copy.meta["val"]
-        put = NodeRecord(Role.RELOAD, copy.meta["fsdp"].unit, "", (), copy.meta["fsdp"].nbytes)
-        set_record(node, put)
-        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 2) : max(0, at - 1)], graph)):
-            start = set_record(graph.call(dialect.reload_activation, (node, device), name=f"reload_{node.name}"), put)
-        with graph.fx_graph.inserting_before(_behind(borders[max(0, at - 1) : at], graph)):
-            wait = set_record(graph.call(dialect.activation_reloaded, (start, node), name=f"reloaded_{node.name}"), put)
+        put = set_record(node, replace(copy.meta["fsdp"], role=Role.RELOAD)).meta["fsdp"]
+        ahead = [_behind(borders[max(0, at - n) : max(0, at - n + 1)], graph) for n in (2, 1)]
+        back = _copy(graph, dialect.reload_activation, (node, device), ahead, put)
         for user in users:
-            user.replace_input_with(node, wait)
+            user.replace_input_with(node, back)
     return f"{len(hosts)} saved activations come back from the CPU"
 
 
-def _borders(graph: Graph, otherwise: Sequence[fx.Node]) -> list[fx.Node]:
+def _borders(graph: Graph, otherwise: Iterable[fx.Node]) -> list[fx.Node]:
     """The first node of each group of communication nodes; ``otherwise`` where there is no communication."""
-    nodes = graph.nodes
-    groups = [
-        node for before, node in itertools.pairwise(nodes) if _is_communication(node) and not _is_communication(before)
-    ]
+    groups = [b for a, b in itertools.pairwise(graph.nodes) if _is_communication(b) and not _is_communication(a)]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
 
 
@@ -185,11 +186,3 @@ def _behind(border: Sequence[fx.Node], graph: Graph) -> fx.Node:
     while node.target in dialect.EXECUTED:
         node = node.next
     return node
-
-
-def _call_begins(graph: Graph, calls: dict[fx.Node, UnitCall]) -> list[fx.Node]:
-    begins: dict[UnitCall, fx.Node] = {}
-    for node in graph.fx_graph.nodes:
-        if node in calls:
-            begins.setdefault(calls[node], node)
-    return list(begins.values())

@@ -1,8 +1,7 @@
 """The schedule: gathers start early enough to be hidden, reductions are waited for late.
 
 Gathers start next to a wait, so that no compute region is cut for them: which one is the arithmetic of
-``schedule.py``. A reduction is waited for when ``reductions_in_flight`` later ones would otherwise be under way, and
-at the end. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
+``schedule.py``. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
 recompiles alone must not reorder them.
 
 A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
@@ -11,6 +10,8 @@ residual addition alone costs more than the overlap that it gives.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
@@ -21,10 +22,11 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_cheap
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.explicit_prefetch import prefetch_explicitly
-from graph_fsdp.passes.transforms.offload import lift_fetches, place_copies
-from graph_fsdp.passes.transforms.payloads import lift_payloads, place_payloads
-from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way, wait_of
+from graph_fsdp.passes.ir.settings import SettingError
+from graph_fsdp.passes.transforms.edits import units_of, wait_of
+from graph_fsdp.passes.transforms.offload import lift, place_copies
+from graph_fsdp.passes.transforms.payloads import place_payloads
+from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way
 from graph_fsdp.passes.transforms.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
 
 __all__ = ["BudgetError", "Prefetch"]
@@ -32,6 +34,7 @@ __all__ = ["BudgetError", "Prefetch"]
 Distance = int | Literal["auto"] | BackwardPrefetch | None
 
 
+@dataclass(frozen=True, repr=False)
 class Prefetch(GraphPass):
     """``distance``: how gathers are started ahead of their use.
 
@@ -42,48 +45,41 @@ class Prefetch(GraphPass):
       before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
 
     ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
-    ``reductions_in_flight``: reductions that may be under way at once, at least 1. None is 2, and 1 where gradients
-    are what takes most memory: backward computes activations again, or reductions copy them into a wider type.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1; None is 2 or, where gradients are
+    what takes most memory, 1 (see :func:`.reductions.reductions_under_way`).
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
+
+    distance: Distance = "auto"
+    reductions_in_flight: int | None = None
+    budget: int | None = None
+    forward: int | Literal["auto"] | None = None
 
     name = "prefetch"
     requires = ("bucketed",)
     provides = ("scheduled",)
 
-    def __init__(
-        self,
-        distance: Distance = "auto",
-        reductions_in_flight: int | None = None,
-        budget: int | None = None,
-        forward: int | Literal["auto"] | None = None,
-    ) -> None:
-        _check_distance("prefetch", distance)
-        _check_distance("forward_prefetch", forward)
-        if isinstance(forward, BackwardPrefetch):
-            raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {forward}")
-        if reductions_in_flight is not None and reductions_in_flight < 1:
-            raise ValueError(f"reductions_in_flight must be 1 or more, got {reductions_in_flight}")
-        if budget is not None and budget <= 0:
-            raise ValueError(f"budget must be a positive number of bytes or None, got {budget}")
-        self.distance = 0 if distance is None else distance
-        if forward is None:
-            forward = 1 if distance is None or isinstance(distance, BackwardPrefetch) else distance
-        self.forward = forward
-        self.budget = budget
-        self.reductions_in_flight = reductions_in_flight
+    def __post_init__(self) -> None:
+        _check_distance("prefetch", self.distance)
+        _check_distance("forward_prefetch", self.forward)
+        if isinstance(self.forward, BackwardPrefetch):
+            raise ValueError(f"forward_prefetch must be a number of buckets, 'auto' or None, got {self.forward}")
+        if self.reductions_in_flight is not None and self.reductions_in_flight < 1:
+            raise ValueError(f"reductions_in_flight must be 1 or more, got {self.reductions_in_flight}")
+        if self.budget is not None and self.budget <= 0:
+            raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget if self.budget is not None else context.budget
         planned = context.plan.collectives.get(graph.phase)
         gathers = _in_plan_order(graph.with_role(Role.GATHER_START), planned)
         reductions = _in_plan_order(graph.with_role(Role.REDUCE_START), planned)
-        distance = self.distance if graph.phase == "backward" else self.forward
-        lift_fetches(graph)
-        lift_payloads(graph)
+        distance = self._distance(graph.phase)
+        lift(graph)
         self._place(graph, gathers, distance, context)
+        recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
         in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
-        in_flight = in_flight or reductions_under_way(reductions, context.recomputes_activations)
+        in_flight = in_flight or reductions_under_way(reductions, recomputes)
         defer_reductions(graph, reductions, in_flight)
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
@@ -93,21 +89,23 @@ class Prefetch(GraphPass):
         ahead = f"{distance.name} gathers" if isinstance(distance, BackwardPrefetch) else f"gathers {distance} ahead"
         return f"{ahead}, at most {in_flight} reductions in flight{limit}"
 
+    def _distance(self, phase: str) -> int | Literal["auto"] | BackwardPrefetch:
+        if phase == "backward":
+            return self.distance or 0
+        if self.forward is not None:
+            return self.forward
+        return 1 if self.distance is None or isinstance(self.distance, BackwardPrefetch) else self.distance
+
     def _place(self, graph: Graph, starts: list[fx.Node], distance: Distance, context: PassContext) -> None:
         waits = [wait_of(start) for start in starts]
         gathers = find_gathers(graph, starts, waits)
         if distance is BackwardPrefetch.BACKWARD_POST:
             after = list(range(len(starts)))
-        elif distance is BackwardPrefetch.BACKWARD_PRE or (distance == "auto" and context.cost is None):
-            after = at_distance(len(starts), 1)
-        elif distance == "auto":
-            assert context.cost is not None
-            segments = Segments.of(graph, starts, waits, context.cost)
-            after = choose(gathers, segments, self.budget)
+        elif distance == "auto" and context.cost is not None:
+            after = choose(gathers, Segments.of(graph, starts, waits, context.cost), self.budget)
         else:
-            assert isinstance(distance, int)
-            after = at_distance(len(starts), distance)
-        after, is_explicit = prefetch_explicitly(graph, waits, after, context)
+            after = at_distance(len(starts), distance if isinstance(distance, int) else 1)
+        after, is_explicit = _explicit(graph, waits, after, context)
         if self.budget is not None:
             after = fit(gathers, after, self.budget)
         _move(graph, starts, waits, after)
@@ -120,6 +118,57 @@ def _check_distance(name: str, distance: Distance) -> None:
         return
     if isinstance(distance, bool) or not isinstance(distance, int) or distance < 0:
         raise ValueError(f"{name} must be 0 or more buckets or 'auto', got {distance!r}")
+
+
+def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassContext) -> tuple[After, bool]:
+    """``after`` with what the user has set for this graph, and whether that is anything: FSDP2's
+    ``set_modules_to_forward_prefetch`` and ``…_backward_prefetch``. When the first bucket of a unit has arrived, the
+    gathers of the units that it names start. A gather that stands before one of them in the plan's order starts no
+    later, since the order of the collectives stays. Units that nobody names start as they would without.
+
+    Raises:
+        SettingError: a unit is to be gathered when one that is used after it has arrived.
+    """
+    settings = context.settings
+    lists = settings.backward_prefetch if graph.phase == "backward" else settings.forward_prefetch
+    if not lists or not waits:
+        return after, False
+    of_unit: dict[str, list[int]] = {}
+    for k, wait in enumerate(waits):
+        for unit in units_of(wait, context):
+            of_unit.setdefault(unit, []).append(k)
+    arrivals = _arrivals(graph, waits, of_unit, context)
+    after = list(after)
+    found = False
+    for unit, named in lists:
+        if unit not in arrivals:  # this graph uses nothing of it
+            continue
+        for other in named:
+            ahead = [k for k in of_unit.get(other, ()) if k > arrivals[unit]]
+            if other in of_unit and not ahead and other != unit:
+                raise SettingError(
+                    f"set_modules_to_{'backward' if graph.phase == 'backward' else 'forward'}_prefetch of unit "
+                    f"{unit or 'root'!r} names {other or 'root'!r}, which the {graph.phase} graph gathers before it; "
+                    "name units that are used later"
+                )
+            for k in ahead:
+                after[k], found = arrivals[unit], True
+    return list(itertools.accumulate(reversed(after), min))[::-1], found
+
+
+def _arrivals(
+    graph: Graph, waits: list[fx.Node], of_unit: dict[str, list[int]], context: PassContext
+) -> dict[str, int]:
+    """Unit → the wait at which it is there: its own first one, or, where nothing of it is gathered (it was kept, or
+    whole before), the last one before its first use; -1 for the beginning."""
+    found = {unit: places[0] for unit, places in of_unit.items()}
+    positions = graph.positions()
+    for node in graph.with_role(Role.KEPT, Role.UNSHARDED):
+        users = [positions[user] for user in node.users if user.op != "output"]
+        for unit in units_of(node, context) - of_unit.keys() if users else ():
+            before = sum(positions[wait] < min(users) for wait in waits) - 1
+            found[unit] = min(found.get(unit, before), before)
+    return found
 
 
 def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: After) -> None:
@@ -163,25 +212,15 @@ def _hoist_waits(graph: Graph, within_budget: bool) -> None:
             before = before.prev
         reached = before.target in dialect.EXECUTED or before.op == "placeholder"
         if reached and before is not wait.prev and before is not start:
-            started_with_it = _starts_behind(wait)
-            before.append(wait)
-            for node in reversed(started_with_it):
-                wait.append(node)
-
-
-def _starts_behind(wait: fx.Node) -> list[fx.Node]:
-    found = []
-    node = wait.next
-    while has_role(node, Role.GATHER_START):
-        found.append(node)
-        node = node.next
-    return found
+            node, anchor = wait, before
+            while node is wait or has_role(node, Role.GATHER_START):
+                following = node.next
+                anchor.append(node)
+                anchor, node = node, following
 
 
 def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None) -> list[fx.Node]:
     rank = {entry: index for index, entry in enumerate(planned or ())}
-    entries = [(start.meta["fsdp"].role.value, start.meta["fsdp"].bucket) for start in starts]
-    if not all(entry in rank for entry in entries):
-        return starts
-    order = sorted(range(len(starts)), key=lambda index: rank[entries[index]])
-    return [starts[index] for index in order]
+    entries = {start: (start.meta["fsdp"].role.value, start.meta["fsdp"].bucket) for start in starts}
+    known = all(entry in rank for entry in entries.values())
+    return sorted(starts, key=lambda start: rank[entries[start]]) if known else starts

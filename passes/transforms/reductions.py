@@ -12,15 +12,17 @@ from torch import fx
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import WAITING, Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.transforms.edits import move_with_results, with_results
+from graph_fsdp.passes.transforms.edits import wait_of as wait_of
 
 
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
-    """How many reductions may be under way at once where nobody has said. What they send is a bucket's full gradients
-    each: one where those are what backward holds most of, because activations are computed again or because gradients
-    are copied into a wider type to be reduced; else two."""
+    """How many reductions may be under way at once where nobody has said: one where the full gradients that they send
+    are what backward holds most of, because activations are computed again or because gradients are copied into a wider
+    type to be reduced; else two."""
     return 1 if recomputes_activations or any(map(_widens, starts)) else 2
 
 
@@ -42,19 +44,20 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
     latest = None
     for start in starts:
         if latest is not None and positions[start] < positions[latest]:
-            _move_group(wait_of(start), before=latest.next)
+            move_with_results(wait_of(start), before=latest.next)
             latest.append(start)
             positions[start] = positions[latest]
         latest = start
     _defer_waits(graph, starts, in_flight)
-    _defer_waits(graph, [stage for start in starts for stage in _second_stage(start)], in_flight)
+    reduced = [user for start in starts for user in wait_of(start).users]
+    _defer_waits(graph, [user for user in reduced if has_role(user, Role.REPLICATE_START)], in_flight)
 
 
 def _start_behind_fusible(start: fx.Node) -> None:
     """Move a start, with its wait, over the pointwise operators and reductions that follow it (the rest of a norm's
     backward, a residual addition). They fuse into the kernels before it; a start in between would cut a compute region
     for them alone."""
-    group = [start, *_with_results(wait_of(start))]
+    group = [start, *with_results(wait_of(start))]
     node, inside = start, set(group)
     while node in inside:
         inside.discard(node)
@@ -75,32 +78,9 @@ def _start_behind_fusible(start: fx.Node) -> None:
 def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
     for index, start in enumerate(starts):
         due = index + in_flight
-        _move_group(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
-
-
-def _second_stage(start: fx.Node) -> list[fx.Node]:
-    return [user for user in wait_of(start).users if has_role(user, Role.REPLICATE_START)]
+        move_with_results(wait_of(start), before=_ready_for(starts[due]) if due < len(starts) else graph.output)
 
 
 def _ready_for(start: fx.Node) -> fx.Node:
     """A second stage stands right behind the wait for its first: what comes before it comes before both."""
     return start.prev if has_role(start, Role.REPLICATE_START) and start.prev is start.args[0] else start
-
-
-def wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if has_role(user, *WAITING))
-
-
-def _move_group(wait: fx.Node, before: fx.Node) -> None:
-    for node in _with_results(wait):
-        before.prepend(node)
-
-
-def _with_results(wait: fx.Node) -> list[fx.Node]:
-    """A wait and what is computed of its result, which only the output reads."""
-    group, frontier = [wait], [wait]
-    while frontier:
-        users = [user for node in frontier for user in node.users if user.op != "output"]
-        frontier = list(dict.fromkeys(users))
-        group += frontier
-    return list(dict.fromkeys(group))

@@ -6,24 +6,24 @@ backward disappears.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.context import GraphPass, PassContext
-from graph_fsdp.passes.ir.dialect import Role, set_record
+from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.keep_shard import keep_shards, receive_shards
-from graph_fsdp.passes.transforms.offload import drop_unread_fetches
-from graph_fsdp.passes.transforms.payloads import drop_unread_payloads
+from graph_fsdp.passes.transforms.edits import add_input, add_outputs, mark_escaping, units_of, use_instead
+from graph_fsdp.passes.transforms.keep_shard import gather_from, keep_shards
 from graph_fsdp.passes.transforms.schedule import Gathers, at_distance, find_gathers
 
 
+@dataclass(frozen=True, repr=False)
 class Reshard(GraphPass):
     """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
     only the unit that forward uses last, whose backward comes first and would gather it again at once. ``"auto"``
@@ -31,18 +31,15 @@ class Reshard(GraphPass):
     Where the model has a group to reshard to, what is not kept is cut to a shard over it (``keep_shard.py``).
     """
 
+    budget: int | None = None
+
     name = "reshard"
     phases = ("forward", "backward")
     requires = ("bucketed",)
     provides = ("resharded",)
 
-    def __init__(self, budget: int | None = None) -> None:
-        self.budget = budget
-
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        if graph.phase == "forward":
-            return self._keep(graph, context)
-        return self._receive(graph, context)
+        return self._keep(graph, context) if graph.phase == "forward" else _receive(graph, context)
 
     def _keep(self, graph: Graph, context: PassContext) -> str:
         waits = graph.with_role(Role.GATHER_WAIT)
@@ -52,29 +49,25 @@ class Reshard(GraphPass):
         if context.sharing:  # what was taken from an earlier piece is kept as if this one had gathered it
             found = {node.meta["fsdp"].bucket: node for node in (*graph.with_role(Role.KEPT), *waits)}
             kept = [found[bucket] for bucket in context.sharing.kept]
-        outputs = operands(graph.output)
-        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
-        outputs[context.forward_outputs : context.forward_outputs] = kept
         for wait in kept:
-            for node in (*wait.all_input_nodes, wait):
-                set_record(node, dataclasses.replace(node.meta["fsdp"], escapes=True))
-        graph.output.args = (tuple(outputs),)
-        context.kept = {wait.meta["fsdp"].bucket: wait for wait in kept}
+            mark_escaping(wait)
+        saved = list(kept)
         if context.model.reshard_size:
             whole = {wait for wait in waits if _set(wait, context) is True}  # gathered again from all ranks
-            keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
-        names = ", ".join(context.kept) or "none"
+            saved += keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
+        graph.kept = {node.meta["fsdp"].bucket: node for node in saved}
+        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
+        add_outputs(graph, context.forward_outputs, saved)
+        names = ", ".join(wait.meta["fsdp"].bucket for wait in kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
     def _choose(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
         """What the user has set for a unit since ``compile`` goes before what holds for all."""
         chosen = self._choose_by_policy(graph, waits, context)
-        kept = []
-        for wait in waits:
-            reshard = _set(wait, context)
-            if (wait in chosen if reshard is None else not reshard) and not _useless(wait, context):
-                kept.append(wait)
-        return kept
+        again = {wait: _set(wait, context) for wait in waits}
+        kept = [wait for wait in waits if (wait in chosen if again[wait] is None else not again[wait])]
+        # The user has said that backward reads nothing of some.
+        return [wait for wait in kept if not units_of(wait, context) <= context.settings.not_gathered_in_backward]
 
     def _choose_by_policy(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
         if context.reshard_after_forward is True or not waits:
@@ -87,43 +80,36 @@ class Reshard(GraphPass):
             return [waits[k] for k in _worth_keeping(gathers, starts, self.budget, context.cost)]
         return _used_last(gathers, waits)
 
-    @staticmethod
-    def _receive(graph: Graph, context: PassContext) -> str:
-        # [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Ours
-        # go in front of the saved tensors, as they stand in front of them among forward's outputs.
-        first_tensor = next(n for n in graph.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
-        gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
-        removed: list[str] = []
-        for bucket, source in context.kept.items():
-            with graph.fx_graph.inserting_before(first_tensor):
-                kept = graph.fx_graph.placeholder(f"kept_{len(removed)}")
-            kept.meta["val"] = source.meta["val"]
-            set_record(kept, dataclasses.replace(source.meta["fsdp"], role=Role.KEPT))
-            removed.append(bucket)
-            if bucket in gathered:
-                _use_kept(graph, gathered[bucket], kept)
-        receive_shards(graph, context)
-        _check_needed(graph, context)
-        drop_unread_fetches(graph)
-        drop_unread_payloads(graph)
-        return f"received from forward: {', '.join(removed) or 'none'}"
 
-
-def _units(wait: fx.Node, context: PassContext) -> set[str]:
-    return {context.model.spec_of(name).unit for name in wait.meta["fsdp"].params}
+def _receive(graph: Graph, context: PassContext) -> str:
+    # [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Ours
+    # go in front of the saved tensors, as they stand in front of them among forward's outputs.
+    first_tensor = next(n for n in graph.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
+    received: list[str] = []
+    saved = context.graphs["forward"].kept if "forward" in context.graphs else {}
+    for index, (bucket, source) in enumerate(saved.items()):
+        record, wait = source.meta["fsdp"], gathered.get(bucket)
+        if is_shard := record.role is Role.KEEP_SHARD:
+            name, role = f"shard_{index - len(received)}", Role.KEPT_SHARD
+        else:
+            name, role = f"kept_{index}", Role.KEPT
+            received.append(bucket)
+        node = add_input(graph, first_tensor, name, source.meta["val"], replace(record, role=role))
+        if wait is not None and is_shard:
+            gather_from(graph, node, operand(wait), context)
+        elif wait is not None:
+            use_instead(graph, wait, node)
+    _check_needed(graph, context)
+    return f"received from forward: {', '.join(received) or 'none'}"
 
 
 def _set(wait: fx.Node, context: PassContext) -> bool | None:
     """Whether the user has set that a bucket is gathered again; None where nothing was. A bucket of several units is
     kept if one of them is to be."""
     settings = dict(context.settings.reshard_after_forward)
-    found = [settings[unit] for unit in _units(wait, context) if unit in settings]
+    found = [settings[unit] for unit in units_of(wait, context) if unit in settings]
     return all(found) if found else None
-
-
-def _useless(wait: fx.Node, context: PassContext) -> bool:
-    """The user has said that backward reads nothing of the bucket."""
-    return _units(wait, context) <= context.settings.not_gathered_in_backward
 
 
 def _check_needed(graph: Graph, context: PassContext) -> None:
@@ -166,11 +152,3 @@ def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, 
                 live[t] += nbytes
             kept.append(k)
     return sorted(kept)
-
-
-def _use_kept(graph: Graph, wait: fx.Node, kept: fx.Node) -> None:
-    start = wait.args[0]
-    assert isinstance(start, fx.Node)
-    wait.replace_all_uses_with(kept)
-    graph.fx_graph.erase_node(wait)
-    graph.fx_graph.erase_node(start)

@@ -1,8 +1,7 @@
 """Where forward writes to an input that backward needs, a copy of the input's old value is saved.
 
-A module may write to its buffers, or to its inputs. AOTAutograd makes such a write a copy at the end of the graph. The
-partitioner may then choose to save the input itself, and to compute from it again in backward what forward computed
-from it, or to use it there: it takes inputs for free, and does not ask whether they are still the same by then. torch's
+A module may write to its buffers, or to its inputs, which AOTAutograd makes a copy at the end of the graph. The
+partitioner takes inputs for free, and does not ask whether they are still the same when backward reads them. torch's
 own ``aot_eager`` has wrong gradients from that. So what is saved of such an input is a copy of what it was.
 
 Not a pass of the pipeline: it mends what the partitioner left, before all passes, whatever pipeline the user has.
@@ -21,23 +20,22 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 
 
-def save_as_they_were(forward: Graph, user_outputs: int) -> list[str]:
+def save_as_they_were(forward: Graph, user_outputs: int) -> None:
     """Copy inputs that forward writes to and saves, or saves views of, at its beginning. ``user_outputs``: number of
-    outputs that are the user's; saved tensors follow. Returns the inputs' names."""
-    nodes = forward.nodes
-    inputs = {node: {node} for node in nodes if node.op == "placeholder"}  # node → those whose memory it may share
+    outputs that are the user's; saved tensors follow."""
+    nodes, roots = forward.nodes, forward.alias_roots()
 
     def of(found: Iterable[Any]) -> set[fx.Node]:
-        return {root for node in found if isinstance(node, fx.Node) for root in inputs.get(node, ())}
+        return {root for node in found if isinstance(node, fx.Node) for root in roots[node] if root.op == "placeholder"}
 
-    for node in nodes:
-        if node.op == "call_function":
-            inputs[node] = of(aliased_inputs(node))
     targets = {target: node for node in nodes for target in mutated_inputs(node)}
     outputs: list[Any] = operands(forward.output)
     written, saved = of(targets), of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]
-    writing = {*targets.values(), *_with_sources(targets), forward.output}
+    sources = set(targets)  # nodes that are written to, and what they are views of
+    for node in reversed(nodes):
+        sources.update(aliased_inputs(node) if node in sources else ())
+    writing = {*targets.values(), *sources, forward.output}
     for node in copied:
         users = [user for user in node.users if user not in writing]
         with forward.fx_graph.inserting_after(forward.placeholders[-1]):
@@ -46,16 +44,3 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> list[str]:
             user.replace_input_with(node, copy)
         outputs[user_outputs:] = [copy if value is node else value for value in outputs[user_outputs:]]
     forward.output.args = (tuple(outputs),)
-    return [node.name for node in copied]
-
-
-def _with_sources(targets: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that are written to, and what they are views of."""
-    found: set[fx.Node] = set()
-    waiting = list(targets)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += aliased_inputs(node)
-    return found

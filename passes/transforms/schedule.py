@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.accessors import Gather
 from graph_fsdp.passes.ir.graph import Graph
 
 After = list[int]
@@ -56,41 +57,29 @@ class Gathers:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def live_before(self) -> list[int]:
-        """Bytes per interval that are live whatever the schedule."""
-        ends = [0] * (len(self) + 2)
-        for nbytes, last in self.received:
-            ends[0] += nbytes
-            ends[last + 1] -= nbytes
-        return list(itertools.accumulate(ends))[: len(self) + 1]
-
-    def live(self, after: After) -> list[int]:
-        """Bytes per interval under a schedule."""
+    def live(self, after: Sequence[int] = ()) -> list[int]:
+        """Bytes per interval under a schedule; without one, those that are live whatever the schedule."""
         changes = [0] * (len(self) + 2)
-        for nbytes, begin, last in zip(self.nbytes, after, self.last, strict=True):
+        received = ((nbytes, -1, last) for nbytes, last in self.received)
+        for nbytes, begin, last in (*received, *zip(self.nbytes, after, self.last, strict=False)):
             changes[begin + 1] += nbytes
             changes[last + 1] -= nbytes
-        return [a + b for a, b in zip(itertools.accumulate(changes), self.live_before(), strict=False)]
+        return list(itertools.accumulate(changes[:-1]))
 
 
 def find_gathers(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> Gathers:
-    received = graph.with_role(Role.KEPT)
-    roots = graph.alias_roots()
-    last = dict.fromkeys([*starts, *received], 0)
-    interval, ends = 0, set(waits)
-    for node in graph.fx_graph.nodes:
-        interval += node in ends
-        for source in node.all_input_nodes:
-            for root in roots[source]:
-                if root in last:
-                    last[root] = interval
-    return Gathers(
-        graph.phase,
-        [start.meta["fsdp"].unit or "root" for start in starts],
-        [start.meta["fsdp"].nbytes for start in starts],
-        [last[start] for start in starts],
-        [(node.meta["fsdp"].nbytes, last[node]) for node in received],
-    )
+    positions = graph.positions()
+    ends = sorted(positions[wait] for wait in waits)
+    found = {gather.start or gather.buffer: gather for gather in graph.gathers}
+
+    def last(gather: Gather) -> int:
+        node = graph.output if gather.escapes else [gather.buffer, *gather.reads][-1]
+        return bisect.bisect_right(ends, positions[node])
+
+    started = [found[start] for start in starts]
+    units, nbytes = [gather.unit or "root" for gather in started], [gather.nbytes for gather in started]
+    received = [(gather.nbytes, last(gather)) for gather in found.values() if gather.start is None]
+    return Gathers(graph.phase, units, nbytes, list(map(last, started)), received)
 
 
 def at_distance(count: int, distance: int) -> After:
@@ -117,7 +106,7 @@ def fit(gathers: Gathers, after: After, budget: int) -> After:
     """
     if max(gathers.live(after), default=0) <= budget:
         return after
-    live = gathers.live_before()
+    live = gathers.live()
     placed: After = []
     for k, nbytes in enumerate(gathers.nbytes):
         earliest = max([after[k], *placed[-1:]])  # gathers keep their order
@@ -219,9 +208,7 @@ def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
     limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
     candidates = [latest_starts(segments.arrivals, segments.durations, scale) for scale in _SCALES]
     candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
-    timed: list[tuple[float, int, After]] = []
-    for candidate in candidates:
-        after = fit(gathers, candidate, limit)
-        timed.append((segments.seconds(after), sum(gathers.live(after)), after))
+    fitted = [fit(gathers, candidate, limit) for candidate in candidates]
+    timed = [(segments.seconds(after), sum(gathers.live(after)), after) for after in fitted]
     fastest = min(seconds for seconds, _, _ in timed)
     return min((t for t in timed if t[0] <= fastest * _EQUAL), key=lambda t: t[1])[2]

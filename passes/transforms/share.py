@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.ir.records import Role, has_role, set_record
-from graph_fsdp.passes.transforms.payloads import drop_unread_payloads
+from graph_fsdp.passes.ir.records import Role, has_role
+from graph_fsdp.passes.transforms.edits import add_input, add_outputs, mark_escaping, use_instead
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.context import PassContext
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def share_buckets(graph: Graph, context: PassContext) -> None:
-    """Of a bucketed graph: ``context.taken`` then names what it takes, in the order of its last inputs, and
-    ``context.given`` what it gives, in that of its last outputs."""
+    """Of a bucketed graph: ``graph.taken`` then names what it takes, in the order of its last inputs, and
+    ``graph.given`` what it gives, in that of its last outputs."""
     sharing = context.sharing
     if not sharing or graph.phase == "backward":
         return
@@ -33,25 +32,15 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
     before = next((node for node in inputs if has_role(node, Role.UNSHARDED)), inputs[-1].next)
     buffers: dict[str, fx.Node] = {}
     for wait in graph.with_role(Role.GATHER_WAIT):
-        bucket = wait.meta["fsdp"].bucket
-        buffers[bucket] = _take(graph, wait, before) if bucket in sharing.takes else wait
-    drop_unread_payloads(graph)
-    context.taken = [bucket for bucket in buffers if bucket in sharing.takes]
-    context.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
-    for node in context.given.values():
-        for escaping in (node, *(n for n in node.all_input_nodes if has_role(n, Role.GATHER_START))):
-            set_record(escaping, dataclasses.replace(escaping.meta["fsdp"], escapes=True))
-    graph.output.args = ((*operands(graph.output), *context.given.values()),)
-
-
-def _take(graph: Graph, wait: fx.Node, before: fx.Node) -> fx.Node:
-    start, record = wait.args[0], wait.meta["fsdp"]
-    assert isinstance(start, fx.Node)
-    with graph.fx_graph.inserting_before(before):
-        taken = graph.fx_graph.placeholder(f"shared_{record.bucket.replace('.', '_')}")
-    taken.meta["val"] = wait.meta["val"]
-    set_record(taken, dataclasses.replace(record, role=Role.KEPT))
-    wait.replace_all_uses_with(taken)
-    graph.fx_graph.erase_node(wait)
-    graph.fx_graph.erase_node(start)
-    return taken
+        record, bucket = wait.meta["fsdp"], wait.meta["fsdp"].bucket
+        buffers[bucket] = wait
+        if bucket in sharing.takes:
+            kept = dataclasses.replace(record, role=Role.KEPT)
+            name = f"shared_{bucket.replace('.', '_')}"
+            buffers[bucket] = add_input(graph, before, name, wait.meta["val"], kept)
+            use_instead(graph, wait, buffers[bucket])
+    graph.taken = [bucket for bucket in buffers if bucket in sharing.takes]
+    graph.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
+    for node in graph.given.values():
+        mark_escaping(node)
+    add_outputs(graph, None, graph.given.values())

@@ -7,10 +7,10 @@ that is free, the intervals need as many slots as are live at once, and no assig
 algorithm: Hashimoto and Stevens 1971; Golumbic 1980, chapter 8).
 
 Which of the free slots decides how large they become: the smallest that is large enough, else the largest, which
-grows (``colour``). A run allocates a slot for its first buffer and gives it back after its last, so a small buffer in
-a large slot may hold that for longer than a slot of its own would cost. We colour twice, all buffers together and
-those of each power of two by themselves, and take the assignment with fewer bytes allocated at once, of equals the one
-that holds them for fewer nodes (``assign``). With ``live`` the bytes of live buffers, the maxima over all nodes:
+grows (``colour``). A small buffer in a large slot may hold that for longer than a slot of its own would cost. So we
+colour twice, all buffers together and those of each power of two by themselves, and take the assignment with fewer
+bytes allocated at once, of equals the one that holds them for fewer nodes (``assign``). With ``live`` the bytes of live
+buffers, the maxima over all nodes:
 
     max live  <=  bytes allocated at once  <=  bytes of the k largest buffers, where k are live at once,
                                                and 2 * (the sum over powers of two of max live of that size)
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ _SHOWN = 4  # buffers per slot in the report
 
 class AssignSlots(GraphPass):
     """Every gathered buffer that does not outlive the graph, and every landing buffer, gets a slot. The records of
-    the gathers say which, ``context.slots`` how many bytes each slot has.
+    the gathers say which, ``graph.slots`` how many bytes each slot has.
 
     Needs nothing but the graph: ranks with equal graphs come to equal slots. A plan's slots are kept where the graph
     allows them: a recompilation in which other buffers overlap gets slots of its own.
@@ -62,7 +63,7 @@ class AssignSlots(GraphPass):
             sizes[slot] = max(sizes[slot], buffer.nbytes)
             change = {"landing_slot": slot} if buffer.landing else {"slot": slot}
             set_record(buffer.start, dataclasses.replace(buffer.start.meta["fsdp"], **change))
-        context.slots[graph.phase] = tuple(sizes)
+        graph.slots = tuple(sizes)
         context.plan.slots[graph.phase] = {
             record.bucket: (record.slot, record.landing_slot)
             for record in (start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START))
@@ -100,23 +101,16 @@ class Lifetime:
 def lifetimes(graph: Graph) -> list[Lifetime]:
     """The buffers of the gathers of a graph whose buffers are freed, in the order in which they are allocated. Those
     that outlive the graph have memory of their own and are left out."""
-    roots = graph.alias_roots()
-    starts: dict[fx.Node, int] = {}
-    waits: dict[fx.Node, int] = {}
-    frees: dict[fx.Node, int] = {}
-    for index, node in enumerate(graph.fx_graph.nodes):
-        if node.target is dialect.all_gather_start:
-            starts[node] = index
-        elif node.target is dialect.all_gather_wait or node.target is dialect.free:
-            ends = frees if node.target is dialect.free else waits
-            ends.update((root, index) for root in roots[node.args[0]])
-    last = len(graph.fx_graph.nodes) - 1
+    positions, output = graph.positions(), graph.output
     found = []
-    for start, begin in starts.items():
+    for gather in graph.gathers:
+        if (start := gather.start) is None:
+            continue
+        begin, end, wait = positions[start], positions[gather.free or output], positions[gather.wait or output]
         if not start.meta["fsdp"].escapes:
-            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, frees.get(start, last)))
+            found.append(Lifetime(start, False, nbytes(start.meta["val"]), begin, end))
         if (landing := landing_nbytes(start)) and not dialect.argument(start, "custom"):  # whose memory is its own
-            found.append(Lifetime(start, True, landing, begin, waits.get(start, last)))
+            found.append(Lifetime(start, True, landing, begin, wait))
     return found
 
 
@@ -156,48 +150,37 @@ def colour(intervals: Sequence[Interval], classes: Sequence[int]) -> Assignment:
 def _cost(intervals: Sequence[Interval], assignment: Assignment) -> tuple[int, int]:
     """Most bytes allocated at once, and the sum over nodes of the bytes allocated."""
     slots, sizes = assignment
-    begins, ends = [-1] * len(sizes), [-1] * len(sizes)
+    spans: dict[int, Interval] = {}
     for (begin, end, _), slot in zip(intervals, slots, strict=True):
-        begins[slot] = begin if begins[slot] < 0 else min(begin, begins[slot])
-        ends[slot] = max(end, ends[slot])
-    spans = list(zip(begins, ends, sizes, strict=True))
-    return most_at_once(spans), sum((end + 1 - begin) * nbytes for begin, end, nbytes in spans)
+        first, last, _ = spans.get(slot, (begin, end, 0))
+        spans[slot] = (min(first, begin), max(last, end), sizes[slot])
+    return most_at_once(spans.values()), sum((end + 1 - begin) * nbytes for begin, end, nbytes in spans.values())
 
 
 def most_at_once(intervals: Iterable[Interval]) -> int:
     """Most bytes of intervals at any node."""
     changes = [change for begin, end, nbytes in intervals for change in ((begin, nbytes), (end + 1, -nbytes))]
-    held = most = 0
-    for _, change in sorted(changes):  # what ends before a node comes before what begins at it
-        held += change
-        most = max(most, held)
-    return most
+    # What ends before a node comes before what begins at it.
+    return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
 
 
-def first_overlap(buffers: Sequence[Lifetime]) -> tuple[Lifetime, Lifetime] | None:
+def first_overlap(buffers: Sequence[Lifetime], slots: Sequence[int | None]) -> tuple[Lifetime, Lifetime] | None:
     """Two buffers of one slot that are live at once, if there are any; the one that starts first in front."""
     latest: dict[int, Lifetime] = {}
-    for buffer in sorted(buffers, key=lambda b: b.begin):
-        if buffer.slot is None:
-            continue
-        before = latest.get(buffer.slot)
-        if before is not None and before.end >= buffer.begin:
-            return before, buffer
-        latest[buffer.slot] = buffer
+    for buffer, slot in sorted(zip(buffers, slots, strict=True), key=lambda pair: pair[0].begin):
+        if slot is not None:
+            if slot in latest and latest[slot].end >= buffer.begin:
+                return latest[slot], buffer
+            latest[slot] = buffer
     return None
 
 
 def _planned(buffers: Sequence[Lifetime], planned: SlotsOfBuckets) -> list[int] | None:
     """The slots that an earlier graph of this kind had, if they fit this graph."""
-    slots = []
-    ends: dict[int, int] = {}
-    for buffer in buffers:
-        slot = planned.get(buffer.start.meta["fsdp"].bucket, (None, None))[buffer.landing]
-        if slot is None or ends.get(slot, -1) >= buffer.begin:
-            return None
-        slots.append(slot)
-        ends[slot] = buffer.end
-    return slots if set(slots) == set(range(len(ends))) else None
+    given = [planned.get(buffer.start.meta["fsdp"].bucket, (None, None))[buffer.landing] for buffer in buffers]
+    slots = [slot for slot in given if slot is not None]
+    fit = len(slots) == len(buffers) and set(slots) == set(range(len(set(slots))))
+    return slots if fit and first_overlap(buffers, slots) is None else None
 
 
 # What is there to read
@@ -252,11 +235,12 @@ class SlotTable:
         return "\n".join(lines)
 
 
-def slot_table(graph: Graph, context: PassContext) -> SlotTable:
+def slot_table(graph: Graph) -> SlotTable:
     """The slots of a graph after all passes; none without the pass that assigns them."""
-    sizes = context.slots.get(graph.phase, ())
-    held: list[list[Lifetime]] = [[] for _ in sizes]
-    for buffer in lifetimes(graph) if sizes else ():
+    held: list[list[Lifetime]] = [[] for _ in graph.slots]
+    for buffer in lifetimes(graph) if graph.slots else ():
         if buffer.slot is not None:
             held[buffer.slot].append(buffer)
-    return SlotTable(tuple(Slot(size, tuple(buffers)) for size, buffers in zip(sizes, held, strict=True) if buffers))
+    return SlotTable(
+        tuple(Slot(size, tuple(buffers)) for size, buffers in zip(graph.slots, held, strict=True) if buffers)
+    )

@@ -46,7 +46,7 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
         if found_messages != messages:
             invariant = "a bucket is gathered in the same messages on all ranks"
             fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
-    elif node.target is dialect.reduce_scatter_start and "bucketed" in context.facts[graph.phase]:
+    elif node.target is dialect.reduce_scatter_start and "bucketed" in graph.facts:
         names = node.meta["fsdp"].params
         bucket = context.bucket_of(names[0])
         custom = dialect.argument(node, "custom")

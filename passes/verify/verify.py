@@ -33,6 +33,8 @@ class Verifier:
             for index, value in enumerate(_outputs(graph))
             if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
         }
+        reduced = (n for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad)
+        self.reduced = {dialect.parameter_of(n) for n in reduced}
         self.place_of_gradient = {
             str(dialect.argument(value, "param")): index
             for index, value in enumerate(_outputs(graph))
@@ -103,12 +105,10 @@ class Verifier:
     def _returned(self) -> None:
         """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
         the one of its own parameter."""
-        added = [*self.context.kept.values(), *self.context.kept_shards.values()]
-        kept = [kind(node.meta["val"]) for node in added] if self.graph.phase == "forward" else []
+        kept = [kind(node.meta["val"]) for node in self.graph.kept.values()]
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
-        if self.graph.phase != "backward":
-            expected = [*expected, *(kind(node.meta["val"]) for node in self.context.given.values())]
+        expected = [*expected, *(kind(node.meta["val"]) for node in self.graph.given.values())]
         found = _output_values(self.graph)
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):
@@ -119,14 +119,14 @@ class Verifier:
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
             if not own or value.meta["fsdp"].params != params:
                 self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
-        offloaded = set(self.context.offloaded.values())  # their copies are on another device
+        offloaded = set(self.graph.offloaded.values())  # their copies are on another device
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
             if before != after and not (outputs[index] in offloaded and before[:2] == after[:2]):
                 self._fail(invariant, output, f"output {index} was {before} and is {after}")
 
     def _buffers(self) -> None:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
-        freed_due = "freed" in self.context.facts[self.graph.phase]
+        freed_due = "freed" in self.graph.facts
         roots = self.graph.alias_roots()
         starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS | dialect.COPY_STARTS}
         # A collective that works in place starts on the buffer of another.
@@ -157,10 +157,9 @@ class Verifier:
 
     def _slots(self) -> None:
         """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
-        phase = self.graph.phase
-        if "slotted" not in self.context.facts[phase]:
+        if "slotted" not in self.graph.facts:
             return
-        sizes = self.context.slots.get(phase, ())
+        sizes = self.graph.slots
         buffers = lifetimes(self.graph)
         for buffer in buffers:
             start, slot = buffer.start, buffer.slot
@@ -172,7 +171,7 @@ class Verifier:
             if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
                 wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
                 self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
-        if (shared := first_overlap(buffers)) is not None:
+        if (shared := first_overlap(buffers, [b.slot for b in buffers])) is not None:
             before, buffer = shared
             wrong = f"{buffer} starts in slot {buffer.slot} while {before} is live in it"
             self._fail("live buffers do not share a slot", buffer.start, wrong)
@@ -197,7 +196,7 @@ class Verifier:
     def _budget(self) -> None:
         """Bytes gathered and in flight, from each start until the free (or the last use, before there are frees)."""
         budget = self.context.budget
-        if budget is None or "scheduled" not in self.context.facts[self.graph.phase]:
+        if budget is None or "scheduled" not in self.graph.facts:
             return
         live = {n: n.meta["fsdp"].nbytes for n in self.graph.with_role(Role.KEPT)}
         roots = self.graph.alias_roots()
@@ -237,13 +236,13 @@ class Verifier:
                     self._fail("each gradient is reduced exactly once", node, f"{name} is reduced a second time")
                 seen.add(name)
         phase = self.graph.phase
-        if phase not in ("joint", "backward") or "annotated" not in self.context.facts[phase]:
+        if phase not in ("joint", "backward") or "annotated" not in self.graph.facts:
             return
-        bucketed = "bucketed" in self.context.facts[phase]
+        bucketed = "bucketed" in self.graph.facts
         if bucketed and self.context.model.ranks == 1:
             return
         parameters = self.context.model.parameters
-        expected = {n for n in self.context.reduced if not (bucketed and parameters[n].empty)}
+        expected = {n for n in self.reduced if not (bucketed and parameters[n].empty)}
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
             invariant = "each gradient is reduced exactly once"
@@ -275,7 +274,7 @@ class Verifier:
         """Along the data, each gradient goes through one reduction over the group that shards and one over the
         replicas, where there are such groups, in this order."""
         phase, model = self.graph.phase, self.context.model
-        if phase != "backward" or "bucketed" not in self.context.facts[phase]:
+        if phase != "backward" or "bucketed" not in self.graph.facts:
             return
         invariant = "each gradient is reduced once over each group"
         over: dict[fx.Node, tuple[str, ...]] = {}
@@ -296,11 +295,10 @@ class Verifier:
 
     def _collectives(self) -> None:
         """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""
-        phase = self.graph.phase
-        if "scheduled" not in self.context.facts[phase]:
+        if "scheduled" not in self.graph.facts:
             return
         sequence = self.graph.collectives
-        planned = self.context.collectives.setdefault(phase, sequence)
+        planned = self.graph.order = sequence if self.graph.order is None else self.graph.order
         if sequence != planned:
             index = next(
                 (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
