@@ -34,8 +34,8 @@ _MAX_NAMES = 4  # in a message
 
 
 class Structure:
-    """Of one model, whose parameters are shards already. ``storage``: what has them. The model has it, and it does not
-    keep the model."""
+    """Finds what was added to one model, whose parameters ``storage`` has sharded. It does not keep the model, which
+    has it."""
 
     def __init__(self, model: nn.Module, storage: Any) -> None:
         self._weak, self._storage = weakref.ref(model), storage
