@@ -2,16 +2,14 @@
 
 [Note: what a piece gives]
 When a piece is compiled nobody knows what comes after it. So the first forward call gathers a bucket in every piece
-that uses it, and is remembered: kinds of graphs (``passes/ir/agreed_order.py``) with the buckets that each gathers, in
-order. As long as a later call runs the same kinds, a piece gives what a later one of that sequence will want, and the
-later one takes it. Each pair of what is taken and given is a variant of the piece, with a graph and a plan of its own.
-Where the sequence turns out to be another one, what was given is held in vain, to the end of the call.
+that uses it, and is remembered: the kinds of its graphs with the buckets that each gathers, in order. As long as a
+later call runs the same kinds, a piece gives what a later one of that sequence will want, and the later one takes it.
+Each pair of what is taken and given is a variant of the piece, with a graph and a plan of its own. Where the sequence
+turns out to be another one, what was given is held in vain, to the end of the call.
 
-Sequences hold only pieces that gather. Ranks run these in the same order, or say so (``runtime/ranks/lockstep.py``),
-so all ranks remember alike, share alike, and compile the same variants at the same time.
-
-A shared bucket takes its bytes from its first use to its last, also while Python runs between the pieces. Backward
-gathers it again for each piece, or has kept it for each: kept twice, it is one buffer.
+Ranks run pieces that gather in the same order, or say so (``runtime/ranks/lockstep.py``), so all ranks remember alike,
+share alike, and compile the same variants at the same time. Backward gathers a shared bucket again for each piece, or
+has kept it for each: kept twice, it is one buffer.
 """
 
 from __future__ import annotations

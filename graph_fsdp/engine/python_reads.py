@@ -2,15 +2,14 @@
 
 [Note: code outside of graphs]
 With ``fullgraph=False`` Dynamo leaves to Python what it cannot trace: functions that ask for it, the body of a loop
-with a graph break in it, code that it has traced too often (``torch._dynamo.config.recompile_limit``), what autograd
-calls. Such code finds placeholders in the modules. The first operator that reads one, in a forward or in its backward,
-has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place: whatever holds the
-parameter already, an ``autograd.Function`` or a list, has its values too.
+with a graph break in it, code that it has traced too often, what autograd calls. The first operator of such code that
+reads a placeholder has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place:
+whatever holds the parameter already, an ``autograd.Function`` or a list, has its values too.
 
 The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act
-on it, the verifier looks at it, ranks run it in step, and the report has it. Its backward is the reduction. To autograd
-a placeholder is a leaf, which is what lets it get memory late: its gradient arrives there, whole, and when the backward
-has ended it goes through the backward of the gather's graph to the shard.
+on it, the verifier looks at it, ranks run it in step, and the report has it. To autograd a placeholder is a leaf, which
+lets it get memory late: its gradient arrives there, whole, and when the backward has ended it goes through the backward
+of the gather's graph, which is the reduction, to the shard.
 
 A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
 another unit is read, and to the end of the forward. A backward that comes after that has the unit gathered again.

@@ -3,9 +3,8 @@
 [Note: pieces]
 What is materialised together is a piece: a unit; and outside of units, the largest submodule that holds no unit. A
 module that holds units is a piece by itself, without what is below it, and so is the model. So no more than one unit
-is unsharded at a time, and of a root unit the embedding and the head come one after the other. Pieces, and the
-modules of a piece, come children first and in order of registration, as in ``nn.Module.apply``: the order does not
-depend on the units, and it is the one in which a model is built whose modules end their ``__init__`` with
+is unsharded at a time. Pieces, and the modules of a piece, come children first and in order of registration, as in
+``nn.Module.apply``: it is the order in which a model is built whose modules end their ``__init__`` with
 ``reset_parameters``.
 
 [Note: stand-ins]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
-from graph_fsdp.runtime.comm.custom_collectives import Comm, ProcessGroupAllGather, ProcessGroupReduceScatter
+from graph_fsdp.runtime.comm.custom_collectives import ProcessGroupAllGather, ProcessGroupReduceScatter
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class CommunicationMethods:
     """Mixed into the classes of models and units (``module.py``)."""
 
-    def set_custom_all_gather(self, comm: Comm | None) -> None:
+    def set_custom_all_gather(self, comm: Any) -> None:
         """Gather buckets with ``comm``, an ``AllGather`` of FSDP2: ``allocate`` and ``__call__``. None: with the
         process group's own again. Raises TypeError on an object that is none, UnsupportedError with
         ``regions="whole"``."""
         _set_custom(self, "all_gather", comm)
 
-    def set_custom_reduce_scatter(self, comm: Comm | None) -> None:
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce the gradients of buckets with ``comm``, a ``ReduceScatter`` of FSDP2; likewise. Gradients are views of
         what its ``allocate`` returns."""
         _set_custom(self, "reduce_scatter", comm)
@@ -65,7 +65,7 @@ class CommunicationMethods:
         )
 
 
-def _set_custom(module: object, name: str, comm: Comm | None) -> None:
+def _set_custom(module: object, name: str, comm: Any) -> None:
     engine, unit = place(module)
     if unit and getattr(engine.comms, name) is not comm:
         raise UnsupportedError(

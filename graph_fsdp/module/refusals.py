@@ -64,7 +64,7 @@ class Refusals:
 
     def _after_fsdp_module(self) -> Any:
         """The methods of the model's own classes, which come after FSDPModule."""
-        return super(FSDPModule, self)  # type: ignore[misc]  # every class with this one among its bases has both
+        return super(FSDPModule, self)
 
 
 class Registry(dict[str, Any]):

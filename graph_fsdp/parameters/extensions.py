@@ -5,9 +5,8 @@ the graphs (see ``passes/transforms/payloads.py``). So they must do the same at 
 may communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
 checkpoints see those.
 
-What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo traces
-the model with a plain parameter; the subclass is there when AOTAutograd traces the operators, in its own
-``__torch_dispatch__``. Python code of the model that looks at the parameter's type sees a plain one.
+What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo, and
+Python code of the model, see a plain parameter; the subclass is there when AOTAutograd traces the operators.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 A module that ``mp_policy`` names is to its policy what a module is that FSDP2 shards by itself,
 ``fully_shard(module, mp_policy=…)``: the policy holds for all parameters in it, but for those in a module below that
 is named too; floating-point inputs of its forward are cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to
-``output_dtype``. It need not be a unit, and does not become one. What is not named belongs to the module around it.
-One policy for all is that of the root and of every unit. Where modules are named, units cast their inputs to the
-``param_dtype`` that holds for them, and outputs are cast only where a module was named, and at the root.
+``output_dtype``. It does not become a unit. One policy for all is that of the root and of every unit. Where modules are
+named, units cast their inputs to the ``param_dtype`` that holds for them, and outputs are cast only where a module was
+named, and at the root.
 
-Casts below the root are forward hooks, which Dynamo traces: they are operators of the captured graph. As FSDP2's, they
-run before a module's own hooks when it begins, and after them when it ends.
+Casts below the root are forward hooks, which Dynamo traces. As FSDP2's, they run before a module's own hooks when it
+begins, and after them when it ends.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ A kernel that reads a placeholder would read address zero. Two kinds of code may
 Dynamo leaves to Python while the model's forward runs, and for which the parameter is gathered (``python_reads.py``);
 and, at any time, code that kept a reference to a parameter from before ``graph_fsdp.compile``. So placeholders are a
 Parameter subclass whose ``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and
-type, and has memory given to it before everything else, or refuses. With
-``fullgraph=True`` they are plain Parameters while the forward runs: nothing but compiled code runs then, and Dynamo
-need not trace through ``__torch_function__`` at every use.
+type, and has memory given to it before everything else, or refuses. With ``fullgraph=True`` they are plain Parameters
+while the forward runs: Dynamo need not trace through ``__torch_function__`` at every use.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ class GuardedPlaceholder(nn.Parameter):
     """A full-shape parameter without memory."""
 
     _graph_fsdp: tuple[str, Storage]  # its name, and where it is a parameter
-    __torch_function__ = classmethod(_torch_function)
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 class GuardedTensorParallelPlaceholder(DTensor):
     """A tensor-parallel parameter without memory."""
 
     _graph_fsdp: tuple[str, Storage]
-    __torch_function__ = classmethod(_torch_function)
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 def guard(placeholder: nn.Parameter, name: str, storage: Storage) -> None:

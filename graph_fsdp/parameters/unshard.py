@@ -7,10 +7,9 @@
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
 - What :func:`unsharded` gathered, in the type of the shards: to the end of its block.
 
-While a unit is whole, its modules hold plain parameters, and the model's graphs take those: what the user writes to
-them is what the forward reads. Optimizers go on holding the shards. A shard that changes makes the whole parameter
-stale, which is an error at the next forward, and not another collective: a rank that noticed alone would wait for the
-others.
+While a unit is whole, its modules hold plain parameters, and the model's graphs take those. Optimizers go on holding
+the shards. A shard that changes makes the whole parameter stale, which is an error at the next forward, and not another
+collective: a rank that noticed alone would wait for the others.
 """
 
 from __future__ import annotations
