@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import validate
-from graph_fsdp.engine.composable_checkpoint import trace_composable_checkpoints
+from graph_fsdp.engine.dynamo import trace_composable_checkpoints
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.owned_tensors import check_cuda_graphs, model_graphs
 from graph_fsdp.initialise.initial_values import initial_values
@@ -62,23 +62,22 @@ def compile(
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
     The same object comes back. Its parameters become DTensors sharded on dimension 0 (scalars are replicated), under
-    unchanged names; those that are DTensors over another dimension of the mesh, by torch's ``parallelize_module``,
+    unchanged names; those that ``parallelize_module`` has made DTensors over another dimension of the mesh become
     DTensors over both. Make the optimizer afterwards. Its class becomes a subclass of its own class and of
     ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
 
     Args:
         model: with its values, on the mesh's device or on the CPU; or, all or parts of it, on the meta device. What is
             there is initialised on the mesh's device, by each module's ``reset_parameters()`` or by ``param_init_fn``,
-            and cut to shards, unit by unit: no more than one is there whole. The random numbers are those of the mesh's
-            first rank: given its seed, the same values whatever the number of ranks. What has values keeps them.
-        mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension: parameters are
-            sharded over it, or, if its name is "replicate" or "dp_replicate", every rank holds them whole (DDP). Two
-            dimensions: parameters are sharded over the second and replicated over the first (HSDP). Dimensions that
-            are for something else are left out where names tell: ``("dp_replicate", "dp_shard", "tp")``, ``("fsdp",
-            "model")``; see :mod:`graph_fsdp.mesh`. None: all ranks of ``torchrun``, or one process, whose
-            parameters then stay plain tensors; where the model is, or, if all of it is on the meta device, on the
-            accelerator if torch finds one and the process group is not gloo, else on the CPU. Gradients are means over
-            all ranks of the mesh.
+            and cut to shards unit by unit, with the random numbers of the mesh's first rank: given its seed, the same
+            values whatever the number of ranks. What has values keeps them.
+        mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension shards parameters,
+            or, if its name is "replicate" or "dp_replicate", replicates them (DDP); of two dimensions the first
+            replicates and the second shards (HSDP). Dimensions that are for something else are left out where names
+            tell: ``("dp_replicate", "dp_shard", "tp")``; see :mod:`graph_fsdp.mesh`. None: all ranks of ``torchrun``,
+            or one process, whose parameters then stay plain tensors; where the model is, or, if all of it is on the
+            meta device, on the accelerator if torch finds one and the process group is not gloo, else on the CPU.
+            Gradients are means over all ranks of the mesh.
         auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
@@ -86,16 +85,13 @@ def compile(
             forward each rank keeps one part in so many of every unit, and backward gathers it over as many
             consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
         mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, of the model and of each unit, as in FSDP2. Without ``reduce_dtype`` gradients are
-            reduced as the installed torch's FSDP2 does it: in the parameters' dtype from 2.15, in ``param_dtype``
-            before. Shards and optimizer state keep the parameters' dtype, buffers their own: cast those before. A dict
-            from module classes to policies, or a function of a module that returns its policy or None, gives modules
-            policies of their own, as FSDP2 does for modules that are sharded by themselves: see
-            :mod:`graph_fsdp.parameters.mixed_precision`.
+            ``cast_forward_inputs``, of the model and of each unit, as in the installed torch's FSDP2. Shards and
+            optimizer state keep the parameters' dtype, buffers their own: cast those before. A dict from module
+            classes to policies, or a function of a module that returns its policy or None, gives modules policies of
+            their own: see :mod:`graph_fsdp.parameters.mixed_precision`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
-            reduced. ``pin_memory`` page-locks the CPU's memory for it. Where the model computes on the CPU the copies
-            are made all the same, with a warning.
+            reduced. ``pin_memory`` page-locks the CPU's memory for it.
         ignored_params: parameters, or modules with all their parameters, that are left as they are: not sharded,
             gradients not reduced.
         shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
@@ -105,10 +101,9 @@ def compile(
             ``"selective"``: likewise, but the results of matrix multiplications, convolutions and attention are saved
             too; a collection of operators saves theirs instead, such as ``[torch.ops.aten.mm]``. A number from 0 to 1:
             the partitioner chooses what to save within this part of what it saves by itself. ``"offload"``: nothing is
-            computed again; what is saved of units is copied to the CPU and back.
-            :class:`ActivationCheckpointing` combines offloading with one of the others. Random numbers are the same
-            when they are computed again, and a bucket is gathered no more than once in forward and once in backward.
-            ``torch.utils.checkpoint`` in the model works with all of these, and alone.
+            computed again; what is saved of units is copied to the CPU and back. :class:`ActivationCheckpointing`
+            combines offloading with one of the others. A bucket is gathered no more than once in forward and once in
+            backward. ``torch.utils.checkpoint`` in the model works with all of these, and alone.
         sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
             parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
             or parts of it; nothing is initialised there.
@@ -133,13 +128,13 @@ def compile(
         shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
             marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
             rows is sharded over them.
-        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model ``dynamic=None`` means False: a graph
-            for each size of inputs.
+        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model, and with ``cuda_graphs``,
+            ``dynamic=None`` means False: a graph for each size of inputs.
         cuda_graphs: on CUDA, run each compute region as a CUDA graph: captured in the third run of a program, replayed
             in later ones. Regions that draw random numbers, communicate, call other graphs or make the host wait are
             left out; ``inspect`` says which. Memory of gathered parameters, of activations and of copies of the inputs
-            is then kept between runs. Results are copied out. A forward whose predecessor's activations are still alive
-            runs as it does without. ``dynamic=None`` means False. Never run on CUDA so far.
+            is then kept between runs. A forward whose predecessor's activations are still alive runs as it does
+            without. Never run on CUDA so far.
         on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
             host in every step: ``"error"``, or ``"warn"`` to run it so.
 
@@ -149,29 +144,10 @@ def compile(
         CheckpointError: the checkpoint cannot be read, or does not fit the model; likewise.
         RankDisagreement: ranks would get their values in different ways; likewise.
     """
+    given = locals()
     validate.torch_version(torch.__version__)
     validate.model(model)
-    options = CompileOptions(
-        auto_wrap_policy=auto_wrap_policy,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        shard_placement_fn=shard_placement_fn,
-        activation_checkpointing=activation_checkpointing,
-        sync_module_states=sync_module_states,
-        param_init_fn=param_init_fn,
-        checkpoint=checkpoint,
-        passes=passes,
-        backend=backend,
-        regions=regions,
-        sharding=sharding,
-        shard_output=shard_output,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
-        cuda_graphs=cuda_graphs,
-        on_host_fallback=on_host_fallback,
-    )
+    options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
     if backend == "xla":
         from graph_fsdp.xla.compile import compile_on_xla
 

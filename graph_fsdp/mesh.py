@@ -155,7 +155,7 @@ class DataParallelMesh:
         if self.shard_dim is None:
             if full is not None:
                 shard.copy_(full)
-        elif all(i == 0 for dim, i in enumerate(self._coordinate) if dim != self.shard_dim):
+        elif all(i == 0 for dim, i in enumerate(self.mesh.get_coordinate() or ()) if dim != self.shard_dim):
             group = self.mesh.get_group(self.shard_dim)
             chunks = None
             if full is not None:
@@ -169,12 +169,6 @@ class DataParallelMesh:
     def _broadcast(self, value: Tensor, dim: int) -> None:
         group = self.mesh.get_group(dim)
         dist.broadcast(_bytes(value), dist.get_process_group_ranks(group)[0], group=group)
-
-    @property
-    def _coordinate(self) -> list[int]:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        return list(coordinate)
 
 
 def data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:

@@ -81,13 +81,10 @@ def find_units(
             one in two units.
     """
     ignored = set(ignored_params)
-    if auto_wrap_policy is None:
-        groups: list[tuple[nn.Module, ...]] = [(block,) for block in _repeated_blocks(model)]
-    else:
-        chosen = _select(model, auto_wrap_policy, ignored)
-        groups = [group for modules in chosen if (group := tuple(filter(_has_parameters, modules)))]
-        if not groups and _has_parameters(model):
-            raise ValueError(_nothing_selected(model, auto_wrap_policy))
+    chosen = _select(model, auto_wrap_policy, ignored)
+    groups = [group for modules in chosen if (group := tuple(filter(_has_parameters, modules)))]
+    if not groups and _has_parameters(model) and auto_wrap_policy is not None:
+        raise ValueError(_nothing_selected(model, auto_wrap_policy))
 
     names = {module: name for name, module in model.named_modules()}
     groups = [tuple(sorted(group, key=list(names).index)) if len(group) > 1 else group for group in groups]
@@ -102,10 +99,10 @@ def find_units(
     others = {group[0]: tuple((names[module], module) for module in group[1:]) for group in groups}
     units = []
     for module, name in names.items():
-        if parameters.get(module):
-            units.append(Unit(name, module, tuple(parameters[module]), others.get(module, ())))
-        elif module in parameters and (tied := _tied_elsewhere(module, name, owner, names)) is not None:
-            units.append(Unit(name, module, (), others.get(module, ()), tied))
+        own = tuple(parameters.get(module, ()))
+        tied = _tied_elsewhere(module, name, owner, names) if module in parameters and not own else None
+        if own or tied is not None:
+            units.append(Unit(name, module, own, others.get(module, ()), tied))
     return units
 
 
@@ -114,9 +111,7 @@ def _tied_elsewhere(
 ) -> str | None:
     """The unit that has a parameter of ``module``, where it has none of its own; None where units below have them."""
     below = set(module.modules())
-    found = [
-        owner.get(".".join(filter(None, (name, own)))) for own, _ in module.named_parameters(remove_duplicate=False)
-    ]
+    found = (owner.get(own) for own, _ in module.named_parameters(name, remove_duplicate=False))
     return next((names[unit] for unit in found if unit is not None and unit not in below), None)
 
 
@@ -145,6 +140,8 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, ...]]:
     """The modules that the policy chooses, by unit; the root is among them if the policy says so."""
+    if policy is None:
+        return [(block,) for block in _repeated_blocks(model)]
     if isinstance(policy, _Policy):
         return [(module,) for module in policy._run_policy(model, ignored_modules=set(), root_kwargs={})]
     if isinstance(policy, type):
@@ -182,7 +179,7 @@ def _select_listed(model: nn.Module, listed: tuple[Any, ...]) -> list[tuple[nn.M
 
 def _check_groups(model: nn.Module, groups: list[tuple[nn.Module, ...]]) -> None:
     names = {module: name for name, module in model.named_modules()}
-    of: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    seen: set[nn.Module] = set()
     for group in groups:
         for module in group:
             if module not in names:
@@ -190,14 +187,13 @@ def _check_groups(model: nn.Module, groups: list[tuple[nn.Module, ...]]) -> None
                     f"auto_wrap_policy lists a {type(module).__name__} that is no module of the model; list modules "
                     "of the model that is compiled"
                 )
-            if module in of:
+            if module in seen:
                 raise ValueError(f"auto_wrap_policy lists module {names[module]!r} twice; a module is in one unit")
-            of[module] = group
-            inner = next((other for other in group if other is not module and other in set(module.modules())), None)
-            if inner is not None or (module is model and len(group) > 1):
-                what = names[inner] if inner is not None else "others"
+            seen.add(module)
+            inner = next((names[other] for other in module.modules() if other is not module and other in group), None)
+            if inner is not None:
                 raise ValueError(
-                    f"auto_wrap_policy makes one unit of {names[module] or 'the model'!r} and of {what!r} inside it; "
+                    f"auto_wrap_policy makes one unit of {names[module] or 'the model'!r} and of {inner!r} inside it; "
                     "a unit has all that is inside its modules: list the outer one alone, or both by themselves"
                 )
 
@@ -237,17 +233,16 @@ def _check_signature(policy: Callable[..., bool]) -> None:
 def _owning_unit(model: nn.Module, names: list[str], first_of: dict[nn.Module, nn.Module]) -> nn.Module:
     """The innermost unit on the path to every one of a parameter's names (see [Note: tied parameters]), as its first
     module."""
-    paths = [_units_on_path(model, name, first_of) for name in names]
+    paths = [[first_of[m] for m in modules_on_path(model, name.rpartition(".")[0]) if m in first_of] for name in names]
     return next(unit for unit in reversed(paths[0]) if all(unit in path for path in paths))
 
 
-def _units_on_path(model: nn.Module, parameter_name: str, first_of: dict[nn.Module, nn.Module]) -> list[nn.Module]:
-    module, units = model, [model]
-    for part in parameter_name.split(".")[:-1]:
-        module = module.get_submodule(part)
-        if module in first_of:
-            units.append(first_of[module])
-    return units
+def modules_on_path(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules from ``model`` down to the one of this name, both among them."""
+    path = [model]
+    for part in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(part))
+    return path
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -274,8 +269,7 @@ def _nothing_selected(model: nn.Module, policy: AutoWrapPolicy) -> str:
     if len(classes) > _MAX_CLASSES_IN_MESSAGE:
         listed += f" and {len(classes) - _MAX_CLASSES_IN_MESSAGE} more"
     return (
-        f"auto_wrap_policy {_describe(policy)} was asked about all {len(modules)} modules of "
-        f"{type(model).__name__} and selects none that holds parameters. The classes that do: {listed}. "
-        "Name one of these classes (or lower min_num_params), or pass auto_wrap_policy=None to make each "
-        "repeated block a unit."
+        f"auto_wrap_policy {_describe(policy)} was asked about all {len(modules)} modules of {type(model).__name__} "
+        f"and selects none that holds parameters. The classes that do: {listed}. Name one of these classes (or lower "
+        "min_num_params), or pass auto_wrap_policy=None to make each repeated block a unit."
     )

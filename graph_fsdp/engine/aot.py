@@ -11,7 +11,6 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.engine.entry import Entry
-from graph_fsdp.engine.pieces import shared
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.graph import Phase
@@ -43,7 +42,8 @@ class AotTrace:
         entry: Entry,
         prepare: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> None:
-        self.engine, self._owner = weak(engine), weakref.ref(engine)
+        self.engine: Engine = weakref.proxy(engine)
+        self._owner = weakref.ref(engine)
         self.context, self.captured, self.entry, self.prepare = context, captured, entry, prepare
         self._partitioned: list[Graph] = []  # until their regions are compiled
         self._piece: list[tuple[Snapshot | None, str]] = []  # until its program is
@@ -128,10 +128,7 @@ class AotTrace:
         return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix
 
     def _first_program(self, graph: Graph, before_passes: Snapshot | None, kind: str) -> Callable[[list[Any]], Any]:
-        program = self.engine.program(graph, self.context, self.captured)
-        return shared(self.engine.pieces, program, graph, self.context, before_passes, kind)
-
-
-def weak(engine: Engine) -> Engine:
-    """A proxy for it."""
-    return weakref.proxy(engine)  # type: ignore[no-any-return]
+        program, pieces = self.engine.program(graph, self.context, self.captured), self.engine.pieces
+        if pieces is None or before_passes is None:
+            return program
+        return pieces.sharing(program, graph, before_passes, self.context, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import types
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graph_fsdp import compat
 from graph_fsdp.engine.entry import Entry
@@ -88,3 +90,21 @@ def traced_too_often(structure: Structure) -> GraphBreakError:
         "a list that grows in each call is another one each time. Put the hook on the model itself, where it runs "
         "outside of the graph, have it write to a key of a dict, or pass fullgraph=False"
     )
+
+
+def trace_composable_checkpoints(model: nn.Module) -> None:
+    """Have torch's composable ``checkpoint(module)``, applied before ``compile``, traced as ``torch.utils.checkpoint``
+    is. It puts a generator between hooks of a module, which Dynamo does not trace. The module's forward gets a
+    checkpoint around it instead, with what the user has set, and the hooks go."""
+    for module in model.modules():
+        options = compat.take_composable_checkpoint(module)
+        if options is not None:
+            vars(module)["forward"] = _checkpointed(module.forward, options)
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp import compat
-from graph_fsdp.engine.aot import AotTrace, weak
+from graph_fsdp.engine.aot import AotTrace
 from graph_fsdp.engine.dynamo import forget_programs, graph_break, own_code, traced_too_often
 from graph_fsdp.engine.entry import Entry, differentiable_once, entered
 from graph_fsdp.engine.owned_tensors import program_graphs
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
-from graph_fsdp.engine.rank_facts import facts
-from graph_fsdp.engine.ranks import Schedules
+from graph_fsdp.engine.ranks import Schedules, facts
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
@@ -103,15 +102,13 @@ class Engine:
         self.kept = KeptGradients()
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
-        self.unsharded = UnshardedUnits(
-            storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
-        )
-        self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
+        self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules, whole)
         self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
-        self.pieces = None if fullgraph or whole else Pieces(weak(self))
-        self.python_reads = PythonReads(weak(self), fullgraph)
+        self.pieces = None if fullgraph or whole else Pieces(weakref.proxy(self))
+        self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
@@ -164,8 +161,6 @@ class Engine:
                 return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
                 cause = error.inner_exception
-                if isinstance(cause, (VerificationError, PassError)):
-                    save_failure(cause, self)
                 if isinstance(cause, _OUR_ERRORS):
                     raise cause from cause.__cause__
                 raise
@@ -189,7 +184,7 @@ class Engine:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
         key = (self.settings, entry, hooks)
         if key not in self._compiled:
-            backend = functools.partial(type(self)._compile_graph, weak(self), self.settings, entry)
+            backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
@@ -210,11 +205,7 @@ class Engine:
             if self.backend.name == "xla":
                 raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
             again = why_run_again(cause, [p.spec.name for p in given.values()])
-            try:
-                return self._compile_with(settings, entry, again, module, inputs, given)
-            except (VerificationError, PassError) as error:  # outside of Dynamo's backend
-                save_failure(error, self)
-                raise
+            return self._compile_with(settings, entry, again, module, inputs, given)
 
         return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
 
@@ -239,9 +230,13 @@ class Engine:
         self._shape_envs.add(compat.current_fake_mode().shape_env)
         self._substitute_shards(module, inputs, parameters, context)
         self.graphs.append(captured)
-        with collector_paused(), compat.without_dispatch_modes():
-            self.pipeline.run([Graph(module, "capture")], context)
-            return self._through_aot_autograd(module, inputs, context, captured, entry)
+        try:
+            with collector_paused(), compat.without_dispatch_modes():
+                self.pipeline.run([Graph(module, "capture")], context)
+                return self._through_aot_autograd(module, inputs, context, captured, entry)
+        except (VerificationError, PassError) as error:
+            save_failure(error, self)
+            raise
 
     def _substitute_shards(
         self, module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext

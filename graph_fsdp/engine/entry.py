@@ -24,7 +24,7 @@ class Entry:
 
     @property
     def suffix(self) -> str:
-        """Of the kinds of its graphs; equal on all ranks."""
+        """What the kinds of its graphs end with; equal on all ranks."""
         return "" if (self.unit, self.name) == ("", "forward") else f"/{self.unit}.{self.name}"
 
     @property
@@ -38,7 +38,7 @@ class Entry:
 
 
 class Entered:
-    """The engine, by number, whose compiled code runs or is traced: its model's functions are then what they were."""
+    """Names the engine, by number, whose compiled code runs or is traced: its model's functions are then its own."""
 
     engine = -1
 

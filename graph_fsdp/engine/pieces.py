@@ -2,16 +2,14 @@
 
 [Note: what a piece gives]
 When a piece is compiled nobody knows what comes after it. So the first forward call gathers a bucket in every piece
-that uses it, and is remembered: kinds of graphs (``passes/ir/agreed_order.py``) with the buckets that each gathers, in
-order. As long as a later call runs the same kinds, a piece gives what a later one of that sequence will want, and the
-later one takes it. Each pair of what is taken and given is a variant of the piece, with a graph and a plan of its own.
-Where the sequence turns out to be another one, what was given is held in vain, to the end of the call.
+that uses it, and is remembered: the kinds of its graphs with the buckets that each gathers, in order. As long as a
+later call runs the same kinds, a piece gives what a later one of that sequence will want, and the later one takes it.
+Each pair of what is taken and given is a variant of the piece, with a graph and a plan of its own. Where the sequence
+turns out to be another one, what was given is held in vain, to the end of the call.
 
-Sequences hold only pieces that gather. Ranks run these in the same order, or say so (``runtime/ranks/lockstep.py``),
-so all ranks remember alike, share alike, and compile the same variants at the same time.
-
-A shared bucket takes its bytes from its first use to its last, also while Python runs between the pieces. Backward
-gathers it again for each piece, or has kept it for each: kept twice, it is one buffer.
+Ranks run pieces that gather in the same order, or say so (``runtime/ranks/lockstep.py``), so all ranks remember alike,
+share alike, and compile the same variants at the same time. Backward gathers a shared bucket again for each piece, or
+has kept it for each: kept twice, it is one buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.engine.rank_facts import facts
+from graph_fsdp.engine.ranks import facts
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
 from graph_fsdp.passes.context import PassError, Sharing
@@ -61,8 +59,8 @@ class _Made:
     snapshot: Snapshot
     owner: fx.GraphModule
     context: PassContext
-    kind: str
     phase: Phase
+    step: _Step
     variants: dict[Sharing, _Variant] = dataclasses.field(default_factory=dict)
 
 
@@ -82,7 +80,7 @@ class _Held:
 
 
 class Pieces:
-    """Of one model."""
+    """The pieces of one model, and the buckets that they share."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine  # a weak proxy
@@ -114,15 +112,17 @@ class Pieces:
         wants = _wants(graph)
         if not wants or context.budget is not None:  # which no graph could keep for what is held beside it
             return base
-        self._made.append(_Made(snapshot, graph.module, context, kind, graph.phase))
-        return _Piece(weakref.proxy(self), len(self._made) - 1, base, _Step(kind, wants))
+        self._made.append(_Made(snapshot, graph.module, context, graph.phase, _Step(kind, wants)))
+        return _Piece(weakref.proxy(self), len(self._made) - 1, base)
 
-    def decide(self, step: _Step) -> Sharing:
+    def decide(self, index: int) -> Sharing:
         """What a piece that runs now takes and gives."""
         if self._now is None:  # run by autograd (a checkpoint's recomputation)
             return Sharing()
-        self._now.append(step)
-        takes = {b for b, names in step.wants.items() if b in self._held and self._fits(self._held[b], names)}
+        self._now.append(step := self._made[index].step)
+        inference = torch.is_inference_mode_enabled()
+        usable = {b: held.parameters for b, held in self._held.items() if held.buffer.is_inference() == inference}
+        takes = {bucket for bucket, names in step.wants.items() if bucket in usable and names <= usable[bucket]}
         before = self._before.get(self._now[0].kind, [])
         later = before[len(self._now) :] if before[: len(self._now)] == self._now else []
         gives = set()
@@ -132,18 +132,14 @@ class Pieces:
                 gives.add(bucket)
         return Sharing(frozenset(takes), frozenset(gives))
 
-    @staticmethod
-    def _fits(held: _Held, names: frozenset[str]) -> bool:
-        return names <= held.parameters and held.buffer.is_inference() == torch.is_inference_mode_enabled()
-
-    def run(self, index: int, step: _Step, sharing: Sharing, args: list[Any]) -> Any:
+    def run(self, index: int, sharing: Sharing, args: list[Any]) -> Any:
         made = self._made[index]
         if sharing not in made.variants:
             made.variants[sharing] = self._make(made, sharing)
         variant = made.variants[sharing]
         taken = {bucket: self._held.pop(bucket) for bucket in variant.taken}
         args.extend(held.buffer for held in taken.values())
-        parameters = {**step.wants, **{bucket: held.parameters for bucket, held in taken.items()}}
+        parameters = {**made.step.wants, **{bucket: held.parameters for bucket, held in taken.items()}}
         taken.clear()  # the program drops a buffer after its last use
         outputs = variant.run(args)
         count = len(outputs) - len(variant.given)
@@ -168,7 +164,7 @@ class Pieces:
         graph = Graph(fx.GraphModule(made.owner, made.snapshot.copy()), made.phase)
         graph.unsharded = before.unsharded
         add_stage(graph, context, "partition", time.perf_counter() - begin)
-        kind, keeps = f"{made.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
+        kind, keeps = f"{made.step.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
         engine.graphs.append(captured)
         try:
             engine.schedules.run(engine.pipeline, [graph], context, kind, lambda: facts(engine), keeps)
@@ -183,13 +179,13 @@ class _Piece:
     """What AOTAutograd calls. It lives as long as the code object that Dynamo keeps it with, and so does not keep the
     model (see ``Engine._function_compiled``)."""
 
-    def __init__(self, pieces: Pieces, index: int, base: Runnable, step: _Step) -> None:
+    def __init__(self, pieces: Pieces, index: int, base: Runnable) -> None:
         self._boxed_call = True  # see Program
-        self.pieces, self.index, self.base, self.step = pieces, index, base, step
+        self.pieces, self.index, self.base = pieces, index, base
 
     def __call__(self, args: list[Any]) -> Any:
-        sharing = self.pieces.decide(self.step)
-        return self.pieces.run(self.index, self.step, sharing, args) if sharing else self.base(args)
+        sharing = self.pieces.decide(self.index)
+        return self.pieces.run(self.index, sharing, args) if sharing else self.base(args)
 
 
 def _wants(graph: Graph) -> Wants:
@@ -200,12 +196,3 @@ def _wants(graph: Graph) -> Wants:
             shards = dialect.argument(gather.start, "shards")
             found[gather.bucket] = frozenset(shard.meta["fsdp"].params[0] for shard in shards)
     return found
-
-
-def shared(
-    pieces: Pieces | None, program: Runnable, graph: Graph, context: PassContext, snapshot: Snapshot | None, kind: str
-) -> Runnable:
-    """With ``fullgraph=False``: a forward or inference program as one that shares what it gathers."""
-    if pieces is None or snapshot is None:
-        return program
-    return pieces.sharing(program, graph, snapshot, context, kind)

@@ -2,15 +2,14 @@
 
 [Note: code outside of graphs]
 With ``fullgraph=False`` Dynamo leaves to Python what it cannot trace: functions that ask for it, the body of a loop
-with a graph break in it, code that it has traced too often (``torch._dynamo.config.recompile_limit``), what autograd
-calls. Such code finds placeholders in the modules. The first operator that reads one, in a forward or in its backward,
-has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place: whatever holds the
-parameter already, an ``autograd.Function`` or a list, has its values too.
+with a graph break in it, code that it has traced too often, what autograd calls. The first operator of such code that
+reads a placeholder has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place:
+whatever holds the parameter already, an ``autograd.Function`` or a list, has its values too.
 
 The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act
-on it, the verifier looks at it, ranks run it in step, and the report has it. Its backward is the reduction. To autograd
-a placeholder is a leaf, which is what lets it get memory late: its gradient arrives there, whole, and when the backward
-has ended it goes through the backward of the gather's graph to the shard.
+on it, the verifier looks at it, ranks run it in step, and the report has it. To autograd a placeholder is a leaf, which
+lets it get memory late: its gradient arrives there, whole, and when the backward has ended it goes through the backward
+of the gather's graph, which is the reduction, to the shard.
 
 A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
 another unit is read, and to the end of the forward. A backward that comes after that has the unit gathered again.
@@ -27,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.entry import Entry
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.placeholder import calling_line
-from graph_fsdp.parameters.shards import ShardedParameter, connected_shards
+from graph_fsdp.parameters.shards import Linked, ShardedParameter, connected_shards
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class _Call:
 
 
 class PythonReads:
-    """Of one model."""
+    """The units of one model that are whole for code outside of graphs."""
 
     def __init__(self, engine: Engine, fullgraph: bool) -> None:
         self._engine = engine  # a weak proxy
@@ -74,7 +72,6 @@ class PythonReads:
         self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaited = -1  # the backward whose end is awaited, by number
         self._kept: set[str] = set()  # parameters with gradients that are not reduced yet
-        self._warned = False
 
     # --- from outside
 
@@ -138,19 +135,13 @@ class PythonReads:
 
     # --- gathering
 
-    def _members(self, unit: str) -> list[ShardedParameter]:
-        return [p for p in self._engine.storage.parameters.values() if p.spec.unit == unit]
-
     def _shard_versions(self, unit: str) -> tuple[int, ...]:
-        return tuple(p.shard._version for p in self._members(unit))
+        return tuple(p.shard._version for p in self._engine.unsharded.members[unit])
 
     def _unavailable(self, unit: str) -> str:
-        members = self._members(unit)
         if not self._watches:
             return "that is for fullgraph=False, and not for backend='xla'"
-        if any(isinstance(p.placeholder, DTensor) for p in members):
-            return "the unit is tensor parallel"
-        if any(p.spec.extended for p in members):
+        if any(p.spec.extended for p in self._engine.unsharded.members[unit]):
             return "parameters of the unit have tensor extensions"
         return ""
 
@@ -158,7 +149,7 @@ class PythonReads:
         grad = self._call.grad or not self._engine.storage.active
         if not grad and unit:  # the root unit is read before and after others
             self.release(but="" if "" in self._whole else None)
-        members = self._members(unit)
+        members = self._engine.unsharded.members[unit]
         trains = tuple(grad and p.shard.requires_grad for p in members)
         with torch.inference_mode(False), torch.set_grad_enabled(grad), compat.without_torch_function():
             shards = connected_shards(members, self._engine.storage.mesh is not None)
@@ -180,35 +171,22 @@ class PythonReads:
         settings, grad = engine.settings, torch.is_grad_enabled()
         key = (settings, unit, grad, trains)
         if key not in self._programs:
-            self._warn(unit, members, read)
-            entry = Entry(unit, READ_BY_PYTHON, _nothing)
+            cost = _cost(unit, members, read)
+            if not self._programs:
+                warnings.warn(
+                    f"{cost} (read at {calling_line()}); other units likewise, and the report names them "
+                    "(graph_fsdp.inspect). fullgraph=True tells where graphs break",
+                    stacklevel=2,
+                )
+            entry = Entry(unit, READ_BY_PYTHON, lambda *_: None)
             mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
             with compat.tracing(compat.TracingContext(mode)):
                 module = _whole_parameters(members, mode)
-                cause = Cause("python", self._cost(unit, members, read))
+                cause = Cause("python", cost)
                 by_place = dict(enumerate(members))
                 inputs: list[Any] = [None] * len(members)
                 self._programs[key] = engine._compile_with(settings, entry, cause, module, inputs, by_place)
         return self._programs[key]
-
-    def _cost(self, unit: str, members: list[ShardedParameter], read: str) -> str:
-        nbytes = sum(math.prod(p.spec.shape) * p.spec.param_dtype.itemsize for p in members)
-        what = f"reads parameter {read!r}" if read else f"reads unit {unit or 'root'!r}"
-        return (
-            f"code outside of graphs {what}: its unit {unit or 'root'!r} is gathered for it, {nbytes:,} bytes, with no "
-            "compute beside the gather, and stays whole to the end of the backward"
-        )
-
-    def _warn(self, unit: str, members: list[ShardedParameter], read: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        where = calling_line()
-        warnings.warn(
-            f"{self._cost(unit, members, read)} (read at {where}); other units likewise, and the report names them "
-            "(graph_fsdp.inspect). fullgraph=True tells where graphs break",
-            stacklevel=2,
-        )
 
     # --- gradients
 
@@ -234,21 +212,19 @@ class PythonReads:
         """The whole gradients that have come go to the shards."""
         self._awaited = -1
         with compat.without_torch_function():
-            came = {p.spec.unit: None for p in self._engine.storage.parameters.values() if _gradient(p) is not None}
-            for unit in came:
+            parameters = self._engine.storage.parameters.values()
+            for unit in dict.fromkeys(p.spec.unit for p in parameters if p.placeholder.grad is not None):
                 if unit not in self._whole:  # autograd had all that it needed without the placeholders
                     self._gather(unit, "")
                 whole = self._whole[unit]
-                pairs = [
-                    (value, grad)
-                    for p, value in zip(whole.members, whole.values, strict=True)
-                    if (grad := _gradient(p)) is not None and value.requires_grad
-                ]
-                whole.used |= {p.spec.name for p in whole.members if _gradient(p) is not None}
+                pairs: list[tuple[Tensor, Tensor]] = []
+                for p, value in zip(whole.members, whole.values, strict=True):
+                    grad, p.placeholder.grad = p.placeholder.grad, None
+                    if grad is not None:
+                        whole.used.add(p.spec.name)
+                        pairs += [(value, grad)] if value.requires_grad else []
                 if unit in self._engine.settings.unsynced | self._engine.settings.unreplicated:
                     self._kept |= whole.used
-                for p in whole.members:
-                    p.placeholder.grad = None
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         if not self._engine.storage.active:
             self.release()
@@ -265,12 +241,13 @@ class PythonReads:
                     )
 
 
-def _gradient(p: ShardedParameter) -> Tensor | None:
-    return p.placeholder.grad
-
-
-def _nothing(*_: Any) -> None:
-    """The function of an entry that has none."""
+def _cost(unit: str, members: list[ShardedParameter], read: str) -> str:
+    nbytes = sum(math.prod(p.spec.shape) * p.spec.param_dtype.itemsize for p in members)
+    what = f"reads parameter {read!r}" if read else f"reads unit {unit or 'root'!r}"
+    return (
+        f"code outside of graphs {what}: its unit {unit or 'root'!r} is gathered for it, {nbytes:,} bytes, with no "
+        "compute beside the gather, and stays whole to the end of the backward"
+    )
 
 
 def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphModule:
@@ -294,27 +271,15 @@ def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphMod
 def _only_used(members: list[ShardedParameter], shards: list[Tensor], used: set[str], kept: set[str]) -> list[Tensor]:
     """``shards``, whose gradients are none for parameters that had no gradient: the graph reduces a whole unit, and
     has zeros for them. ``kept``: those of earlier backwards that did not reduce."""
-    if not any(shard.requires_grad for shard in shards):
+    trained = [shard for shard in shards if shard.requires_grad]
+    if not trained:
         return shards
-    return list(_OnlyUsed.apply([p.spec.name for p in members], used, kept, *shards))
+    names = [p.spec.name for p, shard in zip(members, shards, strict=True) if shard.requires_grad]
 
+    def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        wanted = used | kept
+        kept.difference_update(name for name, grad in zip(names, grads, strict=True) if grad is not None)
+        return [grad if name in wanted else None for name, grad in zip(names, grads, strict=True)]
 
-class _OnlyUsed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, names: list[str], used: set[str], kept: set[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.names, ctx.used, ctx.kept = names, used, kept
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(found := [s.detach() for s in shards if not s.requires_grad]))
-        rest = iter(found)
-        return tuple(s.detach() if s.requires_grad else next(rest) for s in shards)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.used | ctx.kept
-        ctx.kept.difference_update(name for name, grad in zip(ctx.names, grads, strict=True) if grad is not None)
-        return (
-            None,
-            None,
-            None,
-            *(grad if name in wanted else None for name, grad in zip(ctx.names, grads, strict=True)),
-        )
+    linked = iter(Linked.apply(trained, gradients, *trained))
+    return [next(linked) if shard.requires_grad else shard for shard in shards]

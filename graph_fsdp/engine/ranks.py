@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTING, is_custom, reduce_payloads
+from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared, publish, receive
-from graph_fsdp.runtime.ranks.failure import RankFailure
 from graph_fsdp.runtime.ranks.in_step import InStep
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
 from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
@@ -33,7 +38,7 @@ def models_not_counted() -> Iterator[None]:
 
 
 class Schedules:
-    """Of one model. ``name``: of its class."""
+    """The plans of one model, whose class has this ``name``, and what its ranks have agreed to."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks, self.name = ranks, name
@@ -105,35 +110,56 @@ class Schedules:
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
         return InStep(program, self.lockstep, known)
 
-    def begin_unshard(self, unit: str, gathers: list[str]) -> None:
-        """Called before ``gathers`` that are in no graph start: they keep step as programs do."""
-        if self.lockstep is not None and gathers:
-            what = f"of unit {unit or 'root'!r}"
-            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "unshard()", tuple(gathers), what)))
-
-    def begin_reshard(self, gathers: list[str]) -> None:
-        """Likewise, of what ``reshard()`` has freed between a forward and its backward."""
+    def begin(self, phase: str, what: str, collectives: Sequence[str] = ()) -> None:
+        """Called before every rank has to do what is in no graph: ``collectives``, or to make a process group. It keeps
+        step as programs do."""
         if self.lockstep is not None:
-            what = "of what reshard() has freed, before backward,"
-            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, "gather", tuple(gathers), what)))
+            program = RunnableProgram(self._model, phase, tuple(collectives), what)
+            self.lockstep.begin(self.lockstep.know(program))
 
-    def begin_group(self, method: str) -> None:
-        """Called by ``method`` before it makes a process group, which every rank has to come to."""
-        if self.lockstep is not None:
-            self.lockstep.begin(self.lockstep.know(RunnableProgram(self._model, f"{method}()", (), "call")))
+    def wait(self, pending: Pending) -> None:
+        """Wait for a collective that has begun so."""
+        try:
+            pending.finish()
+        except BaseException as error:
+            cause = self.lockstep.failed(error) if self.lockstep is not None else None
+            if cause is None:
+                raise
+            raise cause from error
 
     def failed_outside(self, error: BaseException, method: str) -> None:
         """A forward, or another method, raised ``error``. Other ranks may wait for this one."""
         if self.lockstep is not None:
             self.lockstep.failed_outside(error, f"{method} of {self._model}")
 
-    def failed_unshard(self, error: BaseException) -> RankFailure | None:
-        """Waiting for the gathers of ``begin_unshard`` raised ``error``; what to raise in its place, if anything."""
-        return self.lockstep.failed(error) if self.lockstep is not None else None
-
     @property
     def _model(self) -> str:
         return f"model {self.index} ({self.name})"
+
+
+def facts(engine: Engine) -> list[str]:
+    """What the ranks of a model must have in common before anything is planned, a line each."""
+    spec = engine.spec
+    lines = [f"torch {torch.__version__}", f"backend {engine.backend.name}"]
+    lines.append(f"regions {'whole' if engine.whole else 'cut'}")
+    lines += ["CUDA graphs"] if engine.cuda_graphs is not None else []
+    lines.append(f"reshard_after_forward {engine.reshard_after_forward}")
+    lines.append(f"mesh of {spec.replicas} replicas of {spec.world_size} ranks")
+    if spec.offload is not None:
+        device, pinned = spec.offload.device.type, spec.offload.pin_memory
+        lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
+    if spec.reshard_size:
+        lines.append(f"resharded to {spec.reshard_size} ranks")
+    lines += [f"pass {p.settings()}" for p in engine.pipeline]
+    for bucket in spec.buckets:
+        lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
+    for p in spec.parameters.values():
+        dtypes = " ".join(str(d).removeprefix("torch.") for d in (p.dtype, p.param_dtype, p.reduce_dtype))
+        frozen = "" if p.trainable else " frozen"
+        dim = f" sharded on dimension {p.shard_dim}" if p.shard_dim else ""
+        lines.append(f"parameter {p.name} {list(p.shape)} of unit {p.unit or 'root'} {dtypes}{frozen}{dim}")
+    payloads = (p for gather in engine.extensions.values() for p in gather.payloads)
+    return [*lines, *(f"payload {p.name} {list(p.shape)} {p.dtype}" for p in payloads)]
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassContext) -> list[str]:

@@ -6,12 +6,15 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from graph_fsdp.compat import recompiles as compat_recompiles
 from graph_fsdp.passes.ir.settings import Settings
+
+if TYPE_CHECKING:
+    from graph_fsdp.report.report import CapturedGraph
 
 CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
 
@@ -72,15 +75,6 @@ class Cause:
 FIRST_CALL = Cause("first", "first call")
 
 
-class _Captured(Protocol):
-    @property
-    def index(self) -> int: ...
-    @property
-    def cause(self) -> Cause: ...
-    @property
-    def is_complete(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class Call:
     """A call of ``function`` with a module, as the user wrote it."""
@@ -91,7 +85,9 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def why_captured(earlier: Sequence[_Captured], key: CaptureKey, call: Call | None, *, breaks: bool = False) -> Cause:
+def why_captured(
+    earlier: Sequence[CapturedGraph], key: CaptureKey, call: Call | None, *, breaks: bool = False
+) -> Cause:
     """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
     be traced in several pieces."""
     earlier = [capture for capture in earlier if capture.is_complete]
@@ -113,35 +109,27 @@ def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
     return Cause("parameters", text, (), first.compilation, first.key)
 
 
-def _unguarded(earlier: Sequence[_Captured], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:
+def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:
     of_method = [c.cause.key for c in earlier if (c.cause.key.unit, c.cause.key.method) == (key.unit, key.method)]
     if not of_method:
-        return "first", f"first call{_of_method(key)}"
+        name = ".".join(filter(None, (key.unit, key.method)))
+        return "first", "first call" if name == "forward" else f"first call of {name}"
     if key in of_method:
         if breaks:
             return "piece", "another piece of the model: what follows a graph break"
         return "reset", "Dynamo's cache was emptied (torch._dynamo.reset, or torch.compiler.reset)"
     last = of_method[-1]
-    changed = [
-        f"{f.name} from {_plain(getattr(last.settings, f.name))} to {_plain(getattr(key.settings, f.name))}"
-        for f in fields(Settings)
-        if getattr(last.settings, f.name) != getattr(key.settings, f.name)
-    ]
+    changed = []
+    for name in (f.name for f in fields(Settings)):
+        before, now = getattr(last.settings, name), getattr(key.settings, name)
+        if before != now:
+            plain = [sorted(value) if isinstance(value, frozenset) else value for value in (before, now)]
+            changed.append(f"{name} from {plain[0]} to {plain[1]}")
     if changed:
         return "settings", f"settings changed: {', '.join(changed)}"
     if last.hooks != key.hooks:
         return "hooks", f"hooks of modules were {'added' if key.hooks else 'removed'}"
     return "inputs", "inputs are sharded over the devices in another way"
-
-
-def _of_method(key: CaptureKey) -> str:
-    if (key.unit, key.method) == ("", "forward"):
-        return ""
-    return f" of {'.'.join(filter(None, (key.unit, key.method)))}"
-
-
-def _plain(value: Any) -> str:
-    return str(sorted(value) if isinstance(value, frozenset) else value)
 
 
 def _readable(guard: str, call: Call | None) -> str:
@@ -159,10 +147,8 @@ def _readable(guard: str, call: Call | None) -> str:
 
 def _positional(call: Call | None) -> list[str]:
     """What the function calls its positional arguments, without the module."""
-    if call is None:
-        return []
     try:
-        found = list(inspect.signature(call.function).parameters.values())[1:]
+        found = list(inspect.signature(call.function).parameters.values())[1:] if call is not None else []
     except (TypeError, ValueError):  # a callable without one
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

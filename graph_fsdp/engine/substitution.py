@@ -27,7 +27,6 @@ from graph_fsdp.passes import PassContext
 Runnable: TypeAlias = Callable[..., Any]
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any], dict[int, ShardedParameter]], Runnable]
 
-# What a copy of a graph needs not: Dynamo's own values and sources, which would keep what the user passed in.
 _OF_DYNAMO = ("grapharg", "example_value")
 
 
@@ -69,12 +68,7 @@ class TracedGraph:
     def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Storage) -> None:
         """To be called in a Dynamo backend, before ``module`` is changed."""
         self._storage, self._parameters = storage, parameters
-        copies: dict[fx.Node, fx.Node] = {}
-        graph = fx.Graph()
-        for node in module.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {key: value for key, value in node.meta.items() if key not in _OF_DYNAMO}
-        self._module = compat.with_graph(module, graph, copies)
+        self._module = _copied(module)
         self._values = [node.meta.get("example_value") for node in _inputs(module)]
         modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
         self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
@@ -91,7 +85,10 @@ class TracedGraph:
         key = tuple(p.spec.name for p in given.values())
         if key not in self._programs:
             with compat.tracing(compat.TracingContext(self._mode)):
-                module = self._copy()
+                module = _copied(self._module)
+                for node, value in zip(_inputs(module), self._values, strict=True):
+                    if value is not None:
+                        node.meta["example_value"] = value
                 self._programs[key] = compile_graph(module, list(self._values), given)
         return self._programs[key], {index: p.spec.name for index, p in given.items()}
 
@@ -105,15 +102,15 @@ class TracedGraph:
             )
         return found
 
-    def _copy(self) -> fx.GraphModule:
-        copies: dict[fx.Node, fx.Node] = {}
-        graph = fx.Graph()
-        for node in self._module.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        for node, value in zip((n for n in graph.nodes if n.op == "placeholder"), self._values, strict=True):
-            if value is not None:
-                node.meta["example_value"] = value
-        return compat.with_graph(self._module, graph, copies)
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of Dynamo's, without Dynamo's own values and sources, which would keep what the user passed."""
+    copies: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in _OF_DYNAMO}
+    return compat.with_graph(module, graph, copies)
 
 
 def _inputs(module: fx.GraphModule) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError, MetaDeviceError
-from graph_fsdp.initialise.materialise import ParamInitFn, find_pieces, materialise, tensor_names
+from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, materialise, tensor_names
 from graph_fsdp.initialise.safetensors_files import Safetensors, SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
 from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh
@@ -48,7 +48,8 @@ def initial_values(
         RankDisagreement: another rank's cannot, or ranks would get their values in different ways.
     """
     names = tensor_names(model)
-    fill: FillStorage = functools.partial(_move_buffers, model, device)
+    steps: list[FillStorage] = [functools.partial(_move_buffers, model, device)]
+    pieces: list[Piece] = []
     facts = _facts(names, sync_module_states, param_init_fn)
     problem: Exception | None = None
     try:
@@ -62,8 +63,7 @@ def initial_values(
             files, matched = checkpoint.match(model)
             facts += checkpoint_facts(files, matched)
             pieces = find_pieces(model, units, param_init_fn, matched.key_of)
-            run = functools.partial(materialise, pieces, names, mesh, device)
-            fill = functools.partial(_load, files, matched, run if pieces else None, device, fill)
+            steps.append(functools.partial(_load, files, matched, device))
         elif sync_module_states:
             if name is not None and (mesh is None or mesh.is_first):
                 raise MetaDeviceError(
@@ -72,10 +72,9 @@ def initial_values(
                     "model on the meta device is initialised to the same values on all ranks"
                 )
             if mesh is not None:
-                fill = functools.partial(_synchronise, names, mesh, device)
+                steps = [functools.partial(_synchronise, names, mesh, device)]
         elif name is not None:
             pieces = find_pieces(model, units, param_init_fn)
-            fill = functools.partial(_materialise, functools.partial(materialise, pieces, names, mesh, device), fill)
         if param_init_fn is not None and name is None:
             raise ValueError(
                 "param_init_fn is for parameters and buffers on the meta device, and model has none; leave it out, or "
@@ -85,6 +84,13 @@ def initial_values(
         problem = error
     facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in shard_dims.items()]
     agree_on_values(mesh, facts, problem)
+    if pieces:
+        steps.insert(0, functools.partial(materialise, pieces, names, mesh, device))
+
+    def fill(storage: Storage) -> None:
+        for step in steps:
+            step(storage)
+
     return fill
 
 
@@ -149,22 +155,7 @@ def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
                 ) from error
 
 
-def _materialise(run: FillStorage, move_buffers: FillStorage, storage: Storage) -> None:
-    run(storage)
-    move_buffers(storage)
-
-
-def _load(
-    files: SafetensorsFiles,
-    matched: Matched,
-    initialise_others: FillStorage | None,
-    device: torch.device,
-    move_buffers: FillStorage,
-    storage: Storage,
-) -> None:
-    if initialise_others is not None:
-        initialise_others(storage)
-    move_buffers(storage)
+def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, storage: Storage) -> None:
     wanted: list[tuple[str, Tensor]] = []
     for tensor, key in matched.key_of.items():
         parameter = storage.by_placeholder.get(id(tensor))

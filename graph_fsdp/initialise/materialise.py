@@ -3,9 +3,8 @@
 [Note: pieces]
 What is materialised together is a piece: a unit; and outside of units, the largest submodule that holds no unit. A
 module that holds units is a piece by itself, without what is below it, and so is the model. So no more than one unit
-is unsharded at a time, and of a root unit the embedding and the head come one after the other. Pieces, and the
-modules of a piece, come children first and in order of registration, as in ``nn.Module.apply``: the order does not
-depend on the units, and it is the one in which a model is built whose modules end their ``__init__`` with
+is unsharded at a time. Pieces, and the modules of a piece, come children first and in order of registration, as in
+``nn.Module.apply``: it is the order in which a model is built whose modules end their ``__init__`` with
 ``reset_parameters``.
 
 [Note: stand-ins]
@@ -17,7 +16,6 @@ with a copy of them: an initialisation may read it, and what it writes there is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,8 @@ from graph_fsdp.errors import MetaDeviceError
 from graph_fsdp.initialise.random_numbers import first_ranks_random_numbers
 from graph_fsdp.initialise.written import Writes
 from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.parameters.shards import Storage, described
+from graph_fsdp.units import modules_on_path
 
 ParamInitFn = Callable[[nn.Module], Any]
 
@@ -76,7 +75,7 @@ def find_pieces(
     on_meta = frozenset(missing)
     pieces = []
     for modules, holds_units in _divide(model, units):
-        held = dict.fromkeys(tensor for module in modules for tensor in _own_tensors(module))
+        held = dict.fromkeys(tensor for module in modules for _, _, tensor in _entries(module))
         fresh = {tensor for tensor in held if tensor in missing}
         missing -= fresh
         if fresh or (holds_units and init_fn is not None and not on_meta.isdisjoint(_all_tensors(*modules))):
@@ -118,8 +117,12 @@ def _initialise(
             value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
             stand_ins[tensor] = _stand_in(tensor, value)
         for call in piece.calls:
-            with writes, _named(call):
-                call.function()
+            try:
+                with writes:
+                    call.function()
+            except Exception as error:
+                reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
+                raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
             for table, module, leaf, tensor in registered:
                 if table.get(leaf) is not tensor:
                     _take_over(tensor, table.get(leaf), f"{call.what} replaced {names[tensor]} by", writes)
@@ -152,7 +155,8 @@ def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
 def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
     """An initialisation put another tensor in the place of this one: take its values."""
     if not isinstance(found, Tensor) or found.is_meta or found.shape != tensor.shape or found.dtype != tensor.dtype:
-        raise MetaDeviceError(f"{what} {_describe(found)}; write into it, or keep its shape and dtype")
+        by = described(found) if isinstance(found, Tensor) else repr(found)
+        raise MetaDeviceError(f"{what} {by}; write into it, or keep its shape and dtype")
     if writes.initialised(found):
         tensor.copy_(found)
         writes.unwritten.discard(compat.storage_id(tensor))
@@ -160,7 +164,7 @@ def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
 
 def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, writes: Writes) -> None:
     if (tensor.shape, tensor.dtype, tensor.device) != (original.shape, original.dtype, device):
-        raise MetaDeviceError(f"{name} was {_describe(original)} and {_describe(tensor)} after its initialisation")
+        raise MetaDeviceError(f"{name} was {described(original)} and {described(tensor)} after its initialisation")
     if not writes.initialised(tensor):
         raise MetaDeviceError(
             f"{name} is on the meta device, and nothing has written to it when its module was initialised; give it "
@@ -173,15 +177,6 @@ def _register(table: dict[str, Any], module: nn.Module, leaf: str, tensor: Tenso
     setattr(module, leaf, tensor)  # for modules that keep other references (nn.LSTM)
 
 
-@contextlib.contextmanager
-def _named(call: Initialiser) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
-        raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
-
-
 # Pieces
 
 
@@ -191,8 +186,7 @@ def _divide(model: nn.Module, units: Collection[nn.Module]) -> Iterator[tuple[di
     holds_units = {model}
     for name, module in model.named_modules(remove_duplicate=False):
         if module in units and module is not model:
-            path = name.split(".")
-            holds_units |= {model.get_submodule(".".join(path[:depth])) for depth in range(len(path))}
+            holds_units.update(modules_on_path(model, name)[:-1])
     tops = {child for module in holds_units for child in module.children()}
     for module, name in _children_first(model, "", set()):
         if module in holds_units:
@@ -217,12 +211,8 @@ def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield table, leaf, tensor
 
 
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [tensor for _, _, tensor in _entries(module)]
-
-
 def _all_tensors(*modules: nn.Module) -> set[Tensor]:
-    return {tensor for top in modules for module in top.modules() for tensor in _own_tensors(module)}
+    return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Initialiser]:
@@ -237,7 +227,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
     for module, name in modules.items():
-        tensor = next((tensor for tensor in _own_tensors(module) if tensor in fresh), None)
+        tensor = next((tensor for _, _, tensor in _entries(module) if tensor in fresh), None)
         if tensor is None:
             continue
         by: nn.Module | None = module
@@ -268,9 +258,3 @@ def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
 
 def _where(module: nn.Module, name: str) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else f"the model itself ({type(module).__name__})"
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"

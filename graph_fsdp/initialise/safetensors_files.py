@@ -67,7 +67,7 @@ class Safetensors:
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class SafetensorsEntry:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: "BF16"
@@ -77,7 +77,7 @@ class SafetensorsFiles:
     """The tensors in some files, by key."""
 
     def __init__(self, path: AnyPath | Sequence[AnyPath]) -> None:
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, SafetensorsEntry] = {}
         for file in _find(path):
             with open_file(file) as reader:
                 for key in reader.keys():  # noqa: SIM118  # no dict
@@ -87,7 +87,7 @@ class SafetensorsFiles:
                             "one of them"
                         )
                     part = reader.get_slice(key)
-                    self.entries[key] = TensorEntry(file, tuple(part.get_shape()), part.get_dtype())
+                    self.entries[key] = SafetensorsEntry(file, tuple(part.get_shape()), part.get_dtype())
 
     def unfit(self, key: str, value: Tensor) -> str | None:
         """Floating point goes into floating point, of any width, and nothing else does."""

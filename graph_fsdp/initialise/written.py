@@ -11,7 +11,7 @@ is not seen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
 
 _aten = torch.ops.aten
 _ALLOCATING = frozenset(
@@ -58,7 +59,7 @@ class Writes(compat.TorchDispatchMode):
         kwargs = kwargs or {}
         mutated, makes_memory = _effects(func)
         values = (args[index] if index < len(args) else kwargs.get(name) for index, name in mutated)
-        written = [tensor for value in values for tensor in _tensors(value)]
+        written = [tensor for value in values for tensor in iterate_tensors(value)]
         for tensor in written:
             name = self.protected.get(compat.storage_id(tensor))
             if name is not None:
@@ -70,7 +71,7 @@ class Writes(compat.TorchDispatchMode):
         result = func(*args, **kwargs)
         self.unwritten.difference_update(map(compat.storage_id, written))
         if makes_memory:
-            made = map(compat.storage_id, _tensors(result))
+            made = map(compat.storage_id, iterate_tensors(result))
             if func.overloadpacket in _ALLOCATING:
                 self.unwritten.update(made)
             else:
@@ -87,11 +88,3 @@ def _effects(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], boo
     arguments = enumerate(schema.arguments)
     mutated = tuple((index, a.name) for index, a in arguments if a.alias_info is not None and a.alias_info.is_write)
     return mutated, bool(schema.returns) and all(r.alias_info is None for r in schema.returns)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for element in value:
-            yield from _tensors(element)

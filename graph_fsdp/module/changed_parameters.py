@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,23 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
-from graph_fsdp.passes.ir.spec import ParameterSpec
+
+if TYPE_CHECKING:
+    from graph_fsdp.parameters.shards import ShardedParameter
 
 _storage = torch.Tensor.untyped_storage
 
 
-class _Sharded(Protocol):
-    spec: ParameterSpec
-    shard: nn.Parameter
-
-    @property
-    def owners(self) -> tuple[tuple[nn.Module, str], ...]: ...
-
-
 class AssignedData:
-    """Of a model's shards: see [Note: data of a DTensor]. Asked before each forward, so it is one loop in C."""
+    """Finds shards whose ``data`` was assigned: see [Note: data of a DTensor]. Asked before each forward, so it is one
+    loop in C."""
 
-    def __init__(self, parameters: Collection[_Sharded]) -> None:
+    def __init__(self, parameters: Collection[ShardedParameter]) -> None:
         self._parameters = [p for p in parameters if isinstance(p.shard, DTensor)]
         self.look()
 
@@ -68,7 +63,7 @@ class AssignedData:
             )
 
 
-def check_tied(p: _Sharded) -> None:
+def check_tied(p: ShardedParameter) -> None:
     """One parameter under several names is registered under all of them, or equal ones (``load_state_dict`` with
     ``assign=True`` registers one for each name)."""
     first, *others = (module._parameters.get(leaf) for module, leaf in p.owners)
@@ -88,7 +83,7 @@ def _are_equal(first: Any, second: Any) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
 
 
-def checked_replacement(p: _Sharded, found: Any) -> nn.Parameter:
+def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
     if found is None:
         raise ParameterChangedError(
             f"parameter {p.spec.name!r} was removed from its module, which has been compiled with it; remove it before "

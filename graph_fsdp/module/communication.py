@@ -7,72 +7,75 @@ graphs. All ranks have to set the same: they compare.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.runtime.comm.custom_collectives import Comm, ProcessGroupAllGather, ProcessGroupReduceScatter
+from graph_fsdp.module.unit_methods import change, place
+from graph_fsdp.runtime.comm.custom_collectives import ProcessGroupAllGather, ProcessGroupReduceScatter
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
 
 
-def set_custom_all_gather(self: Any, comm: Comm | None) -> None:
-    """Gather buckets with ``comm``, an ``AllGather`` of FSDP2: ``allocate`` and ``__call__``. None: with the process
-    group's own again. Raises TypeError on an object that is none, UnsupportedError with ``regions="whole"``."""
-    _set(_of_the_model(self, "all_gather", comm), "set_custom_all_gather", "all_gather", comm)
+class CommunicationMethods:
+    """Mixed into the classes of models and units (``module.py``)."""
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather buckets with ``comm``, an ``AllGather`` of FSDP2: ``allocate`` and ``__call__``. None: with the
+        process group's own again. Raises TypeError on an object that is none, UnsupportedError with
+        ``regions="whole"``."""
+        _set_custom(self, "all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce the gradients of buckets with ``comm``, a ``ReduceScatter`` of FSDP2; likewise. Gradients are views of
+        what its ``allocate`` returns."""
+        _set_custom(self, "reduce_scatter", comm)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take the buffers of both collectives from the process group's allocator, where it has one (NCCL does, gloo
+        does not). Raises ValueError where a custom collective is set: it allocates itself."""
+        engine, _ = place(self)
+        method = "set_allocate_memory_from_process_group_for_comm"
+        own: dict[str, type[Any]] = {
+            "all_gather": ProcessGroupAllGather,
+            "reduce_scatter": ProcessGroupReduceScatter,
+        }
+        for name, cls in own.items():
+            if not isinstance(getattr(engine.comms, name), (cls, type(None))):
+                raise ValueError(
+                    f"{method}: set_custom_{name} was called, and that object allocates its own memory; call "
+                    f"set_custom_{name}(None) first"
+                )
+        mesh = engine.storage.mesh
+        if mesh is None or mesh.shard_dim is None:
+            _warn(method)
+            return
+        group = mesh.mesh.get_group(mesh.shard_dim)
+        for name, cls in own.items():
+            _set(engine, method, name, cls(group) if enable else None)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not available: raises UnsupportedError. A rendezvous over symmetric memory is bound to one buffer, and
+        gathers here share the slots that a graph's plan gives them."""
+        raise UnsupportedError(
+            "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots "
+            "that they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own "
+            "allocator"
+        )
 
 
-def set_custom_reduce_scatter(self: Any, comm: Comm | None) -> None:
-    """Reduce the gradients of buckets with ``comm``, a ``ReduceScatter`` of FSDP2; likewise. Gradients are views of
-    what its ``allocate`` returns."""
-    _set(_of_the_model(self, "reduce_scatter", comm), "set_custom_reduce_scatter", "reduce_scatter", comm)
-
-
-def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> None:
-    """Take the buffers of both collectives from the process group's allocator, where it has one (NCCL does, gloo
-    does not). Raises ValueError where a custom collective is set: it allocates itself."""
-    engine = self.__dict__["_graph_fsdp"]
-    own = (ProcessGroupAllGather, ProcessGroupReduceScatter, type(None))
-    for name in ("all_gather", "reduce_scatter"):
-        if not isinstance(getattr(engine.comms, name), own):
-            raise ValueError(
-                f"set_allocate_memory_from_process_group_for_comm: set_custom_{name} was called, and that object "
-                f"allocates its own memory; call set_custom_{name}(None) first"
-            )
-    mesh = engine.storage.mesh
-    if mesh is None or mesh.shard_dim is None:
-        _warn("set_allocate_memory_from_process_group_for_comm")
-        return
-    group: dist.ProcessGroup = mesh.mesh.get_group(mesh.shard_dim)
-    method = "set_allocate_memory_from_process_group_for_comm"
-    gather: Any = ProcessGroupAllGather(group) if enable else None
-    reduce: Any = ProcessGroupReduceScatter(group) if enable else None
-    _set(engine, method, "all_gather", gather)
-    _set(engine, method, "reduce_scatter", reduce)
-
-
-def set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
-    """Not available: raises UnsupportedError. A rendezvous over symmetric memory is bound to one buffer, and gathers
-    here share the slots that a graph's plan gives them."""
-    raise UnsupportedError(
-        "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots that "
-        "they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own allocator"
-    )
-
-
-def _of_the_model(module: Any, name: str, comm: Comm | None) -> Any:
-    engine, unit = module.__dict__["_graph_fsdp"], module.__dict__["_graph_fsdp_unit"]
+def _set_custom(module: object, name: str, comm: Any) -> None:
+    engine, unit = place(module)
     if unit and getattr(engine.comms, name) is not comm:
         raise UnsupportedError(
             f"set_custom_{name} was called on the unit {unit!r} with another object than the model has; call it on the "
             "model, for all its buckets"
         )
-    return engine
+    _set(engine, f"set_custom_{name}", name, comm)
 
 
-def _set(engine: Any, method: str, name: str, comm: Any) -> None:
+def _set(engine: Engine, method: str, name: str, comm: Any) -> None:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "
@@ -86,17 +89,9 @@ def _set(engine: Any, method: str, name: str, comm: Any) -> None:
     if engine.spec.world_size == 1:
         _warn(method)
     setattr(engine.comms, name, comm)
-    engine.settings = dataclasses.replace(engine.settings, **{f"custom_{name}": comm is not None})
+    change(engine, **{f"custom_{name}": comm is not None})
 
 
 def _warn(method: str) -> None:
-    warnings.warn(f"{method} changes nothing: this model's parameters are not sharded, so none are gathered",
-                  stacklevel=3)  # fmt: skip
-
-
-METHODS: dict[str, Callable[..., None]] = {
-    "set_custom_all_gather": set_custom_all_gather,
-    "set_custom_reduce_scatter": set_custom_reduce_scatter,
-    "set_allocate_memory_from_process_group_for_comm": set_allocate_memory_from_process_group_for_comm,
-    "set_symm_mem_for_comm": set_symm_mem_for_comm,
-}
+    what = "this model's parameters are not sharded, so none are gathered"
+    warnings.warn(f"{method} changes nothing: {what}", stacklevel=3)

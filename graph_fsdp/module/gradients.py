@@ -37,7 +37,8 @@ class GradientMethods:
         """Whether the gradients of later forwards are reduced. Without, each rank adds its own up, whole, in the type
         of the reduction: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``).
         The next backward that reduces takes them along, and ``.grad`` stays as it is until then."""
-        engine, units = _checked(self, "requires_gradient_sync", requires_gradient_sync, recurse)
+        check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
+        engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_gradient_sync")
         if engine.spec.ranks == 1:
             return  # a gradient is added to ``.grad``, and there is nothing else that it could be
@@ -48,7 +49,8 @@ class GradientMethods:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a mesh that replicates (HSDP): whether the gradients of later forwards are reduced over the replicas.
         Without, they are reduced over the ranks that shard, and each rank adds up its shards."""
-        engine, units = _checked(self, "requires_all_reduce", requires_all_reduce, recurse)
+        check_bool(requires_all_reduce=requires_all_reduce, recurse=recurse)
+        engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_all_reduce")
         if engine.spec.replicas == 1:
             warnings.warn(
@@ -74,7 +76,7 @@ class GradientMethods:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect, and False says so. FSDP2 leaves the last reductions of a backward under way where another
         backward follows; here a backward returns their results, and so waits for them."""
-        check_bool("is_last_backward", is_last_backward)
+        check_bool(is_last_backward=is_last_backward)
         if not is_last_backward:
             warnings.warn(
                 "set_is_last_backward(False) has no effect: every backward waits for its reductions, whose results it "
@@ -84,7 +86,7 @@ class GradientMethods:
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Only False. The reductions of a backward are in its graph, and end with it."""
-        check_bool("enabled", enabled)
+        check_bool(enabled=enabled)
         if enabled:
             raise UnsupportedError(f"set_manual_backward_finalization(True) {_ENDS_BY_ITSELF}")
 
@@ -96,7 +98,7 @@ class GradientMethods:
         """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole
         model, so call it on the model. Instead of what ``default_pipeline(reductions_in_flight=…)`` said."""
         engine, unit = place(self)
-        check_bool("recurse", recurse)
+        check_bool(recurse=recurse)
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         _check_reduced(engine, "set_reduce_scatter_max_input_buffers")
@@ -116,8 +118,7 @@ class GradientMethods:
         """Only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here such
         ranks run different graphs, and get a ``RankDisagreement``; within a graph, a parameter of an output that
         some ranks leave out of their loss is reduced on every rank."""
-        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        check_bool("recurse", recurse)
+        check_bool(reduce_scatter_unused_params=reduce_scatter_unused_params, recurse=recurse)
         if reduce_scatter_unused_params:
             raise UnsupportedError(
                 "set_reduce_scatter_unused_params(True) is for ranks that use different parameters in a step, which "
@@ -131,8 +132,7 @@ class GradientMethods:
         so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
         on all ranks. It takes the memory of another communicator. False: in the group that gathers, again. Raises
         RankDisagreement where another rank does something else instead."""
-        check_bool("enable", enable)
-        check_bool("recurse", recurse)
+        check_bool(enable=enable, recurse=recurse)
         engine, unit = place(self)
         _check_reduced(engine, "set_separate_reduce_scatter_group")
         if unit or not recurse:
@@ -147,7 +147,7 @@ class GradientMethods:
                 "parameters whole"
             )
         if enable and not engine.own_reduce_group:
-            engine.schedules.begin_group("set_separate_reduce_scatter_group")
+            engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
             engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
             if engine.cost is not None:
                 engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]
@@ -163,14 +163,12 @@ class GradientMethods:
         factors = {**dict(engine.settings.divide_factors), unit: float(factor)}
         change(engine, divide_factors=tuple(sorted(factors.items())))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of ``set_gradient_divide_factor``."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its older name
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the group add this unit's gradients and nothing else; a kernel of our own divides the shard."""
         engine, unit = place(self)
-        check_bool("enable", enable)
+        check_bool(enable=enable)
         _check_reduced(engine, "set_force_sum_reduction_for_comms")
         now = engine.settings.summed
         change(engine, summed=now | {unit} if enable else now - {unit})
@@ -190,7 +188,7 @@ class GradientMethods:
         if hook is None:
             engine.kept.hooks.pop(unit, None)
         else:
-            engine.kept.hooks[unit] = _on_stream(hook, stream)
+            engine.kept.hooks[unit] = hook if stream is None else _on_stream(hook, stream)
         change(engine, hooked=now - {unit} if hook is None else now | {unit})
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -213,12 +211,6 @@ def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
             )
 
 
-def _checked(module: object, name: str, value: object, recurse: object) -> tuple[Engine, frozenset[str]]:
-    check_bool(name, value)
-    check_bool("recurse", recurse)
-    return place(module)[0], frozenset(units_of(module, bool(recurse)))
-
-
 def _check_cut(engine: Engine, method: str) -> None:
     if engine.backend.name == "xla":
         raise UnsupportedError(
@@ -238,9 +230,6 @@ def _check_reduced(engine: Engine, method: str) -> None:
 
 
 def _on_stream(hook: Callable[[Tensor], Any], stream: Any) -> Callable[[Tensor], Any]:
-    if stream is None:
-        return hook
-
     def call(reduced: Tensor) -> None:
         current = torch.accelerator.current_stream(reduced.device)
         stream.wait_stream(current)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -18,10 +17,9 @@ from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module import communication
+from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.gradients import GradientMethods
-from graph_fsdp.module.optimizer_steps import watch_steps
-from graph_fsdp.module.refusals import Refusals, Registry, saving_whole
+from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.parameters.mixed_precision import InputOutputCasts, ModulePolicies
@@ -37,7 +35,7 @@ class _NotStatically(property):
         return False
 
 
-class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
+class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, CommunicationMethods, FSDPModule):
     """Mixed into the classes of a compiled model and of its units, before their own.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
@@ -58,7 +56,7 @@ class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # This is how torch's ``register_fsdp_forward_method`` reaches us.
         if not torch.compiler.is_compiling() and (method := compat.registered_forward_method(value)) is not None:
-            value = _compiled_method(self._as_module(), name, method)
+            value = _compiled_method(cast(nn.Module, self), name, method)
         super().__setattr__(name, value)
 
     @_NotStatically
@@ -68,38 +66,27 @@ class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, FSDPModule):
         return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._reshard_all()
         # FSDPModule's looks for FSDP2's state; the model's own is the one to use.
-        return self._after_fsdp_module()._apply(*args, **kwargs)
+        return self._resharded()._apply(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
-        self._reshard_all()
-        return self._after_fsdp_module().state_dict(*args, **kwargs)
+        return self._resharded().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes its
         own rows. Nothing is communicated."""
-        self._reshard_all()
-        rows = own_rows(self._as_module(), self._graph_fsdp.storage, state_dict)
-        return self._after_fsdp_module().load_state_dict(rows, *args, **kwargs)
+        model = self._resharded()
+        rows = own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict)
+        return model.load_state_dict(rows, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._reshard_all()
-        return self._after_fsdp_module()._load_from_state_dict(*args, **kwargs)
+        return self._resharded()._load_from_state_dict(*args, **kwargs)
 
-    def _after_fsdp_module(self) -> Any:
-        """The methods of the classes behind FSDPModule, the model's own first."""
-        return super(FSDPModule, self)
-
-    def _as_module(self) -> nn.Module:
-        """Every class that has this one among its bases has a model's too."""
-        itself: Any = self
-        model: nn.Module = itself
-        return model
-
-    def _reshard_all(self) -> None:
+    def _resharded(self) -> Any:
+        """Reshard what ``unshard()`` gathered; the methods of the model's own classes."""
         self._graph_fsdp.unsharded.release()
+        return self._after_fsdp_module()
 
 
 def unsupported(name: str) -> Callable[..., NoReturn]:
@@ -116,40 +103,39 @@ for _name, _value in vars(FSDPModule).items():
         setattr(GraphFSDPModule, _name, unsupported(_name))
 
 
-for _name, _method in communication.METHODS.items():
-    setattr(GraphFSDPModule, _name, _method)
-
-
 def original_forward(model: nn.Module) -> Callable[..., Any]:
     """The model's forward as a function of (self, …), also where it was set on the instance."""
     own = model.__dict__.get("forward")
-    if own is None:
-        return type(model).forward
+    return type(model).forward if own is None else _taking_the_module(own)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+
+def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (self, …) that calls ``own``, which was set on a module."""
+
+    def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
-    functools.update_wrapper(forward, own)
+    functools.update_wrapper(function, own)
     self_first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [self_first, *inspect.signature(own).parameters.values()]
-    vars(forward)["__signature__"] = inspect.Signature(parameters)
-    return forward
+    vars(function)["__signature__"] = inspect.Signature(parameters)
+    return function
 
 
 def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
     other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
     watch_steps()
-    names = {module: name for unit in units for name, module in unit.modules.items()} | {model: ""}
-    unit_of = {
-        module: unit.name if unit.gathered_by is None else unit.gathered_by
+    places = {
+        module: (name, unit.name if unit.gathered_by is None else unit.gathered_by)
         for unit in units
-        for module in unit.modules.values()
+        for name, module in unit.modules.items()
     }
+    places.setdefault(model, ("", ""))
     for module in model.modules():
         vars(module)[compat.APPLIED] = Registry(vars(module).get(compat.APPLIED, {}))
     classes: dict[tuple[type, Callable[..., Any]], type] = {}
-    for module, name in names.items():
+    for module, (name, unit_name) in places.items():
         cls, forward = type(module), original_forward(module)
         module.__dict__.pop("forward", None)
         if (cls, forward) not in classes:
@@ -160,8 +146,8 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
                 namespace["save_pretrained"] = saving_whole(save_pretrained)
             classes[cls, forward] = type(f"FSDP{cls.__name__}", (GraphFSDPModule, cls), namespace)
         module.__class__ = classes[cls, forward]
-        vars(module).update(_graph_fsdp=engine, _graph_fsdp_casts=policies.casts_of(name))
-        vars(module).update(_graph_fsdp_unit=unit_of.get(module, ""), _graph_fsdp_name=name)
+        vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name, _graph_fsdp_name=name)
+        vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
     structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
     engine.structure_of_model = weakref.ref(structure)
 
@@ -185,13 +171,6 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the model or of a unit that the user has registered as one beside forward."""
-    own = vars(module)
-    if isinstance(method, MethodType) and method.__self__ is module:
-        function: Callable[..., Any] = method.__func__
-    else:
-
-        @functools.wraps(method)
-        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-    return types.MethodType(_entering(name, function, own["_graph_fsdp"].number), module)
+    own = method.__func__ if isinstance(method, MethodType) and method.__self__ is module else None
+    function = _taking_the_module(method) if own is None else own
+    return MethodType(_entering(name, function, vars(module)["_graph_fsdp"].number), module)

@@ -1,20 +1,28 @@
 """Calls that a compiled model refuses raise one error each, before anything is changed.
 
-Other libraries' functions are not patched. Each asks the module something first, and is answered here.
+Other libraries' functions are not patched. Each asks the module something first, and is answered here. Steps of
+optimizers are looked at by torch's own hook: one parameter of each group, so that its price does not grow with the
+model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from graph_fsdp.errors import AlreadyShardedError, MetaDeviceError, UnsupportedError
+from graph_fsdp.errors import AlreadyShardedError, CheckpointError, MetaDeviceError, UnsupportedError
+
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Refusals:
@@ -38,7 +46,7 @@ class Refusals:
                     "the model was moved to the meta device, where its shards would lose their values and its graphs "
                     "could not run; make a model for the meta device anew, and delete this one to free its memory"
                 )
-        return self._model().to(*args, **kwargs)
+        return self._after_fsdp_module().to(*args, **kwargs)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
@@ -47,17 +55,16 @@ class Refusals:
 
     def share_memory(self) -> Any:
         """As of the model on one process. DTensors have no memory that torch could share."""
-        if any(isinstance(p, DTensor) for p in self._model().parameters()):
+        if any(isinstance(p, DTensor) for p in self._after_fsdp_module().parameters()):
             raise UnsupportedError(
                 "share_memory() is not available on a model whose parameters are DTensors; share "
                 "parameter.to_local() of each"
             )
-        return self._model().share_memory()
+        return self._after_fsdp_module().share_memory()
 
-    def _model(self) -> Any:
-        """The methods of the model's own classes."""
-        itself: Any = self
-        return itself._after_fsdp_module()
+    def _after_fsdp_module(self) -> Any:
+        """The methods of the model's own classes, which come after FSDPModule."""
+        return super(FSDPModule, self)
 
 
 class Registry(dict[str, Any]):
@@ -94,3 +101,50 @@ def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
         return save_pretrained(self, *args, **kwargs)
 
     return method
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Look at the steps of all optimizers of this process from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not isinstance(optimizer, Optimizer):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"][:1]:
+            _check_state(p, optimizer.state.get(p, {}))
+    if optimizer not in _told:
+        _told.add(optimizer)
+        _warn_of_placeholders(optimizer)
+
+
+def _check_state(p: Tensor, state: Any) -> None:
+    if not isinstance(p, DTensor) or not p.dim() or p.device_mesh.size() == 1:
+        return
+    for name, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == p.shape:
+            raise CheckpointError(
+                f"the optimizer's state {name!r} of a parameter of shape {tuple(p.shape)} is a whole tensor, and the "
+                "parameter is sharded: optimizer.load_state_dict was given a state of whole tensors; load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict and "
+                "StateDictOptions(full_state_dict=True)"
+            )
+
+
+def _warn_of_placeholders(optimizer: Optimizer) -> None:
+    """Once per optimizer: it was made of what the model's parameters were before they were sharded."""
+    names = [
+        vars(p)["_graph_fsdp"][0]
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if "_graph_fsdp" in vars(p)
+    ]
+    if names:
+        warnings.warn(
+            f"{type(optimizer).__name__} was made before graph_fsdp.compile and holds {len(names)} parameters that the "
+            f"model no longer has ({names[0]!r} first): its steps do not change the model; make it of "
+            "model.parameters() after compile",
+            stacklevel=4,
+        )

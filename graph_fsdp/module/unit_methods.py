@@ -8,16 +8,15 @@ that are captured from then on (``passes/ir/settings.py``); all ranks must set t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from graph_fsdp.engine.entry import Entered
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.parameters.unshard import Handle, InGraph
+from graph_fsdp.parameters.unshard import Handle, places
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -38,7 +37,7 @@ class UnitMethods:
         first use, as early as its schedule says (``set_modules_to_forward_prefetch``).
         """
         if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
-            return InGraph() if async_op else None
+            return UnshardHandle() if async_op else None
         engine, unit = place(self)
         engine.unsharded.start(unit)
         if async_op:
@@ -61,39 +60,32 @@ class UnitMethods:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their
         next forward without gradients (an evaluation) until a backward has ended, so that evaluations gather once."""
-        check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool(reshard_after_forward=reshard_after_forward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_forward")
-        now = dict(engine.settings.reshard_after_forward)
-        for unit in units_of(self, recurse):
-            now[unit] = reshard_after_forward
-            if not reshard_after_forward:
-                engine.unsharded.whole_after_forward.add(unit)
-            elif unit in engine.unsharded.whole_after_forward:
-                engine.unsharded.whole_after_forward.discard(unit)
-                if unit not in engine.unsharded.held:
-                    engine.unsharded.reshard(unit)
+        units, unsharded = units_of(self, recurse), engine.unsharded
+        whole = unsharded.whole_after_forward
+        unsharded.whole_after_forward = whole - units if reshard_after_forward else whole | units
+        for unit in sorted(whole - unsharded.whole_after_forward - unsharded.held):
+            unsharded.reshard(unit)
+        now = {**dict(engine.settings.reshard_after_forward), **dict.fromkeys(units, reshard_after_forward)}
         change(engine, reshard_after_forward=tuple(sorted(now.items())))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: units are gathered before their next forward with gradients, and stay whole: over the backwards of an
         accumulation, nothing of them is gathered again. Set True before the last of them, at whose end they are
         resharded: the optimizer changes shards, and a forward on whole parameters that are older is an error."""
-        check_bool("reshard_after_backward", reshard_after_backward)
+        check_bool(reshard_after_backward=reshard_after_backward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_backward")
         if not reshard_after_backward:
             engine.unsharded.check_available("set_reshard_after_backward(False)")
-        for unit in units_of(self, recurse):
-            if reshard_after_backward:
-                engine.unsharded.whole_after_backward.discard(unit)
-            else:
-                engine.unsharded.whole_after_backward.add(unit)
+        whole, units = engine.unsharded.whole_after_backward, units_of(self, recurse)
+        engine.unsharded.whole_after_backward = whole - units if reshard_after_backward else whole | units
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Only False. With FSDP2, True keeps the address of each gathered parameter, for CUDA graphs."""
-        check_bool("keep", keep)
-        check_bool("recurse", recurse)
+        check_bool(keep=keep, recurse=recurse)
         if keep:
             raise UnsupportedError(
                 "set_keep_unsharded_storage(True) keeps gathered parameters' memory, and here buckets share slots; "
@@ -103,7 +95,7 @@ class UnitMethods:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this unit (an embedding's), and none is kept for it. Backward gathers
         what it reads in any case: if it reads one, capturing the graph is a ``SettingError``."""
-        check_bool("unshard_in_backward", unshard_in_backward)
+        check_bool(unshard_in_backward=unshard_in_backward)
         engine, unit = place(self)
         units = engine.settings.not_gathered_in_backward
         change(engine, not_gathered_in_backward=units - {unit} if unshard_in_backward else units | {unit})
@@ -142,22 +134,21 @@ class UnitMethods:
 
 
 def place(module: object) -> tuple[Engine, str]:
-    place: Mapping[str, Any] = vars(module)
-    return place["_graph_fsdp"], place["_graph_fsdp_unit"]
+    return places(module, recurse=False)[0]
 
 
-def units_of(module: Any, recurse: bool) -> list[str]:
-    modules: list[nn.Module] = list(module.modules()) if recurse else [module]
-    return [m.__dict__["_graph_fsdp_unit"] for m in modules if "_graph_fsdp_unit" in m.__dict__]
+def units_of(module: object, recurse: bool) -> frozenset[str]:
+    return frozenset(unit for _, unit in places(module, recurse))
 
 
 def change(engine: Engine, **fields: Any) -> None:
     engine.settings = dataclasses.replace(engine.settings, **fields)
 
 
-def check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+def check_bool(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_sharded(engine: Engine, method: str) -> None:

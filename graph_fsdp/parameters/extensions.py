@@ -5,17 +5,16 @@ the graphs (see ``passes/transforms/payloads.py``). So they must do the same at 
 may communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
 checkpoints see those.
 
-What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo traces
-the model with a plain parameter; the subclass is there when AOTAutograd traces the operators, in its own
-``__torch_dispatch__``. Python code of the model that looks at the parameter's type sees a plain one.
+What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo, and
+Python code of the model, see a plain parameter; the subclass is there when AOTAutograd traces the operators.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,27 +29,13 @@ from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, named_buckets, u
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-class _Wrapper(Protocol):
-    """A traceable wrapper subclass of torch."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any: ...
-
-
-def _flattens(parameter: nn.Parameter) -> _Wrapper:
-    """Torch does not write down what ``check_extensions`` has found there."""
-    return cast(_Wrapper, parameter)
-
-
 def is_extended(parameter: Tensor) -> bool:
     return hasattr(parameter, _PRE) or hasattr(parameter, _POST)
 
 
-def plain(parameter: nn.Parameter) -> nn.Parameter:
+def plain(parameter: Any) -> nn.Parameter:
     """A parameter of the tensor that an extended one wraps; the same memory."""
-    (attribute,), _ = _flattens(parameter).__tensor_flatten__()
+    (attribute,), _ = parameter.__tensor_flatten__()
     return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
 
 
@@ -88,7 +73,7 @@ class ExtendedGather(nn.Module):
     def __init__(
         self,
         p: ParameterSpec,
-        parameter: nn.Parameter,
+        parameter: Any,
         owner: nn.Module,
         model: ModelSpec,
         mesh: DataParallelMesh | None,
@@ -97,15 +82,15 @@ class ExtendedGather(nn.Module):
         super().__init__()
         self.spec, self.policy = p, policy
         self.world_size, self.groups = model.world_size, [model.group, model.replicate_group]
-        attributes, self.context = _flattens(parameter).__tensor_flatten__()
-        self.attribute, self.subclass = attributes[0], type(_flattens(parameter))
+        (self.attribute,), self.context = parameter.__tensor_flatten__()
+        self.subclass = type(parameter)
         # Not as submodules: the graph has their parameters as inputs of its own.
         self.__dict__["outside"] = (owner, _mesh_of_shards(mesh))
         self.payloads: tuple[ParameterSpec, ...] = ()
 
     def forward(self, shard: Tensor) -> Tensor:
-        payload: Tensor = _Gather.apply(shard, self)
-        return payload
+        full: Tensor = _GatherByExtension.apply(shard, self)
+        return full
 
     def local(self, shard: Tensor) -> Any:
         return self.subclass.__tensor_unflatten__({self.attribute: shard}, self.context, shard.shape, shard.stride())
@@ -165,15 +150,16 @@ class ExtendedGather(nn.Module):
         )
 
 
-class _Gather(torch.autograd.Function):
+class _GatherByExtension(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, extension: ExtendedGather) -> Tensor:
         ctx.extension, ctx.shard_shape, ctx.dtype = extension, list(shard.shape), shard.dtype
         local = extension.local(shard)
         payloads, metadata = extension.pre(local, shard)
-        gathered = []
-        for value, p in zip(payloads, extension.payloads, strict=True):
-            gathered.append(gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, extension.groups[0]))
+        gathered = [
+            gather_param(value, list(p.shape), p.dtype, p.dtype, p.name, extension.groups[0])
+            for value, p in zip(payloads, extension.payloads, strict=True)
+        ]
         return extension.post(local, gathered, metadata)
 
     @staticmethod
@@ -238,10 +224,3 @@ def _mesh_of_shards(mesh: DataParallelMesh | None) -> Any:
             "with mesh_dim_names"
         )
     return mesh.mesh[mesh.mesh.mesh_dim_names[-1]]
-
-
-def describe(gathers: dict[str, ExtendedGather]) -> Iterator[str]:
-    """What ranks must have in common."""
-    for gather in gathers.values():
-        for p in gather.payloads:
-            yield f"payload {p.name} {list(p.shape)} {p.dtype}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from graph_fsdp import compat
+from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
@@ -24,7 +25,7 @@ from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
 from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
-from graph_fsdp.runtime.comm.collectives import start_all_gather
+from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
 from graph_fsdp.runtime.ranks.runnable_program import Runnable
 
 
@@ -54,13 +55,11 @@ class _Kept:
 
 
 class KeptBuckets:
-    """Of one model. ``begin``: called with the gathers that are about to start; ``wait``: with one that has. ``whole``:
+    """What forwards of one model have kept for their backwards. ``schedules`` keeps the ranks in step. ``whole``:
     graphs are compiled whole, and their bytes not counted."""
 
-    def __init__(
-        self, counter: GatheredBytes, begin: Callable[[list[str]], None], wait: Callable[[Any], None], whole: bool
-    ) -> None:
-        self._counter, self._begin, self._wait = counter, begin, wait
+    def __init__(self, counter: GatheredBytes, schedules: Schedules, whole: bool) -> None:
+        self._counter, self._schedules = counter, schedules
         self._add: Callable[[int], None] = counter.add if not whole else lambda _: None
         self._kept: list[_Kept] = []
         self._freed: dict[int, _Kept] = {}  # by the number of the storage
@@ -133,13 +132,14 @@ class KeptBuckets:
         found = [(buffer, self._freed.pop(number)) for number, buffer in empty.items()]
         if not found:
             return
-        self._begin([f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found])
+        gathers = [f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found]
+        self._schedules.begin("gather", "of what reshard() has freed, before backward,", gathers)
         with torch.no_grad():
             under_way = [self._start(buffer, kept) for buffer, kept in found]
         for pending in under_way:
-            self._wait(pending)
+            self._schedules.wait(pending)
 
-    def _start(self, buffer: Tensor, kept: _Kept) -> Any:
+    def _start(self, buffer: Tensor, kept: _Kept) -> Pending:
         storage = buffer.untyped_storage()
         storage.resize_(kept.nbytes)
         kept.undo.detach()
@@ -170,7 +170,7 @@ def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:
 
 
 def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
-    """Of what a forward graph gathers from its inputs and returns whole."""
+    """Describe what a forward graph gathers from its inputs and returns whole."""
     places = {node: i for i, node in enumerate(graph.placeholders)}
     found: dict[str, _Gather] = {}
     for output, node in enumerate(operands(graph.output)):

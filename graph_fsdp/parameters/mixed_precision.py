@@ -4,12 +4,12 @@
 A module that ``mp_policy`` names is to its policy what a module is that FSDP2 shards by itself,
 ``fully_shard(module, mp_policy=…)``: the policy holds for all parameters in it, but for those in a module below that
 is named too; floating-point inputs of its forward are cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to
-``output_dtype``. It need not be a unit, and does not become one. What is not named belongs to the module around it.
-One policy for all is that of the root and of every unit. Where modules are named, units cast their inputs to the
-``param_dtype`` that holds for them, and outputs are cast only where a module was named, and at the root.
+``output_dtype``. It does not become a unit. One policy for all is that of the root and of every unit. Where modules are
+named, units cast their inputs to the ``param_dtype`` that holds for them, and outputs are cast only where a module was
+named, and at the root.
 
-Casts below the root are forward hooks, which Dynamo traces: they are operators of the captured graph. As FSDP2's, they
-run before a module's own hooks when it begins, and after them when it ends.
+Casts below the root are forward hooks, which Dynamo traces. As FSDP2's, they run before a module's own hooks when it
+begins, and after them when it ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from graph_fsdp import compat
 from graph_fsdp.compat import tree_map_only
+from graph_fsdp.units import modules_on_path
 
 PrecisionPolicies: TypeAlias = (
     MixedPrecisionPolicy
@@ -63,11 +64,8 @@ class ModulePolicies:
 
     def of_module(self, name: str) -> MixedPrecisionPolicy:
         """Of the module with this name: its own, or that of the innermost named module around it."""
-        module, found = self.model, self.root
-        for part in name.split(".") if name else ():
-            module = module.get_submodule(part)
-            found = self.named.get(module, found)
-        return found
+        found = [self.named[module] for module in modules_on_path(self.model, name) if module in self.named]
+        return found[-1] if found else self.root
 
     def around(self, parameter: str) -> MixedPrecisionPolicy:
         """Of the module that the parameter of this name lies in."""
@@ -119,30 +117,27 @@ class ModulePolicies:
 
 
 def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:
-    """
+    """Find the policy of each module.
+
     Raises:
         TypeError, ValueError: ``mp_policy`` is not one of these, or changes nothing.
     """
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return ModulePolicies(model, mp_policy, {}, of_all=True)
-    modules = [module for _, module in model.named_modules()]
-    asked: Callable[[nn.Module], Any]
+    modules = list(model.modules())
     if isinstance(mp_policy, Mapping):
         _check_mapping(modules, mp_policy)
-        asked = functools.partial(_by_class, mp_policy)
+        # Of a module's class, or of the nearest of its base classes.
+        given = {m: next((mp_policy[cls] for cls in type(m).__mro__ if cls in mp_policy), None) for m in modules}
     elif callable(mp_policy) and not isinstance(mp_policy, (type, nn.Module)):
-        asked = mp_policy
+        given = {module: mp_policy(module) for module in modules}
     else:
         kind = "a torch.distributed.fsdp.MixedPrecisionPolicy"
         raise TypeError(f"mp_policy must be {kind}, got {mp_policy!r}; {_hint(mp_policy)}")
-    named = {}
-    for module in modules:
-        policy = asked(module)
-        if policy is None:
-            continue
+    named: dict[nn.Module, Any] = {module: policy for module, policy in given.items() if policy is not None}
+    for module, policy in named.items():
         if not isinstance(policy, MixedPrecisionPolicy):
             raise TypeError(f"mp_policy gives {policy!r} for a {type(module).__name__}; {_hint(policy)}")
-        named[module] = policy
     if not named:
         raise ValueError("mp_policy gives no module of the model a policy; return one for some, or leave mp_policy out")
     return ModulePolicies(model, named.get(model, MixedPrecisionPolicy()), named)
@@ -174,11 +169,6 @@ def _check_mapping(modules: list[nn.Module], mp_policy: Mapping[Any, Any]) -> No
             raise TypeError(f"mp_policy has the key {cls!r}, which is not a module class; {_ACCEPTED}")
         if not any(isinstance(module, cls) for module in modules):
             raise ValueError(f"mp_policy has a policy for {cls.__name__}, and the model has no module of that class")
-
-
-def _by_class(policies: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
-    """The policy of a module's class, or of the nearest of its base classes."""
-    return next((policies[cls] for cls in type(module).__mro__ if cls in policies), None)
 
 
 def _hint(value: Any) -> str:

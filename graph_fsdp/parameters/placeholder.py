@@ -4,17 +4,16 @@ A kernel that reads a placeholder would read address zero. Two kinds of code may
 Dynamo leaves to Python while the model's forward runs, and for which the parameter is gathered (``python_reads.py``);
 and, at any time, code that kept a reference to a parameter from before ``graph_fsdp.compile``. So placeholders are a
 Parameter subclass whose ``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and
-type, and has memory given to it before everything else, or refuses. With
-``fullgraph=True`` they are plain Parameters while the forward runs: nothing but compiled code runs then, and Dynamo
-need not trace through ``__torch_function__`` at every use.
+type, and has memory given to it before everything else, or refuses. With ``fullgraph=True`` they are plain Parameters
+while the forward runs: Dynamo need not trace through ``__torch_function__`` at every use.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +22,10 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp import compat
 from graph_fsdp.errors import EmptyPlaceholderError
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+
+if TYPE_CHECKING:
+    from graph_fsdp.parameters.shards import Storage
 
 # What reads no memory and returns no tensor.
 _METADATA = frozenset(
@@ -40,47 +43,33 @@ _METADATA = frozenset(
 )  # fmt: skip
 
 
-class Reads(Protocol):
-    """What a placeholder knows of its model: whether the forward runs, and what has parameters gathered for code
-    outside of graphs ("" where it could, else why not)."""
-
-    active: bool
-    refusal: Callable[[Sequence[str]], str]
+def _torch_function(
+    cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """The ``__torch_function__`` of guarded placeholders. Tensor-parallel ones are unguarded where Dynamo traces."""
+    if (cls is GuardedPlaceholder and compat.is_tracing()) or func in _METADATA:
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+    return _read(func, args, kwargs or {})
 
 
 class GuardedPlaceholder(nn.Parameter):
     """A full-shape parameter without memory."""
 
-    _graph_fsdp: tuple[str, Reads]  # its name, and that of its model
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if compat.is_tracing() or func in _METADATA:
-            with compat.without_torch_function():
-                return func(*args, **(kwargs or {}))
-        return _read(func, args, kwargs or {})
+    _graph_fsdp: tuple[str, Storage]  # its name, and where it is a parameter
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 class GuardedTensorParallelPlaceholder(DTensor):
-    """Likewise, of a tensor-parallel parameter."""
+    """A tensor-parallel parameter without memory."""
 
-    _graph_fsdp: tuple[str, Reads]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _METADATA:
-            with compat.without_torch_function():
-                return func(*args, **(kwargs or {}))
-        return _read(func, args, kwargs or {})
+    _graph_fsdp: tuple[str, Storage]
+    __torch_function__: Any = classmethod(_torch_function)
 
 
-def guard(placeholder: nn.Parameter, name: str, reads: Reads) -> None:
+def guard(placeholder: nn.Parameter, name: str, storage: Storage) -> None:
     """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
-    vars(placeholder)["_graph_fsdp"] = (name, reads)
+    vars(placeholder)["_graph_fsdp"] = (name, storage)
     set_guarded(placeholder, True)
 
 
@@ -95,26 +84,26 @@ def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func``, for whose time placeholders have memory (``python_reads.py``)."""
-    by_model: dict[int, tuple[Reads, list[str]]] = {}
-    for placeholder in _placeholders(args, kwargs):
-        name, reads = placeholder._graph_fsdp
-        by_model.setdefault(id(reads), (reads, []))[1].append(name)
-    for reads, names in by_model.values():
-        _have_memory(func, reads, names)
+    by_model: dict[Storage, list[str]] = {}
+    for value in iterate_tensors([*args, *kwargs.values()]):
+        if isinstance(value, (GuardedPlaceholder, GuardedTensorParallelPlaceholder)):
+            name, storage = value._graph_fsdp
+            by_model.setdefault(storage, []).append(name)
+    for storage, names in by_model.items():
+        _have_memory(func, storage, names)
     with compat.without_torch_function():
         return func(*args, **kwargs)
 
 
 @torch.compiler.disable
-def _have_memory(func: Callable[..., Any], reads: Reads, names: list[str]) -> None:
-    if not reads.active and compat.current_backward() == -1:
+def _have_memory(func: Callable[..., Any], storage: Storage, names: list[str]) -> None:
+    if not storage.active and compat.current_backward() == -1:
         raise EmptyPlaceholderError(
             f"parameter {', '.join(map(repr, names))} of {_module(names[0])} is a reference from before "
             f"graph_fsdp.compile and has no memory any more\n  at {calling_line()}\n  Take it from the model "
             "again, and make optimizers after graph_fsdp.compile."
         )
-    reason = reads.refusal(names)
-    if reason:
+    if reason := storage.refusal(names):
         raise EmptyPlaceholderError(
             f"parameter {', '.join(map(repr, names))} of {_module(names[0])} was used by "
             f"{getattr(func, '__name__', func)!r} in code that was not compiled, where it cannot be gathered: {reason}"
@@ -135,24 +124,6 @@ def _module(name: str) -> str:
     return f"module {owner!r}" if owner else "the model itself"
 
 
-def _placeholders(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    guarded = (GuardedPlaceholder, GuardedTensorParallelPlaceholder)
-    return [v for v in _flatten([*args, *kwargs.values()]) if isinstance(v, guarded)]
-
-
-def _flatten(values: list[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for value in values:
-        flat += _flatten(list(value)) if isinstance(value, (list, tuple)) else [value]
-    return flat
-
-
 # Dynamo traces these functions within others, and would compile them by themselves where Python calls them.
-for _function in (
-    GuardedPlaceholder.__torch_function__,
-    GuardedTensorParallelPlaceholder.__torch_function__,
-    _read,
-    _placeholders,
-    _flatten,
-):
+for _function in (_torch_function, _read, iterate_tensors):
     compat.leave_to_python(_function)

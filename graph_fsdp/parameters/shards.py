@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -108,17 +108,16 @@ class Storage:
 
     def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         offload = self.spec.offload
+        device, pinned = (self.device, False) if offload is None else (HOST, offload.pin_memory)
         if not self.has_memory:
-            return compat.without_memory((numel,), dtype, self.device if offload is None else HOST)
-        if offload is None:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=offload.pin_memory)
+            return compat.without_memory((numel,), dtype, device)
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
 
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
         if self.mesh is not None:
             dim = None if p.replicated else p.shard_dim
-            stride = _contiguous(original.shape)
+            stride = torch.empty(original.shape, device="meta").stride()
             if isinstance(original, DTensor):
                 mesh, placements = shard_spec(original, self.mesh, dim)
             else:
@@ -254,11 +253,10 @@ class Storage:
             with torch.no_grad():
                 p.rows.copy_(memory)
             return
-        found = (tuple(memory.shape), memory.dtype, memory.device)
-        if found != (expected := (tuple(p.local.shape), p.local.dtype, p.local.device)):
+        if (found := described(memory)) != (expected := described(p.local)):
             raise ParameterChangedError(
-                f"parameter {p.spec.name!r} was {_describe(expected)} per rank and is {_describe(found)} now; move and "
-                "cast the model before graph_fsdp.compile, and set compute dtypes with mp_policy"
+                f"parameter {p.spec.name!r} was {expected} per rank and is {found} now; move and cast the model before "
+                "graph_fsdp.compile, and set compute dtypes with mp_policy"
             )
         with torch.no_grad():
             p.local.copy_(memory)
@@ -270,23 +268,37 @@ class Storage:
     def inputs_after_refresh(self) -> dict[str, Tensor]:
         """Parameter name → the padded local shard that the graphs take, connected to the parameter's ``grad``."""
         self.refresh()
-        parameters = list(self.parameters.values())
-        names = [p.spec.name for p in parameters]
-        return dict(zip(names, connected_shards(parameters, self.mesh is not None), strict=True))
+        shards = connected_shards(list(self.parameters.values()), self.mesh is not None)
+        return dict(zip(self.parameters, shards, strict=True))
 
 
 def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> list[Tensor]:
     """The padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
-    values = [p.input for p in parameters]
-    trainable = [i for i, p in enumerate(parameters) if p.shard.requires_grad] if torch.is_grad_enabled() else []
-    if not trainable:
-        return values
-    shards: Sequence[Tensor] = [parameters[i].shard for i in trainable]
-    if are_dtensors:
-        shards = _ToLocal.apply([parameters[i] for i in trainable], *shards)
-    for i, shard in zip(trainable, shards, strict=True):
-        values[i] = shard
-    return values
+    trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
+    shards: Sequence[Tensor] = [p.shard for p in trained]
+    if are_dtensors and trained:
+        shards = Linked.apply([p.input for p in trained], lambda grads: map(_shard_gradient, trained, grads), *shards)
+    linked = iter(shards)
+    return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
+
+
+# Gradients of what comes out of a node of autograd → those of what went in.
+Gradients: TypeAlias = Callable[[Sequence[Tensor | None]], Iterable[Tensor | None]]
+
+
+class Linked(torch.autograd.Function):
+    """One node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into those
+    of ``sources``. None stands for a gradient that is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = backward
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.call(grads))
 
 
 def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
@@ -296,10 +308,10 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
     held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
     made = {}
     for name, registered in module.named_parameters(remove_duplicate=False):
-        p, value = held.get(id(registered)), state_dict.get(name)
-        if p is None or not isinstance(registered, DTensor) or not isinstance(value, Tensor):
-            continue
-        if not isinstance(value, DTensor) and not value.is_meta and value.shape == registered.shape:
+        p = held.get(id(registered))
+        value: Any = state_dict.get(name)
+        whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+        if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
             made[name] = storage.shard_of(p, value)
     if not made:
         return state_dict
@@ -309,22 +321,8 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
     return rows
 
 
-class _ToLocal(torch.autograd.Function):
-    """All DTensor parameters → padded local shards, and their gradients back into DTensors: one node per forward
-    instead of one per parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, parameters: list[ShardedParameter], *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.parameters = parameters
-        ctx.set_materialize_grads(False)
-        return tuple(p.input.detach() for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *map(_shard_gradient, ctx.parameters, grads))
-
-
 def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a padded local shard as a DTensor."""
     if grad is None:
         return None
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
@@ -375,10 +373,6 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), leaf
 
 
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
-
-
-def _describe(kind: tuple[tuple[int, ...], torch.dtype, torch.device]) -> str:
-    shape, dtype, device = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+def described(value: Tensor) -> str:
+    """``"float32[4, 8] on cpu"``."""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"

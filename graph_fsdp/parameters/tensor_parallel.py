@@ -14,6 +14,7 @@ else, and every ``shape`` of a ParameterSpec is that of the part. Around it:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -81,13 +82,9 @@ def _are_dimensions_of_one_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
 def shard_spec(p: DTensor, mesh: DataParallelMesh, shard_dim: int | None) -> tuple[DeviceMesh, list[Placement]]:
     """Mesh and placements of a tensor-parallel parameter that is sharded too; ``shard_dim`` as in
     ``DataParallelMesh.placements``."""
-    placements = mesh.placements(shard_dim)
-    ways = 1
-    for dim, placement in enumerate(p.placements):
-        if shard_dim is not None and placement.is_shard(shard_dim):
-            ways *= p.device_mesh.size(dim)
-    if ways > 1:
-        assert shard_dim is not None
+    placements, sizes = mesh.placements(shard_dim), zip(p.placements, p.device_mesh.shape, strict=True)
+    ways = math.prod(size for placement, size in sizes if shard_dim is not None and placement.is_shard(shard_dim))
+    if shard_dim is not None and ways > 1:
         strided = compat.StridedShard(shard_dim, split_factor=ways)
         placements = [placement if placement.is_replicate() else strided for placement in placements]
     return compat.concatenate_meshes(mesh.mesh, p.device_mesh), [*placements, *p.placements]

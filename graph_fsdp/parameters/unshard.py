@@ -7,10 +7,9 @@
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
 - What :func:`unsharded` gathered, in the type of the shards: to the end of its block.
 
-While a unit is whole, its modules hold plain parameters, and the model's graphs take those: what the user writes to
-them is what the forward reads. Optimizers go on holding the shards. A shard that changes makes the whole parameter
-stale, which is an error at the next forward, and not another collective: a rank that noticed alone would wait for the
-others.
+While a unit is whole, its modules hold plain parameters, and the model's graphs take those. Optimizers go on holding
+the shards. A shard that changes makes the whole parameter stale, which is an error at the next forward, and not another
+collective: a rank that noticed alone would wait for the others.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,16 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
+from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
-from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.shards import Linked, ShardedParameter, Storage
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.passes.ir.spec import BucketSpec, ParameterSpec
+from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
 
 
 @dataclasses.dataclass
@@ -44,26 +47,18 @@ class _Gathering:
 
 
 class UnshardedUnits:
-    """Which units of a model are whole, and their parameters."""
+    """Which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        counter: GatheredBytes,
-        begin: Callable[[str, list[str]], None],
-        failed: Callable[[BaseException], Exception | None],
-    ) -> None:
-        """``begin``: called with a unit and its gathers before they start; it keeps the ranks in step. ``failed``:
-        called with what waiting for them raised; what to raise in its place, if anything."""
-        self.storage, self.counter, self._begin, self._failed = storage, counter, begin, failed
+    def __init__(self, storage: Storage, counter: GatheredBytes, schedules: Schedules) -> None:
+        self.storage, self.counter, self._schedules = storage, counter, schedules
         self.members: dict[str, list[ShardedParameter]] = {}
         for p in storage.parameters.values():
             self.members.setdefault(p.spec.unit, []).append(p)
         self.units: frozenset[str] = frozenset()
         self.refused = ""  # why, where another engine than this one's runs the model
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
-        self.whole_after_backward: set[str] = set()
-        self.whole_after_forward: set[str] = set()
+        self.whole_after_backward: frozenset[str] = frozenset()
+        self.whole_after_forward: frozenset[str] = frozenset()
         self._gathering: dict[str, _Gathering] = {}
         self._versions: dict[str, int] = {}
 
@@ -105,7 +100,9 @@ class UnshardedUnits:
         found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in spec.buckets}
         members = {b: ps for b, ps in found.items() if ps} if spec.world_size > 1 else {}
         dtypes = {b: b.parameters[0].dtype if full_precision else b.parameters[0].param_dtype for b in members}
-        self._begin(unit, [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members])
+        if members:
+            gathers = [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members]
+            self._schedules.begin("unshard()", f"of unit {unit or 'root'!r}", gathers)
         with torch.inference_mode(False), torch.no_grad():
             buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
         self._gathering[unit] = _Gathering(buckets, full_precision)
@@ -126,9 +123,11 @@ class UnshardedUnits:
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for pending, bucket, members in gathering.buckets:
-                self.wait(pending)
+                self._schedules.wait(pending)
                 for p in members:
-                    whole[p.spec.name] = _cut_out(pending.buffer, p.spec, bucket.offsets[p.spec.name])
+                    begin, rows = bucket.offsets[p.spec.name] * bucket.world_size, p.spec.chunk_rows * bucket.world_size
+                    padded = pending.buffer[begin : begin + p.spec.shard_numel * bucket.world_size]
+                    whole[p.spec.name] = padded.view(rows, *p.spec.shape[1:])[: p.spec.rows]
             for p in self.members[unit]:
                 value = whole.get(p.spec.name)
                 if value is None:  # on all ranks alike: a scalar, an empty parameter, or nothing is sharded
@@ -141,28 +140,17 @@ class UnshardedUnits:
                 self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
-    def wait(self, pending: Pending) -> None:
-        try:
-            pending.finish()
-        except BaseException as error:
-            cause = self._failed(error)
-            if cause is None:
-                raise
-            raise cause from error
-
     def before_forward(self) -> None:
         """Gather what is to be whole in this forward, and see that nothing whole is stale."""
-        wanted = self.whole_after_backward if torch.is_grad_enabled() else self.whole_after_forward
-        if wanted is self.whole_after_forward and wanted and self.unavailable():
-            wanted = set()  # evaluations gather as they go
-        for unit in self.members if wanted else ():
-            if unit in wanted:
+        training = torch.is_grad_enabled()
+        wanted = self.whole_after_backward if training else self.whole_after_forward
+        if wanted and (training or not self.unavailable()):  # else evaluations gather as they go
+            for unit in (unit for unit in self.members if unit in wanted):
                 self.start(unit)
         for unit in list(self._gathering):
             self.finish(unit)
-        for unit in self.members if self.units else ():
-            if unit in self.units:
-                self.check_fresh(unit)
+        for unit in (unit for unit in self.members if unit in self.units):
+            self.check_fresh(unit)
 
     def check_fresh(self, unit: str) -> None:
         for p in self.members[unit]:
@@ -204,22 +192,27 @@ class UnshardedUnits:
         for unit in sorted(self.units - self.held - self.whole_after_backward):
             self.reshard(unit)
 
+    @torch.no_grad()
     def write_back(self, unit: str) -> None:
         """Each rank copies its part of the whole parameters into its shards."""
         for p in self.members[unit]:
-            whole = self.storage.checked_whole(p)
-            with torch.no_grad():
-                self.storage.fill(p, whole)
+            self.storage.fill(p, self.storage.checked_whole(p))
 
     # --- in a forward
 
     def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The graph's inputs, with a node before them whose backward comes when the model's has ended."""
-        names = [name for name, value in inputs.items() if value.requires_grad] if self.units else []
-        if not names or not torch.is_grad_enabled():
+        """The graph's inputs, with a node before them whose backward comes when the model's has ended: autograd runs a
+        node when all gradients of its outputs are there."""
+        trained = {name: value for name, value in inputs.items() if value.requires_grad} if self.units else {}
+        if not trained or not torch.is_grad_enabled():
             return inputs
-        values = _WhenBackwardEnds.apply(self.after_backward, *(inputs[name] for name in names))
-        return {**inputs, **dict(zip(names, values, strict=True))}
+
+        def ended(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            self.after_backward()
+            return grads
+
+        values = Linked.apply(list(trained.values()), ended, *trained.values())
+        return {**inputs, **dict(zip(trained, values, strict=True))}
 
     def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
         """``program`` with the whole parameters of these names behind its other inputs."""
@@ -238,27 +231,6 @@ class UnshardedUnits:
         return (value if value.dtype is p.spec.param_dtype else value.to(p.spec.param_dtype)).contiguous()
 
 
-def _cut_out(buffer: Tensor, p: ParameterSpec, offset: int) -> Tensor:
-    """A view of one parameter in a gathered bucket."""
-    begin, padded = offset * p.world_size, (p.chunk_rows * p.world_size, *p.shape[1:])
-    return buffer[begin : begin + p.shard_numel * p.world_size].view(padded)[: p.shape[0]]
-
-
-class _WhenBackwardEnds(torch.autograd.Function):
-    """Identity. Autograd runs a node when all gradients of its outputs are there."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple(value.detach() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call()
-        return (None, *grads)
-
-
 class Handle(UnshardHandle):
     """What ``unshard(async_op=True)`` returns. The next forward waits by itself."""
 
@@ -267,16 +239,6 @@ class Handle(UnshardHandle):
 
     def wait(self) -> None:
         self._units.finish(self._unit)
-
-
-class InGraph(UnshardHandle):
-    """What it returns within the model's forward, where the graph gathers."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 @contextlib.contextmanager
@@ -297,7 +259,14 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
         TypeError: ``module`` is no unit of a compiled model and holds none.
         ParameterChangedError: shards changed in the block (an optimizer's step): writing back would undo that.
     """
-    found = _units_of(module, recurse)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+    found = [(engine.unsharded, unit) for engine, unit in places(module, recurse)]
+    if not found:
+        raise TypeError(
+            f"module: {type(module).__name__} is no unit of a model compiled by graph_fsdp and holds none; pass the "
+            "model or one of its units"
+        )
     for units, _ in found:
         units.check_available("graph_fsdp.unsharded")
     entered = [(units, unit) for units, unit in found if unit in units.members and unit not in units.held]
@@ -320,14 +289,8 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
             units.reshard(unit)
 
 
-def _units_of(module: nn.Module, recurse: bool) -> list[tuple[UnshardedUnits, str]]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-    modules = list(module.modules()) if recurse else [module]
-    places: list[Mapping[str, Any]] = [m.__dict__ for m in modules if "_graph_fsdp" in m.__dict__]
-    if not places:
-        raise TypeError(
-            f"module: {type(module).__name__} is no unit of a model compiled by graph_fsdp and holds none; pass the "
-            "model or one of its units"
-        )
-    return [(place["_graph_fsdp"].unsharded, place["_graph_fsdp_unit"]) for place in places]
+def places(module: Any, recurse: bool) -> list[tuple[Engine, str]]:
+    """The engine and the unit of ``module``, and, with ``recurse``, of the modules below it that have one."""
+    modules = module.modules() if recurse else [module]
+    found = [vars(m) for m in modules if "_graph_fsdp" in vars(m)]
+    return [(place["_graph_fsdp"], place["_graph_fsdp_unit"]) for place in found]
