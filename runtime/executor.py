@@ -22,8 +22,8 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame
 from graph_fsdp.runtime.generate import generate
 from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.observe.observer import MakeObserver, ObservedFrame, observed
-from graph_fsdp.runtime.observe.ranges import Ranges, recording
+from graph_fsdp.runtime.observe.observer import Event, MakeObserver, ObservedFrame, observed
+from graph_fsdp.runtime.observe.ranges import ranges, recording
 from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
@@ -75,13 +75,13 @@ class Program:
         frame = Frame(GatheredBytes() if self._observers else self.counter, slots, self.kept)
         observers = [make(self) for make in self._observers]
         if open_range is not None:
-            observers.append(Ranges(open_range, self.graph.phase, self.kernels))
+            observers.append(ranges(open_range, self.graph.phase))
         seen: Any = frame
         for observer in observers:
             run, seen = observed(run, self.kernels, observer), ObservedFrame(seen, observer)
         call = functools.partial(_to_the_end, run, frame, seen, args)
         for observer in observers:
-            call = functools.partial(observer.run, call)
+            call = functools.partial(observer, Event("run"), call)
         return call()
 
     @contextlib.contextmanager

@@ -28,8 +28,7 @@ from graph_fsdp.report.trace_events import (
     wait_of,
 )
 from graph_fsdp.runtime import Program
-from graph_fsdp.runtime.observe.schedule_times import Interval, ProgramRun
-from graph_fsdp.runtime.observe.timing import Place
+from graph_fsdp.runtime.observe.recorder import Interval, Place, ProgramRun
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
 WAITED = "measured: compute waited for it"
