@@ -49,9 +49,11 @@ class Program:
         self._boxed_call = True
         self.graph, self.counter, self.kept = graph, counter, kept if kept is not None else KeptGradients()
         self.check: Callable[[], None] | None = None  # before each run
-        self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
+        records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
+        uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
+        self.slots = SlotPlan(tuple(slots), tuple(uses[slot] for slot in range(len(slots))))
         self.graphs = graphs
-        self.source, self.constants = generate(graph, cache, comms, graphs)
+        self.source, self.constants, self.places = generate(graph, cache, comms, graphs)
         self._observers: tuple[MakeObserver, ...] = ()
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
@@ -107,14 +109,7 @@ def _to_the_end(run: Callable[..., Any], frame: Frame, seen: Any, args: list[Any
     try:
         outputs = run(seen, args)
     except BaseException as error:
-        frame.abandon(error)
+        frame.close(error)
         raise
     frame.close()
     return outputs
-
-
-def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
-    """How many buffers each slot holds in a run."""
-    records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
-    uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
-    return tuple(uses[slot] for slot in range(slots))

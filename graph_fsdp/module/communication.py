@@ -14,8 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.runtime.comm.custom_collectives import Comm, ProcessGroupAllGather, ProcessGroupReduceScatter
+from graph_fsdp.runtime.comm.custom_collectives import Comm, ProcessGroupCollective
 
 
 def set_custom_all_gather(self: Any, comm: Comm | None) -> None:
@@ -34,9 +35,8 @@ def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> 
     """Take the buffers of both collectives from the process group's allocator, where it has one (NCCL does, gloo
     does not). Raises ValueError where a custom collective is set: it allocates itself."""
     engine = self.__dict__["_graph_fsdp"]
-    own = (ProcessGroupAllGather, ProcessGroupReduceScatter, type(None))
     for name in ("all_gather", "reduce_scatter"):
-        if not isinstance(getattr(engine.comms, name), own):
+        if not isinstance(getattr(engine.comms, name), ProcessGroupCollective | None):
             raise ValueError(
                 f"set_allocate_memory_from_process_group_for_comm: set_custom_{name} was called, and that object "
                 f"allocates its own memory; call set_custom_{name}(None) first"
@@ -47,10 +47,9 @@ def set_allocate_memory_from_process_group_for_comm(self: Any, enable: bool) -> 
         return
     group: dist.ProcessGroup = mesh.mesh.get_group(mesh.shard_dim)
     method = "set_allocate_memory_from_process_group_for_comm"
-    gather: Any = ProcessGroupAllGather(group) if enable else None
-    reduce: Any = ProcessGroupReduceScatter(group) if enable else None
-    _set(engine, method, "all_gather", gather)
-    _set(engine, method, "reduce_scatter", reduce)
+    collectives = {"all_gather": compat.all_gather_single, "reduce_scatter": compat.reduce_scatter_single}
+    for name, collective in collectives.items():
+        _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
 
 
 def set_symm_mem_for_comm(self: Any, backend: str = "NCCL") -> None:
