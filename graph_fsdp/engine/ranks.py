@@ -13,9 +13,8 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.ranks.failure import RankFailure
-from graph_fsdp.runtime.ranks.in_step import InStep
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
-from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram
+from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram, in_step
 
 # Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
@@ -103,7 +102,7 @@ class Schedules:
         if self.lockstep is None or not collectives:
             return program
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
-        return InStep(program, self.lockstep, known)
+        return in_step(program, self.lockstep, known)
 
     def begin_unshard(self, unit: str, gathers: list[str]) -> None:
         """Called before ``gathers`` that are in no graph start: they keep step as programs do."""

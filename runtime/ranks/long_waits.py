@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from graph_fsdp.runtime.ranks.agreement import listed
-from graph_fsdp.runtime.ranks.failure import state_of
+from graph_fsdp.runtime.ranks.agreement import listed, read
+from graph_fsdp.runtime.ranks.failure import in_words, state_of
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,8 @@ class LongWaits:
             log.warning("%s", self._text(position, seconds, what()))
 
     def _text(self, position: int, seconds: float, what: str) -> str:
-        missing = [rank for rank in self._ranks if not self._waits(rank, position)]
-        states = {rank: state_of(self._store, rank) for rank in missing[:_DESCRIBED]}
-        known = "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
+        missing = [rank for rank in self._ranks if read(self._store, self._key(rank)) != str(position)]
+        known = in_words({rank: state_of(self._store, rank) for rank in missing[:_DESCRIBED]})
         me = dist.get_rank()
         who = f"ranks {listed(missing)} have" if missing else "all other ranks wait there, too, and none has"
         return (
@@ -51,10 +50,6 @@ class LongWaits:
             "ranks have to run the model equally often (a data loader that gives one of them fewer batches?). It goes "
             "on waiting"
         )
-
-    def _waits(self, rank: int, position: int) -> bool:
-        name = self._key(rank)
-        return self._store.check([name]) and int(self._store.get(name)) == position
 
     def _key(self, rank: int) -> str:
         return f"{self._base}waits/{rank}"
