@@ -33,23 +33,19 @@ Runnable: TypeAlias = Callable[..., Any]
 
 
 class AbsentGradients:
-    """Of the backward of one graph. ``groups``: the names of the process groups that gradients are reduced in, one
-    after the other. ``unsynced``: parameters whose gradients this graph keeps and does not reduce."""
+    """The gradients that the backward of one graph may leave out. ``device``: of its tangents."""
 
-    def __init__(
-        self,
-        reach: Reach,
-        groups: Sequence[str],
-        kept: KeptGradients,
-        unsynced: frozenset[str],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, reach: Reach, context: PassContext, kept: KeptGradients, device: torch.device) -> None:
         self.reach, self.kept, self.device = reach, kept, device
+        model = context.model
         self._tangents: Sequence[int | None] | None = None  # per output of autograd's node, which one is its gradient
-        self._groups = tuple(groups)
+        # Process groups that gradients are reduced in, one after the other.
+        self._groups = [name for name in (model.group, model.replicate_group) if name] if model.ranks > 1 else []
+        # What this graph keeps and does not reduce.
+        unsynced = {name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context)}
         self._unsynced = [index for index in reach.uncertain if reach.parameters[index] in unsynced]
         local = set(self._unsynced)
-        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if groups else []
+        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if self._groups else []
         self._own = [i for i in reach.uncertain if i not in local and i not in set(self._agreed)]
         self._used = self._all = (1 << reach.number_of_tangents) - 1
 
@@ -136,11 +132,7 @@ def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> Abse
     reach = find_reach(joint, context.tangents, context.forward_outputs)
     if not reach.uncertain:
         return None
-    model = context.model
-    unsynced = frozenset(name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context))
-    groups = [group for group in (model.group, model.replicate_group) if group]
-    device = joint.placeholders[context.tangents][0].meta["val"].device
-    return AbsentGradients(reach, groups if model.ranks > 1 else [], kept, unsynced, device)
+    return AbsentGradients(reach, context, kept, joint.placeholders[context.tangents][0].meta["val"].device)
 
 
 def _node_of(output: Any, given: set[Any]) -> Any:

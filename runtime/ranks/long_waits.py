@@ -25,15 +25,13 @@ class LongWaits:
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self._ranks, self._store, self._base = tuple(ranks), store, base
-        self._written = self._told = -1  # positions
+        self._told = -1  # at which position
 
     def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
         """To be called now and then while this rank waits, in ``what``, at a program's ``position``."""
         if self._told == position:
             return
-        if self._written != position:
-            self._written = position
-            self._store.set(self._key(dist.get_rank()), str(position))
+        self._store.set(self._key(dist.get_rank()), str(position))
         if seconds < TELL_AFTER_SECONDS:
             return
         self._told = position
