@@ -67,23 +67,23 @@ class ObservedFrame:
         return self._start(_RELOAD, self._frame.reload, host, device)
 
     def _start(self, plan: StartPlan, start: Callable[..., Pending], *given: Any) -> Pending:
-        event = Event("start", plan.step, plan.kind, plan.bucket)
-        pending = self._observer(event, functools.partial(start, *given))
+        pending = self._see(Event("start", plan.step, plan.kind, plan.bucket), start, *given)
         self._plans[pending] = plan
         return pending
 
     def wait(self, pending: Pending) -> Tensor:
         plan = self._plans.pop(pending)
-        event = Event("wait", plan.step, f"wait {plan.kind}", plan.bucket)
-        return self._observer(event, functools.partial(self._frame.wait, pending))
+        return self._see(Event("wait", plan.step, f"wait {plan.kind}", plan.bucket), self._frame.wait, pending)
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
-        reduction = functools.partial(self._frame.reduce_payloads, reduce, values)
-        return self._observer(Event("call", name="reduce payloads"), reduction)
+        return self._see(Event("call", name="reduce payloads"), self._frame.reduce_payloads, reduce, values)
 
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
-        call = functools.partial(self._frame.hook, unit, buffer)
-        return self._observer(Event("call", name="hook", whose=unit or "root"), call)
+        return self._see(Event("call", name="hook", whose=unit or "root"), self._frame.hook, unit, buffer)
+
+    def _see(self, event: Event, call: Callable[..., T], *given: Any) -> T:
+        bound: Callable[[], T] = functools.partial(call, *given)
+        return self._observer(event, bound)
 
 
 def observed(run: Callable[..., Any], regions: Mapping[int, str], observer: Observer) -> Callable[..., Any]:
