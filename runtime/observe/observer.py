@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
+from graph_fsdp.runtime.frame import Frame
+from graph_fsdp.runtime.kept_gradients import KeepPlan
 
 T = TypeVar("T")
 What: TypeAlias = Literal["run", "region", "start", "wait", "call"]
@@ -44,12 +46,14 @@ MakeObserver = Callable[[Any], Observer]  # of the program that begins a run
 
 
 class ObservedFrame:
-    """A run's frame, what it does seen by an observer. ``frame``: a ``Frame``, or one that is observed already."""
+    """A run's frame, what it does seen by an observer."""
 
-    def __init__(self, frame: Any, observer: Observer) -> None:
+    def __init__(self, frame: Frame | ObservedFrame, observer: Observer) -> None:
         self._frame, self._observer = frame, observer
         self._plans: dict[Pending, StartPlan] = {}  # of what is under way
-        self.free, self.keep = frame.free, frame.keep  # nothing that takes time
+        # What takes no time is not seen.
+        self.free: Callable[[Tensor], None] = frame.free
+        self.keep: Callable[[KeepPlan, Tensor], None] = frame.keep
 
     def gather_start(self, plan: StartPlan, shards: list[Tensor]) -> Pending:
         return self._start(plan, self._frame.gather_start, plan, shards)
