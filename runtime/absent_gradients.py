@@ -2,19 +2,18 @@
 
 [Note: outputs that the loss leaves out]
 AOTAutograd gives backward zeros for the gradients of outputs that have none, so that parameters which only those
-outputs are made of would have zeros, and an optimizer with weight decay would move them. The node of autograd that runs
-a graph's backward is told before: it finds None in their places. What is then computed of zeros alone (``reach.py``) is
+outputs are made of would have zeros, and an optimizer with weight decay would move them. A prehook on the node of
+autograd that runs a graph's backward finds None in their places. What is then computed of zeros alone (``reach.py``) is
 returned as None; autograd leaves ``.grad`` as it was.
 
-Ranks may use different outputs. Whether a parameter has a gradient is a property of the step, not of the rank: it has
-one where any rank has (the others contribute zeros). Its reduction runs in any case, and beside it one all-reduce of a
-byte for each parameter that an output might leave out, started before the first reduction. Models whose parameters all
-take part in every output have no such parameter, and no such all-reduce. Only a rank that lacks a gradient reads the
-result.
+Ranks may use different outputs: a parameter has a gradient where any rank has one (the others contribute zeros). Its
+reduction runs in any case, and beside it one all-reduce of a byte for each parameter that an output might leave out,
+started before the first reduction. Only a rank that lacks a gradient reads the result.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,23 +34,19 @@ Runnable: TypeAlias = Callable[..., Any]
 
 
 class AbsentGradients:
-    """Of the backward of one graph. ``groups``: the names of the process groups that gradients are reduced in, one
-    after the other. ``unsynced``: parameters whose gradients this graph keeps and does not reduce."""
+    """The gradients that the backward of one graph may leave out. ``device``: of its tangents."""
 
-    def __init__(
-        self,
-        reach: Reach,
-        groups: Sequence[str],
-        kept: KeptGradients,
-        unsynced: frozenset[str],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, reach: Reach, context: PassContext, kept: KeptGradients, device: torch.device) -> None:
         self.reach, self.kept, self.device = reach, kept, device
+        model = context.model
         self._tangents: Sequence[int | None] | None = None  # per output of autograd's node, which one is its gradient
-        self._groups = tuple(groups)
+        # Process groups that gradients are reduced in, one after the other.
+        self._groups = [name for name in (model.group, model.replicate_group) if name] if model.ranks > 1 else []
+        # What this graph keeps and does not reduce.
+        unsynced = {name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context)}
         self._unsynced = [index for index in reach.uncertain if reach.parameters[index] in unsynced]
         local = set(self._unsynced)
-        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if groups else []
+        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if self._groups else []
         self._own = [i for i in reach.uncertain if i not in local and i not in set(self._agreed)]
         self._used = self._all = (1 << reach.number_of_tangents) - 1
 
@@ -87,22 +82,46 @@ class AbsentGradients:
 
     def around(self, program: Runnable, graph: Graph) -> Runnable:
         """``program``, of ``graph``; if that is the backward, without the gradients that no rank has."""
-        return _BackwardWithout(self, program) if graph.phase == "backward" else program
+        if graph.phase != "backward":
+            return program
+        run = functools.partial(self.run, program)
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
 
     def run(self, program: Runnable, args: list[Any]) -> Any:
         used, self._used = self._used, self._all
         lacking = {i for i in self.reach.uncertain if not self.reach.tangents[i] & used}
-        agreement = _Agreement(self, lacking) if self._agreed else None
+        agreement = self._start_agreement(lacking) if self._agreed else set[int]
         before = {i for i in lacking.intersection(self._unsynced) if self._is_kept(i)}
         outputs = list(program(args))
         for index in lacking.intersection(self._unsynced) - before:
             self.kept.gradients.pop((self.reach.parameters[index], False), None)
-        absent = lacking.intersection(self._own)
-        if agreement is not None:
-            absent |= agreement.absent()
-        for index in absent:
+        for index in lacking.intersection(self._own) | agreement():
             outputs[index] = None
         return outputs
+
+    def _start_agreement(self, lacking: set[int]) -> Callable[[], set[int]]:
+        """Start to agree on the gradients that any rank has, before the program starts its first collective. What is
+        returned waits, and says which no rank has: it is called on all ranks, and reads the device on those that lack
+        some."""
+        lacks = {i for i in self._agreed if i in lacking and not self._is_kept(i)}
+        has = torch.tensor([i not in lacks for i in self._agreed], dtype=torch.uint8, device=self.device)
+
+        def start(group: str) -> Any:
+            return dist.all_reduce(has, dist.ReduceOp.MAX, group=compat.resolve_group(group), async_op=True)
+
+        first, *others = self._groups
+        work = start(first)
+
+        def absent() -> set[int]:
+            lockstep.finish(work, self.device)
+            for group in others:
+                lockstep.finish(start(group), self.device)
+            if not lacks:
+                return set()
+            return {index for index, any_has in zip(self._agreed, has.tolist(), strict=True) if not any_has}
+
+        return absent
 
     def _is_kept(self, index: int) -> bool:
         name = self.reach.parameters[index]
@@ -114,45 +133,7 @@ def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> Abse
     reach = find_reach(joint, context.forward_outputs)
     if not reach.uncertain:
         return None
-    model = context.model
-    unsynced = frozenset(name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context))
-    groups = [group for group in (model.group, model.replicate_group) if group]
-    device = joint.with_role(Role.TANGENT)[0].meta["val"].device
-    return AbsentGradients(reach, groups if model.ranks > 1 else [], kept, unsynced, device)
-
-
-class _Agreement:
-    """One backward's: which gradients any rank has. Made before the program starts its first collective."""
-
-    def __init__(self, of: AbsentGradients, lacking: set[int]) -> None:
-        self._places, self._device = of._agreed, of.device
-        self._lacking = [i for i in of._agreed if i in lacking and not of._is_kept(i)]
-        without = set(self._lacking)
-        has = [i not in without for i in of._agreed]
-        self._has = torch.tensor(has, dtype=torch.uint8, device=of.device)
-        first, *self._others = of._groups
-        self._work = self._start(first)
-
-    def _start(self, group: str) -> Any:
-        return dist.all_reduce(self._has, dist.ReduceOp.MAX, group=compat.resolve_group(group), async_op=True)
-
-    def absent(self) -> set[int]:
-        """The places of gradients that no rank has. Called on all ranks; reads the device on those that lack some."""
-        lockstep.finish(self._work, self._device)
-        for group in self._others:
-            lockstep.finish(self._start(group), self._device)
-        if not self._lacking:
-            return set()
-        return {index for index, has in zip(self._places, self._has.tolist(), strict=True) if not has}
-
-
-class _BackwardWithout:
-    def __init__(self, absent: AbsentGradients, program: Runnable) -> None:
-        self._boxed_call = True  # see Program
-        self.absent, self.program = absent, program
-
-    def __call__(self, args: list[Any]) -> Any:
-        return self.absent.run(self.program, args)
+    return AbsentGradients(reach, context, kept, joint.with_role(Role.TANGENT)[0].meta["val"].device)
 
 
 def _node_of(output: Any, given: set[Any]) -> Any:

@@ -22,8 +22,8 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame
 from graph_fsdp.runtime.generate import generate
 from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.observe.observer import MakeObserver, ObservedFrame, observed
-from graph_fsdp.runtime.observe.ranges import Ranges, recording
+from graph_fsdp.runtime.observe.observer import Event, MakeObserver, ObservedFrame, observed
+from graph_fsdp.runtime.observe.ranges import ranges, recording
 from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
@@ -49,9 +49,11 @@ class Program:
         self._boxed_call = True
         self.graph, self.counter, self.kept = graph, counter, kept if kept is not None else KeptGradients()
         self.check: Callable[[], None] | None = None  # before each run
-        self.slots = SlotPlan(tuple(slots), _slot_uses(graph, len(slots)))
+        records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
+        uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
+        self.slots = SlotPlan(tuple(slots), tuple(uses[slot] for slot in range(len(slots))))
         self.graphs = graphs
-        self.source, self.constants = generate(graph, cache, comms, graphs)
+        self.source, self.constants, self.places = generate(graph, cache, comms, graphs)
         self._observers: tuple[MakeObserver, ...] = ()
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
@@ -75,13 +77,13 @@ class Program:
         frame = Frame(GatheredBytes() if self._observers else self.counter, slots, self.kept)
         observers = [make(self) for make in self._observers]
         if open_range is not None:
-            observers.append(Ranges(open_range, self.graph.phase, self.kernels))
+            observers.append(ranges(open_range, self.graph.phase))
         seen: Any = frame
         for observer in observers:
             run, seen = observed(run, self.kernels, observer), ObservedFrame(seen, observer)
         call = functools.partial(_to_the_end, run, frame, seen, args)
         for observer in observers:
-            call = functools.partial(observer.run, call)
+            call = functools.partial(observer, Event("run"), call)
         return call()
 
     @contextlib.contextmanager
@@ -107,14 +109,7 @@ def _to_the_end(run: Callable[..., Any], frame: Frame, seen: Any, args: list[Any
     try:
         outputs = run(seen, args)
     except BaseException as error:
-        frame.abandon(error)
+        frame.close(error)
         raise
     frame.close()
     return outputs
-
-
-def _slot_uses(graph: Graph, slots: int) -> tuple[int, ...]:
-    """How many buffers each slot holds in a run."""
-    records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
-    uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
-    return tuple(uses[slot] for slot in range(slots))

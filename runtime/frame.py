@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives, custom_collectives, host_copies
+from graph_fsdp.runtime.comm import collectives, copies, custom_collectives
 from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
-from graph_fsdp.runtime.comm.copies import Copies, CopyPlan
+from graph_fsdp.runtime.comm.copies import CopyPlan
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
@@ -49,57 +50,52 @@ class Frame:
         self.counter, self.kept = counter, kept
         self.slots = Slots(counter, plan)
         self.pending: dict[Pending, None] = {}  # in the order of their starts
-        self.copies = Copies()
+        self._last_fetch: torch.Event | None = None  # see [Note: writes after a run]
 
     def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Pending:
         self.counter.count("all_gather")
-        taken: list[Tensor] = []
-
-        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-            # The first allocation is the bucket's buffer, the second the landing buffer.
-            if taken:
-                taken.append(self.slots.take_landing(numel, dtype, device, plan.landing_slot))
-            elif plan.escapes:
-                taken.append(self.slots.take_escaping(plan.bucket, numel, dtype, device))
-            else:
-                taken.append(self.slots.take(numel, dtype, device, plan.slot))
-            return taken[-1]
-
+        layout, dtype, device = plan.layout, plan.dtype, shards[0].device
+        numel = layout.world_size * layout.length
+        if plan.escapes:
+            buffer = self.slots.take_escaping(plan.bucket, numel, dtype, device)
+        else:
+            buffer = self.slots.take(numel, dtype, device, plan.slot)
         comm = plan.comms.all_gather if plan.comms is not None else None
         if comm is not None:
-            arguments = (shards, plan.layout, plan.dtype, plan.group, allocate)
-            pending = custom_collectives.start_all_gather(*arguments, comm)
+            pending = custom_collectives.start_all_gather(shards, layout, dtype, plan.group, comm, buffer)
         else:
-            pending = collectives.start_all_gather(
-                shards, plan.layout, plan.dtype, plan.group, allocate, self.slots.give_landing
-            )
+            landing = None
+            if layout.landing_numel:
+                landing = self.slots.take_landing(layout.landing_numel, dtype, device, plan.landing_slot)
+            buffers = (buffer, landing, self.slots.give_landing)
+            pending = collectives.start_all_gather(shards, layout, dtype, plan.group, *buffers)
         self.slots.hold(pending.buffer, plan.escapes)
-        self.pending[pending] = None
-        return pending
+        return self._under_way(pending)
 
     def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Pending:
         self.counter.count(plan.kind)
         if self.kept:
             grads = self.kept.added_to(grads, plan.params, plan.begins)
-        pending = plan.start(grads)
-        self.pending[pending] = None
-        return pending
+        return self._under_way(plan.start(grads))
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
         self.counter.count("payload_reduce")
         return reduce(values)
 
     def offload(self, value: Tensor) -> Pending:
-        return self._copying(host_copies.start_offload(value))
+        return self._under_way(copies.offload_activation(value))
 
     def reload(self, host: Tensor, device: torch.device) -> Pending:
-        return self._copying(host_copies.start_reload(host, device))
+        return self._under_way(copies.reload_activation(host, device))
 
     def copy_start(self, plan: CopyPlan, tensors: list[Tensor]) -> Pending:
         self.counter.count(plan.kind)
-        return self._copying(self.copies.start(plan, tensors))
+        copy = plan.start(tensors)
+        if plan.ends_with_run:
+            self._last_fetch = copy.event
+        return self._under_way(copy)
 
-    def _copying(self, pending: Pending) -> Pending:
+    def _under_way(self, pending: Pending) -> Pending:
         self.pending[pending] = None
         return pending
 
@@ -119,26 +115,18 @@ class Frame:
     def free(self, buffer: Tensor) -> None:
         self.slots.free(buffer)
 
-    def close(self) -> None:
-        """End of the run. What is still under way may write into the run's buffers: it ends before those go."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End of a run, which may have raised ``error``; nothing that fails here hides that. What is still under way
+        may write into the run's buffers: it ends before those go. Collectives in which other ranks do not take part are
+        not waited for (those of a rank that the user interrupts may be such): the process group holds their memory
+        until they end."""
+        ends = error is None or (isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP))
         try:
-            while self.pending:
-                self.pending.popitem()[0].finish()
-            self.copies.close()
-        finally:
-            self.slots.close()
-
-    def abandon(self, error: BaseException) -> None:
-        """End of a run that raised ``error``, which nothing that fails here hides. Collectives in which other ranks do
-        not take part are not waited for (those of a rank that the user interrupts may be such): the process group holds
-        their memory until they end."""
-        try:
-            while self.pending and isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP):
-                try:
+            with contextlib.suppress(*(OUT_OF_STEP if error is not None else ())):
+                while self.pending and ends:
                     self.pending.popitem()[0].finish()
-                except OUT_OF_STEP:
-                    break
             self.pending.clear()
-            self.copies.close()
+            if self._last_fetch is not None:
+                self._last_fetch.synchronize()
         finally:
             self.slots.close()

@@ -11,24 +11,22 @@
 | ``all_reduce_start``, ``all_reduce_shard_start`` | a ``cat`` of several, ``all_reduce`` |
 | ``reduce_wait`` | ``wait_tensor``, and the second division of a mean that has two |
 
-Nodes keep their order, but for waits: they move down to the first use or the next communication node. In a graph that
-is cut they stand above cheap operators, so that these fall into one region with what follows; here that would only keep
-an operator from fusing with what comes before the wait.
+Nodes keep their order, but for waits: they move down to the first use or the next communication node, so that they
+keep no operator from fusing with what comes before.
 
 The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
 returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
-the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
-
-The lowered graph is this rank's own: which chunks ``keep_shard`` keeps is the rank's place in its group.
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed. Which chunks
+``keep_shard`` keeps depends on the rank.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -37,7 +35,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import GatherLayout, Message, layout_of, messages_of, reduced_begins
+from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of, reduced_begins
 from graph_fsdp.runtime.comm import collectives
 
 aten = torch.ops.aten
@@ -189,31 +187,25 @@ class _Lowering:
 
     def _buffer(self, messages: _Messages) -> fx.Node:
         """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
-        layout, pieces, offsets = messages.layout, [], []
-        for message, part in zip(layout.messages, messages.parts, strict=True):
-            sizes = [message.numel] if message.lands_in_place else message.splits
-            for begin, numel in zip(accumulate(sizes, initial=message.begin), sizes, strict=False):
-                pieces.append(self._rows(message, part, begin, numel, layout.world_size))
-                offsets.append(layout.world_size * begin)
-        return self._spread(pieces, offsets, layout.world_size * layout.length)
+        layout, chunks = messages.layout, list(_chunks(messages.layout))
+        pieces = [self._rows(messages, chunk) for chunk in chunks]
+        return self._spread(pieces, [layout.world_size * c.begin for c in chunks], layout.world_size * layout.length)
 
     def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
         """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
-        world = messages.layout.world_size
-        message, offset, numel = _chunk_at(messages.layout, begin)
-        part = messages.parts[messages.layout.messages.index(message)]
-        if message.lands_in_place:
-            return self._part(part, begin - world * message.begin, end - begin, name)
-        rows = self._rows(message, part, offset, numel, world)
-        return self._part(rows, begin - world * offset, end - begin, name)
+        chunk = _chunk_at(messages.layout, begin)
+        first = begin - messages.layout.world_size * chunk.begin
+        return self._part(self._rows(messages, chunk), first, first + end - begin, name)
 
-    def _rows(self, message: Message, part: fx.Node, begin: int, numel: int, world: int) -> fx.Node:
-        """``numel`` elements from ``begin`` on of the bucket's shard, of all ranks, one rank behind the other."""
-        if numel == message.numel:
+    def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
+        """A chunk of the bucket's shard, of all ranks, one rank behind the other."""
+        message, part = messages.layout.messages[chunk.message], messages.parts[chunk.message]
+        if chunk.numel == message.numel:
             return part
-        by_rank = self.call(aten.reshape.default, part, [world, message.numel])
-        first = begin - message.begin
-        return self.call(aten.reshape.default, self.call(aten.slice.Tensor, by_rank, 1, first, first + numel), [-1])
+        by_rank = self.call(aten.reshape.default, part, [messages.layout.world_size, message.numel])
+        first = chunk.begin - message.begin
+        rows = self.call(aten.slice.Tensor, by_rank, 1, first, first + chunk.numel)
+        return self.call(aten.reshape.default, rows, [-1])
 
     def _part(self, flat: fx.Node, begin: int, numel: int, name: str | None = None) -> fx.Node:
         if numel == flat.meta["val"].numel():
@@ -250,27 +242,26 @@ class _Lowering:
 
     def reduce_scatter_start(self, node: fx.Node) -> list[fx.Node]:
         world, name = dialect.argument(node, "world_size"), dialect.group_of(node)
-        ranks = world * dialect.argument(node, "replicas")
+        op, before, _ = _mean(node)
         started = []
         for message in messages_of(node):
             rows = [self._rank_major(self.values[grad], node, world) for grad in message]
             packed = self.call(aten.reshape.default, self._joined(rows, dim=1), [-1])
-            packed, op = self._divided(packed, ranks)
+            packed = self._divided(packed, before)
             started.append(
                 self.call(_functional.reduce_scatter_tensor.default, packed, op, world, name, name=node.name)
             )
         return started
 
     def all_reduce_start(self, node: fx.Node) -> fx.Node:
-        ranks = dialect.argument(node, "world_size") * dialect.argument(node, "replicas")
+        op, before, _ = _mean(node)
         grads = [self.call(aten.reshape.default, self.values[g], [-1]) for g in dialect.argument(node, "grads")]
-        packed, op = self._divided(self._joined([self._of_dtype(grad, node) for grad in grads], dim=0), ranks)
+        packed = self._divided(self._joined([self._of_dtype(grad, node) for grad in grads], dim=0), before)
         return self.call(_functional.all_reduce.default, packed, op, dialect.group_of(node), name=node.name)
 
     def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
-        shard = self._first(node)
-        op, _, _ = collectives.mean_of(shard.meta["val"].dtype, dialect.argument(node, "ranks"))
-        return self.call(_functional.all_reduce.default, shard, _OPERATIONS[op], dialect.group_of(node), name=node.name)
+        op, group = _mean(node)[0], dialect.group_of(node)
+        return self.call(_functional.all_reduce.default, self._first(node), op, group, name=node.name)
 
     def reduce_wait(self, node: fx.Node) -> fx.Node:
         start: Any = node.args[0]
@@ -279,8 +270,7 @@ class _Lowering:
             reduced = self._spread(parts, reduced_begins(start), start.meta["val"].numel())
         else:
             reduced = self.call(_wait, self.values[start], name=node.name)
-        after = _divisor(start)
-        return reduced if after is None else self.call(aten.div.Tensor, reduced, after)
+        return self._divided(reduced, _mean(start)[2])
 
     def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
         """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
@@ -297,10 +287,8 @@ class _Lowering:
     def _joined(self, tensors: list[fx.Node], dim: int) -> fx.Node:
         return tensors[0] if len(tensors) == 1 else self.call(aten.cat.default, tensors, dim)
 
-    def _divided(self, packed: fx.Node, ranks: int) -> tuple[fx.Node, str]:
-        """What is sent for a mean over ``ranks``, and the name of the reduction's operator."""
-        op, before, _ = collectives.mean_of(packed.meta["val"].dtype, ranks)
-        return packed if before is None else self.call(aten.div.Tensor, packed, before), _OPERATIONS[op]
+    def _divided(self, value: fx.Node, divisor: float | None) -> fx.Node:
+        return value if divisor is None else self.call(aten.div.Tensor, value, divisor)
 
 
 _LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], Any]] = {
@@ -320,14 +308,12 @@ def _shards(start: fx.Node) -> Sequence[fx.Node]:
     return shards
 
 
-def _divisor(start: fx.Node) -> float | None:
-    """What the result of a reduction is divided by, where it is the last of a mean."""
-    dtype = start.meta["val"].dtype
-    if start.target is dialect.all_reduce_shard_start:
-        return collectives.mean_of(dtype, dialect.argument(start, "ranks"))[2]
-    if dialect.argument(start, "replicas") > 1:
-        return None
-    return collectives.mean_of(dtype, dialect.argument(start, "world_size"))[2]
+def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
+    """The name of a reduction's operator, and what is divided by before and after it."""
+    second = start.target is dialect.all_reduce_shard_start
+    ranks = (dialect.argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
+    op, before, after = collectives.mean_of(start.meta["val"].dtype, *ranks)
+    return _OPERATIONS[op], before, after
 
 
 def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
@@ -345,20 +331,27 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
     bounds = _slice_bounds(user)
     if bounds is None:
         return False
-    _, offset, numel = _chunk_at(buffer.layout, bounds[0])
-    return bounds[1] <= buffer.layout.world_size * (offset + numel)
+    chunk = _chunk_at(buffer.layout, bounds[0])
+    return bounds[1] <= buffer.layout.world_size * (chunk.begin + chunk.numel)
 
 
-def _chunk_at(layout: GatherLayout, element: int) -> tuple[Message, int, int]:
-    """The message that holds an element of the buffer, and offset and size in the bucket's shard of what lies there in
-    one piece: all of a message that lands in place, else a chunk or a gap."""
+class _Chunk(NamedTuple):
+    """What of a message lies in the buffer in one piece. ``begin``, ``numel``: in the bucket's shard."""
+
+    message: int
+    begin: int
+    numel: int
+
+
+def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
+    """In order: all of a message that lands in place, else its chunks and the gaps between them."""
+    for index, message in enumerate(layout.messages):
+        numels = [message.numel] if message.lands_in_place else message.splits
+        for begin, numel in zip(accumulate(numels, initial=message.begin), numels, strict=False):
+            yield _Chunk(index, begin, numel)
+
+
+def _chunk_at(layout: GatherLayout, element: int) -> _Chunk:
+    """The chunk that an element of the buffer lies in."""
     place = element // layout.world_size
-    message = next(m for m in layout.messages if m.begin <= place < m.begin + m.numel)
-    if message.lands_in_place:
-        return message, message.begin, message.numel
-    offset = message.begin
-    for numel in message.splits:
-        if place < offset + numel:
-            return message, offset, numel
-        offset += numel
-    raise AssertionError(f"element {element} lies in no chunk of its message")
+    return next(c for c in _chunks(layout) if c.begin <= place < c.begin + c.numel)

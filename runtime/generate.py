@@ -14,34 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import layout_of
-from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.runtime.comm import collectives, custom_collectives
-from graph_fsdp.runtime.comm.collectives import Pending
-from graph_fsdp.runtime.comm.copies import copy_plan
+from graph_fsdp.passes.ir.operands import operand, overload, replaced
+from graph_fsdp.runtime.comm import custom_collectives
+from graph_fsdp.runtime.comm.collectives import Pending, ReduceScatter
+from graph_fsdp.runtime.comm.copies import CopyPlan
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import GatherPlan, ReducePlan
 from graph_fsdp.runtime.kept_gradients import begins_in_shard, keep_plan, owned_gradients
+from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Region, cut
+from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 
 
 def generate(
     graph: Graph, cache: RegionCache, comms: Comms | None, graphs: ProgramGraphs | None
-) -> tuple[str, dict[str, Any]]:
-    """The text of a program, and the constants that it names."""
+) -> tuple[str, dict[str, Any], dict[int, str]]:
+    """The text of a program, the constants that it names, and what each of its lines does, for error messages."""
     names = _variable_names(graph)
     steps = cut(graph)
     last = _last_uses(steps, graph)
-    owned: frozenset[fx.Node] = (
-        owned_gradients(graph) if graphs is None else frozenset()
-    )  # CUDA graphs write there again
+    # CUDA graphs write to their results again.
+    owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
     constants: dict[str, Any] = {}
+    places: dict[int, str] = {}
     lines = [f"def run(frame, args):  # {graph.phase}"]
     if graph.placeholders:
         lines.append(f"    {', '.join(names[p] for p in graph.placeholders)}, = args")
@@ -59,13 +58,16 @@ def generate(
             results = "".join(f"{names[n]}, " for n in step.outputs)
             note = f"  # {graphs.note(index)}" if graphs is not None else ""
             lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs){note}")
+            units = unit_of(step)
+            places[len(lines)] = f"region {index}" + (f" (unit {units})" if units else "")
             _drop(lines, [names[n] for n in step.outputs if n not in last])
             continue
         if line := _Line(step, index, graph, names, constants, owned, comms).line():
             lines.append(line)
+            places[len(lines)] = _place_of_node(step)
         _drop(lines, dropped)
     lines.append(f"    return {_render(graph.output.args[0], names)}")
-    return "\n".join(lines) + "\n", constants
+    return "\n".join(lines) + "\n", constants, places
 
 
 @dataclass(frozen=True)
@@ -94,38 +96,62 @@ class _Line:
     def wait(self) -> str:
         return f"frame.wait({self._given()})"
 
-    def offload_activation(self) -> str:
+    def offload(self) -> str:
         return f"frame.offload({self._given()})"
 
-    def reload_activation(self) -> str:
+    def reload(self) -> str:
         self.constants["device"] = torch.device  # as its repr is written
         return f"frame.reload({self._given()}, {dialect.argument(self.node, 'device')!r})"
 
     def keep_shard(self) -> str:
-        return f"{self._constant('keep', _keep_plan(self.node))}({self._given()}){self._bucket()}"
+        return f"{self._constant('keep', self._bound())}({self._given()}){self._bucket()}"
 
     def reduce_payloads(self) -> str:
-        static = {"op": dialect.argument(self.node, "op"), "group": compat.resolve_group(dialect.group_of(self.node))}
-        reduce = self._constant("reduce", functools.partial(collectives.reduce_payloads, **static))
-        return f"frame.reduce_payloads({reduce}, {self._given()})"
+        return f"frame.reduce_payloads({self._constant('reduce', self._bound())}, {self._given()})"
 
-    def accumulate_grad(self) -> str:
+    def keep(self) -> str:
         return f"frame.keep({self._constant('keep', keep_plan(self.node, self.owned))}, {self._given()})"
 
-    def reduce_hook(self) -> str:
+    def hook(self) -> str:
         return f"frame.hook({dialect.argument(self.node, 'unit')!r}, {self._given()})"
 
     def copy_start(self) -> str:
-        plan = self._constant("plan", copy_plan(self.node, self.index, self.graph))
-        return f"frame.copy_start({plan}, {self._given()}){self._bucket()}"
+        fetches = self.node.target is dialect.fetch_start
+        ends_with_run = fetches and self.graph.phase != "forward"
+        plan = CopyPlan(*self._step("fetch" if fetches else "offload"), self._bound(), ends_with_run)
+        return f"frame.copy_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
 
     def gather_start(self) -> str:
-        plan = self._constant("plan", _gather_plan(self.node, self.index, self.comms))
-        return f"frame.gather_start({plan}, {self._given()}){self._bucket()}"
+        given, record = self._arguments(), self.node.meta["fsdp"]
+        what = (given["layout"], given["dtype"], given["group"], record.escapes, record.slot, record.landing_slot)
+        plan = GatherPlan(*self._step("gather"), *what, self.comms if given["custom"] else None)
+        return f"frame.gather_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
 
     def reduce_start(self) -> str:
-        plan = self._constant("plan", _reduce_plan(self.node, self.index, self.comms))
-        return f"frame.reduce_start({plan}, {self._given()}){self._bucket()}"
+        again = self.node.target is dialect.all_reduce_shard_start
+        begins = begins_in_shard(self.node) if again else ()
+        place = self._step("reduce over replicas" if again else "reduce")
+        plan = ReducePlan(*place, self._reduction(), self.node.meta["fsdp"].params, begins)
+        return f"frame.reduce_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
+
+    def _reduction(self) -> Callable[[Any], Pending]:
+        if self.node.target is not dialect.reduce_scatter_start:
+            return self._bound()
+        given = self._arguments()
+        reduction: ReduceScatter = bound(ReduceScatter, given)(given["grads"])
+        if not given["custom"]:
+            return reduction.start
+        assert self.comms is not None
+        return functools.partial(_reduce_by, self.comms, reduction)
+
+    def _arguments(self) -> dict[str, Any]:
+        """The operator's, with fake tensors."""
+        args, kwargs = replaced(self.node.args, self.node.kwargs, lambda node: node.meta["val"])
+        return arguments_of(overload(self.node), args, kwargs)
+
+    def _bound(self) -> Callable[[Any], Any]:
+        """What runs the operator on what it takes first."""
+        return bound(FUNCTIONS[overload(self.node)], self._arguments())
 
     def _given(self) -> str:
         """The tensor, or the list of them, that the operator takes first."""
@@ -134,6 +160,9 @@ class _Line:
     def _constant(self, kind: str, value: Any) -> str:
         self.constants[f"{kind}_{self.index}"] = value
         return f"{kind}_{self.index}"
+
+    def _step(self, kind: str) -> tuple[int, str, str]:
+        return self.index, self.node.meta["fsdp"].bucket, kind
 
     def _bucket(self) -> str:
         return f"  # {self.node.meta['fsdp'].bucket}"
@@ -148,58 +177,28 @@ _CALLS: dict[Any, Callable[[_Line], str]] = {
     dialect.all_reduce_shard_start: _Line.reduce_start,
     dialect.free: _Line.free,
     dialect.keep_shard: _Line.keep_shard,
-    dialect.accumulate_grad: _Line.accumulate_grad,
-    dialect.reduce_hook: _Line.reduce_hook,
+    dialect.accumulate_grad: _Line.keep,
+    dialect.reduce_hook: _Line.hook,
     dialect.reduce_payloads: _Line.reduce_payloads,
-    dialect.offload_activation: _Line.offload_activation,
+    dialect.offload_activation: _Line.offload,
     dialect.activation_offloaded: _Line.wait,
-    dialect.reload_activation: _Line.reload_activation,
+    dialect.reload_activation: _Line.reload,
     dialect.activation_reloaded: _Line.wait,
 }
 CALLED = _CALLS.keys()  # operators that the executor runs
 
 
-def _gather_plan(node: fx.Node, step: int, comms: Comms | None) -> GatherPlan:
-    record, dtype, group = node.meta["fsdp"], dialect.argument(node, "dtype"), dialect.group_of(node)
-    slots = (record.slot, record.landing_slot)
-    own = comms if dialect.argument(node, "custom") else None
-    place = (step, record.bucket, "gather")
-    return GatherPlan(*place, layout_of(node), dtype, compat.resolve_group(group), record.escapes, *slots, own)
+def _place_of_node(node: fx.Node) -> str:
+    source = operand(node) if _CALLS[node.target] is _Line.wait else node
+    what = _CALLS[source.target].__name__.replace("_", " ")
+    bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
+    return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
 
 
-def _keep_plan(node: fx.Node) -> Callable[[Tensor], Tensor]:
-    scale = dialect.argument(node, "world_size") // dialect.argument(node, "ranks")
-    static = {name: dialect.argument(node, name) for name in ("offsets", "numels", "length")}
-    group = compat.resolve_group(dialect.group_of(node))
-    return functools.partial(collectives.keep_shard, **static, scale=scale, group=group)
-
-
-def _reduce_plan(node: fx.Node, step: int, comms: Comms | None) -> ReducePlan:
-    bucket, group = node.meta["fsdp"].bucket, compat.resolve_group(dialect.group_of(node))
-    params = node.meta["fsdp"].params
-    options = {name: dialect.argument(node, name) for name in ("factor", "summed")}
-    if node.target is dialect.all_reduce_shard_start:
-        again = functools.partial(
-            collectives.start_shard_all_reduce, ranks=dialect.argument(node, "ranks"), group=group, **options
-        )
-        return ReducePlan(step, bucket, "reduce over replicas", again, params, begins_in_shard(node))
-    static = {"group": group, **options, **{name: dialect.argument(node, name) for name in ("dtype", "replicas")}}
-    if node.target is dialect.reduce_scatter_start and dialect.argument(node, "custom"):
-        assert comms is not None
-        start: Callable[[Any], Pending] = functools.partial(_reduce_by, comms, **static)
-    elif node.target is dialect.reduce_scatter_start:
-        grads = [grad.meta["val"] for grad in dialect.argument(node, "grads")]
-        messages = tuple(dialect.argument(node, "messages"))
-        start = collectives.ReduceScatter.of(grads, messages=messages, **static).start
-    else:
-        start = functools.partial(collectives.start_all_reduce, **static)
-    return ReducePlan(step, bucket, "reduce", start, params)
-
-
-def _reduce_by(comms: Comms, grads: list[Tensor], **static: Any) -> Pending:
+def _reduce_by(comms: Comms, reduction: ReduceScatter, grads: list[Tensor]) -> Pending:
     if comms.reduce_scatter is None:  # taken away between forward and backward
-        return collectives.start_reduce_scatter(grads, **static)
-    return custom_collectives.start_reduce_scatter(grads, comm=comms.reduce_scatter, **static)
+        return reduction.start(grads)
+    return custom_collectives.start_reduce_scatter(reduction, grads, comms.reduce_scatter)
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:

@@ -6,6 +6,7 @@ of the reduction, as FSDP2 keeps it, so that the sums have the same bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,11 +81,10 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
     nodes = graph.with_role(Role.ACCUMULATE)
     if not nodes:
         return frozenset()
-    roots, positions = graph.alias_roots(), graph.positions()
-    last_use: dict[fx.Node, int] = {}
+    roots = graph.alias_roots()
+    last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.fx_graph.nodes:
-        for root in {root for source in node.all_input_nodes for root in roots[source]}:
-            last_use[root] = positions[node]
+        last_use.update({root: node for source in node.all_input_nodes for root in roots[source]})
     taken: set[fx.Node] = set()
     owned = set()
     for node in nodes:
@@ -93,7 +93,7 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
         value = root.meta.get("val")
         fills = root.op == "call_function" and root.target not in dialect.EXECUTED and isinstance(value, Tensor)
         whole = fills and value is not None and not others and value.shape == grad.meta["val"].shape
-        if whole and last_use[root] == positions[node] and root not in taken:
+        if whole and last_use[root] is node and root not in taken:
             owned.add(node)
         taken.add(root)
     return frozenset(owned)
@@ -107,8 +107,4 @@ def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
     if first.target is dialect.reduce_scatter_start:
         dtype, messages = dialect.argument(first, "dtype"), dialect.argument(first, "messages")
         return tuple(dialect.reduced_offsets(values, dtype, world, messages)[:-1])
-    begins, end = [], 0
-    for value in values:
-        begins.append(end)
-        end += value.numel()
-    return tuple(begins)
+    return tuple(itertools.accumulate((value.numel() for value in values[:-1]), initial=0))

@@ -1,193 +1,143 @@
-"""The dialect's operators, called one by one: a printed stage runs as the Python that it is."""
+"""What runs each operator of the dialect on process groups: as a step of a program, or called by itself.
+
+Called one by one, a printed stage runs as the Python that it is; the handle of a start is then kept until the wait for
+its buffer.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm.collectives import (
-    Pending,
-    keep_shard,
-    reduce_payloads,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    start_shard_all_reduce,
-)
+from graph_fsdp.runtime.comm import collectives, copies
+from graph_fsdp.runtime.comm.collectives import Pending
 
-_pending: dict[int, Pending] = {}
+_pending: dict[int, Pending] = {}  # by the address of the buffer
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL")
+_GROUPS = ("group", "replicate_group")
 
 
-def implement(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        return function
-
-    return register
-
-
-def started(pending: Pending) -> Tensor:
-    _pending[pending.buffer.data_ptr()] = pending
-    return pending.buffer
-
-
-def finished(buffer: Tensor) -> Tensor:
-    _pending.pop(buffer.data_ptr()).finish()
-    return buffer
-
-
-@implement("all_gather_start")
-def _all_gather_start(
-    shards: list[Tensor],
-    offsets: list[int],
-    length: int,
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    messages: Sequence[int] = (),
-    numels: Sequence[int] = (),
-    custom: bool = False,
-) -> Tensor:
-    layout = GatherLayout.make(offsets, numels or [s.numel() for s in shards], length, world_size, messages)
-    return started(start_all_gather(shards, layout, dtype, compat.resolve_group(group)))
+def arguments_of(target: compat.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name: process groups in place of their names, and besides the ``layout`` of a
+    bucket and the ``mean`` that a reduction makes. Tensors may be fake."""
+    described = compat.schema_arguments(target)
+    given = {argument.name: argument.default_value for argument in described}
+    given.update(zip(list(given), args, strict=False), **kwargs)
+    given.update({name: compat.resolve_group(given[name]) for name in _GROUPS if given.get(name)})
+    if "summed" in given:
+        dtype = given["dtype"] if "dtype" in given else given["shard"].dtype
+        ranks = given["ranks"] if "ranks" in given else given["world_size"]
+        given["mean"] = collectives.mean_of(dtype, ranks, given.get("replicas", 1), given["factor"], given["summed"])
+    if "shards" in given:
+        # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
+        numels = given.get("numels") or [shard.numel() for shard in given["shards"]]
+        others = given["length"], given.get("world_size", 1), given.get("messages", ())
+        given["layout"] = GatherLayout.make(given["offsets"], numels, *others)
+    return given
 
 
-@implement("all_gather_wait")
-def _all_gather_wait(buffer: Tensor) -> Tensor:
-    return finished(buffer)
+def bound(function: Callable[..., Any], given: Mapping[str, Any]) -> functools.partial[Any]:
+    """Bind those of an operator's arguments that ``function`` has by these names, but for the first: the tensors."""
+    return functools.partial(function, **{name: given[name] for name in _names(function)[1:] if name in given})
 
 
-@implement("keep_shard")
-def _keep_shard(
-    buffer: Tensor,
-    offsets: list[int],
-    numels: list[int],
-    length: int,
-    world_size: int,
-    ranks: int,
-    group: str,
-) -> Tensor:
-    return keep_shard(buffer, offsets, numels, length, world_size // ranks, compat.resolve_group(group))
+@functools.cache
+def _names(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
-@implement("free")
-def _free(buffer: Tensor) -> None:
-    buffer.untyped_storage().resize_(0)
-
-
-@implement("reduce_scatter_start")
-def _reduce_scatter_start(
-    grads: list[Tensor],
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    replicas: int = 1,
-    messages: Sequence[int] = (),
-    custom: bool = False,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Tensor:
-    resolved = compat.resolve_group(group)
-    return started(start_reduce_scatter(grads, dtype, resolved, replicas, messages, factor, summed))
-
-
-@implement("all_reduce_start")
-def _all_reduce_start(
-    grads: list[Tensor],
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    replicas: int = 1,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Tensor:
-    return started(start_all_reduce(grads, dtype, compat.resolve_group(group), replicas, factor, summed))
-
-
-@implement("all_reduce_shard_start")
-def _all_reduce_shard_start(
-    shard: Tensor, ranks: int, group: str, factor: float | None = None, summed: bool = False
-) -> Tensor:
-    return started(start_shard_all_reduce(shard, ranks, compat.resolve_group(group), factor, summed))
-
-
-@implement("reduce_wait")
-def _reduce_wait(buffer: Tensor) -> Tensor:
-    return finished(buffer)
-
-
-@implement("accumulate_grad")
-def _accumulate_grad(
-    grad: Tensor,
-    shard_shape: list[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    device: torch.device | None = None,
-) -> Tensor:
-    return grad.new_zeros(
-        shard_shape, dtype=dtype, device=device
-    )  # operator by operator there is nothing that a gradient adds to
-
-
-@implement("reduce_hook")
-def _reduce_hook(buffer: Tensor, unit: str) -> Tensor:
-    return buffer
-
-
-@implement("reduce_payloads")
-def _reduce_payloads(values: list[Tensor], op: str, group: str) -> Tensor:
-    return reduce_payloads(values, op, compat.resolve_group(group))
-
-
-@implement("gather_param")
-def _gather_param(
-    shard: Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
-) -> Tensor:
+def _gather_param(shard: Tensor, shape: Sequence[int], dtype: torch.dtype, group: Any, device: Any) -> Tensor:
     shard = shard if device is None else shard.to(device)
     if math.prod(shape) == 0 or not shape or not group:
         return shard.to(dtype, copy=True).reshape(shape)
-    process_group = compat.resolve_group(group)
-    layout = GatherLayout.make([0], [shard.numel()], shard.numel(), process_group.size())
-    pending = start_all_gather([shard], layout, dtype, process_group)
+    layout = GatherLayout.make([0], [shard.numel()], shard.numel(), group.size())
+    pending = collectives.start_all_gather([shard], layout, dtype, group)
     pending.finish()
     return pending.buffer.view(-1, *shape[1:])[: shape[0]].contiguous()
 
 
-@implement("reduce_grad")
 def _reduce_grad(
     grad: Tensor,
-    shard_shape: list[int],
+    shard_shape: Sequence[int],
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
+    group: Any,
+    replicate_group: Any,
+    device: Any,
 ) -> Tensor:
     if grad.numel() == 0:
         return grad.new_zeros(shard_shape, dtype=dtype, device=device)
-    groups = [compat.resolve_group(name) for name in (group, replicate_group) if name]
+    groups = [found for found in (group, replicate_group) if found]
     if not groups:
         return grad.to(dtype=dtype, device=device, copy=True)
-    ranks = math.prod(g.size() for g in groups)
-    start = start_reduce_scatter if shard_shape and group else start_all_reduce
-    pending = start([grad], reduce_dtype, groups[0], ranks // groups[0].size())
+    sizes = [found.size() for found in groups]
+    start = collectives.start_reduce_scatter if shard_shape and group else collectives.start_all_reduce
+    pending = start([grad], reduce_dtype, groups[0], collectives.mean_of(reduce_dtype, *sizes))
     pending.finish()
     for replicas in groups[1:]:
-        start_shard_all_reduce(pending.buffer, ranks, replicas).finish()
+        mean = collectives.mean_of(reduce_dtype, math.prod(sizes))
+        collectives.start_shard_all_reduce(pending.buffer, replicas, mean).finish()
     return pending.buffer.to(dtype=dtype, device=device).view(shard_shape)
+
+
+def _accumulate_grad(grad: Tensor, shard_shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    # Operator by operator there is nothing that a gradient adds to.
+    return grad.new_zeros(shard_shape, dtype=dtype, device=device)
+
+
+def _free(buffer: Tensor) -> None:
+    buffer.untyped_storage().resize_(0)
+
+
+def _hook(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+def _finish(buffer: Tensor) -> Tensor:
+    _pending.pop(buffer.data_ptr()).finish()
+    return buffer
+
+
+# A function's first argument is the operator's; the others have the names of ``arguments_of``.
+FUNCTIONS: dict[compat.OpOverload[..., Any], Callable[..., Any]] = {
+    dialect.gather_param: _gather_param,
+    dialect.reduce_grad: _reduce_grad,
+    dialect.all_gather_start: collectives.start_all_gather,
+    dialect.keep_shard: collectives.keep_shard,
+    dialect.free: _free,
+    dialect.reduce_scatter_start: collectives.start_reduce_scatter,
+    dialect.all_reduce_start: collectives.start_all_reduce,
+    dialect.all_reduce_shard_start: collectives.start_shard_all_reduce,
+    dialect.accumulate_grad: _accumulate_grad,
+    dialect.reduce_hook: _hook,
+    dialect.reduce_payloads: collectives.reduce_payloads,
+    dialect.fetch_start: copies.start_fetch,
+    dialect.offload_start: copies.start_offload,
+    dialect.offload_activation: copies.offload_activation,
+    dialect.activation_offloaded: _finish,
+    dialect.reload_activation: copies.reload_activation,
+    dialect.activation_reloaded: _finish,
+    **dict.fromkeys([*dialect.WAITS, *dialect.COPY_WAITS], _finish),
+}
+
+
+def _called_alone(target: compat.OpOverload[..., Any], *args: Any, **kwargs: Any) -> Any:
+    value = bound(FUNCTIONS[target], arguments_of(target, args, kwargs))(args[0])
+    if not isinstance(value, Pending):
+        return value
+    _pending[value.buffer.data_ptr()] = value
+    return value.buffer
+
+
+for _target in FUNCTIONS:
+    _implementation = functools.partial(_called_alone, _target)
+    _LIBRARY.impl(dialect.OPERATORS[_target].name, _implementation, "CompositeExplicitAutograd")

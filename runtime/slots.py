@@ -23,36 +23,33 @@ from torch import Tensor
 
 
 @dataclass
-class GatheredBytes:
-    """Bytes of unsharded parameters that a model holds, and the most that it has held. Landing buffers, in which
-    a collective's result waits to be unpacked, are counted apart, and so are the slots that both lie in."""
+class Held:
+    """Bytes that are held, and the most that were."""
 
     current: int = 0
     peak: int = 0
-    landing_current: int = 0
-    landing_peak: int = 0
-    slot_current: int = 0
-    slot_peak: int = 0
-    collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, nbytes: int) -> None:
         self.current += nbytes
         self.peak = max(self.peak, self.current)
 
-    def add_landing(self, nbytes: int) -> None:
-        self.landing_current += nbytes
-        self.landing_peak = max(self.landing_peak, self.landing_current)
 
-    def add_slot(self, nbytes: int) -> None:
-        self.slot_current += nbytes
-        self.slot_peak = max(self.slot_peak, self.slot_current)
+@dataclass
+class GatheredBytes(Held):
+    """Bytes of unsharded parameters that a model holds, and the collectives that it started, by kind. Landing buffers,
+    in which a collective's result waits to be unpacked, are counted apart, and so are the slots that both lie in."""
+
+    landing: Held = field(default_factory=Held)
+    slots: Held = field(default_factory=Held)
+    collectives: dict[str, int] = field(default_factory=dict)
 
     def count(self, kind: str, times: int = 1) -> None:
         self.collectives[kind] = self.collectives.get(kind, 0) + times
 
     def reset(self) -> None:
         """Forget the peaks and counts; what is held now stays counted."""
-        self.peak, self.landing_peak, self.slot_peak = self.current, self.landing_current, self.slot_current
+        for held in (self, self.landing, self.slots):
+            held.peak = held.current
         self.collectives.clear()
 
 
@@ -83,18 +80,15 @@ class SlotMemory:
         free = sorted(self.pieces, key=lambda piece: piece.nbytes)
         taken: dict[int, Tensor] = {}
         for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
-            found = next((piece for piece in free if piece.nbytes >= sizes[slot]), None)
-            if found is None:
-                found = self._allocate(sizes[slot])
-            else:
-                free = [piece for piece in free if piece is not found]
-            taken[slot] = found
+            fitting = [piece for piece in free if piece.nbytes >= sizes[slot]]
+            taken[slot] = fitting[0] if fitting else self._allocate(sizes[slot])
+            free = [piece for piece in free if piece is not taken[slot]]
         return tuple(taken[slot] for slot in range(len(sizes)))
 
     def _allocate(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
             self.pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
-        self.counter.add_slot(nbytes)
+        self.counter.slots.add(nbytes)
         return self.pieces[-1]
 
 
@@ -103,11 +97,11 @@ class Slots:
 
     def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
         self.counter, self.plan = counter, plan
-        self._storage: dict[int, Tensor] = {}  # allocated slots
+        self._storage = dict(enumerate(plan.memory))  # of slots
         self._uses = list(plan.uses)  # still to come, or under way
         self._slot_of: dict[int, int] = {}  # by the id of the buffer
         self._unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._gathered: dict[int, int] = {}
+        self._gathered = 0  # bytes, but for what escapes the run
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         """A buffer of the run: given back with ``give``."""
@@ -115,11 +109,8 @@ class Slots:
             unused = self._unused.get((numel, dtype))
             return unused.pop() if unused else torch.empty(numel, dtype=dtype, device=device)
         if slot not in self._storage:
-            if self.plan.memory:
-                self._storage[slot] = self.plan.memory[slot]
-            else:
-                self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
-                self.counter.add_slot(self.plan.nbytes[slot])
+            self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
+            self.counter.slots.add(self.plan.nbytes[slot])
         buffer = self._storage[slot][: numel * dtype.itemsize].view(dtype)
         self._slot_of[id(buffer)] = slot
         return buffer
@@ -130,10 +121,9 @@ class Slots:
             self._unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
             return
         self._uses[slot] -= 1
-        if not self._uses[slot]:
+        if not self._uses[slot] and not self.plan.memory:
             del self._storage[slot]
-            if not self.plan.memory:
-                self.counter.add_slot(-self.plan.nbytes[slot])
+            self.counter.slots.add(-self.plan.nbytes[slot])
 
     def take_escaping(self, bucket: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer that outlives the run."""
@@ -142,11 +132,11 @@ class Slots:
         return self.plan.lend(bucket, numel * dtype.itemsize).view(dtype)
 
     def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
-        self.counter.add_landing(numel * dtype.itemsize)
+        self.counter.landing.add(numel * dtype.itemsize)
         return self.take(numel, dtype, device, slot)
 
     def give_landing(self, buffer: Tensor) -> None:
-        self.counter.add_landing(-buffer.nbytes)
+        self.counter.landing.add(-buffer.nbytes)
         self.give(buffer)
 
     def hold(self, buffer: Tensor, escapes: bool) -> None:
@@ -157,20 +147,19 @@ class Slots:
             # On the storage: what the user holds on to may be a view of the buffer.
             weakref.finalize(buffer.untyped_storage(), self.counter.add, -nbytes)
         else:
-            self._gathered[id(buffer)] = nbytes
+            self._gathered += nbytes
 
     def free(self, buffer: Tensor) -> None:
-        self.counter.add(-self._gathered.pop(id(buffer)))
+        self._gathered -= buffer.nbytes
+        self.counter.add(-buffer.nbytes)
         self.give(buffer)
 
     def close(self) -> None:
         """End of the run, orderly or not: nothing of it stays counted or held."""
-        for nbytes in self._gathered.values():
-            self.counter.add(-nbytes)
+        self.counter.add(-self._gathered)
         for slot in self._storage if not self.plan.memory else ():
-            self.counter.add_slot(-self.plan.nbytes[slot])
-        self.counter.landing_current = 0
+            self.counter.slots.add(-self.plan.nbytes[slot])
+        self.counter.landing.current = 0
         self._storage.clear()
         self._slot_of.clear()
-        self._gathered.clear()
         self._unused.clear()

@@ -7,6 +7,7 @@ it (``keep_order`` in ``compat.inductor_compile``).
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -51,8 +52,6 @@ class WholeProgram:
             self.counter.count(kind, count)
         inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
-        open_range = recording()
-        if open_range is None:
-            return self.function(inputs)
+        open_range = recording() or contextlib.nullcontext
         with open_range(f"FSDP::{self.graph.phase}"):
             return self.function(inputs)

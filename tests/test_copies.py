@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graph_fsdp
 from graph_fsdp.passes import Role
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm.collectives import pack_gradients, start_all_gather, start_reduce_scatter
+from graph_fsdp.runtime.comm.collectives import mean_of, pack_gradients, start_all_gather, start_reduce_scatter
 
 Compared = Callable[[], dict[str, tuple[Tensor, Tensor]]]
 WIDTH, RANKS = 1024, 8
@@ -157,7 +157,7 @@ def exchanged() -> dict[str, tuple[Tensor, Tensor]]:
     found = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         grad = torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-        pending = start_reduce_scatter([grad], dtype, dist.group.WORLD)
+        pending = start_reduce_scatter([grad], dtype, dist.group.WORLD, mean_of(dtype, 2))
         pending.finish()
         expected, average = grad.new_empty(3, 5), dtype is not torch.float64
         dist.reduce_scatter_tensor(expected, grad, op=dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
@@ -174,9 +174,9 @@ def exchanged_in_a_wider_type() -> dict[str, tuple[Tensor, Tensor]]:
         grads = [torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes]
         grads = [grad.t().contiguous().t() for grad in grads] if name == "transposed" else grads
         kept = [grad.clone() for grad in grads]
-        pending = start_reduce_scatter(grads, torch.float32, dist.group.WORLD)
+        pending = start_reduce_scatter(grads, torch.float32, dist.group.WORLD, mean_of(torch.float32, 2))
         pending.finish()
-        packed = pack_gradients(grads, torch.float32, 2)
+        packed = pack_gradients(grads, torch.float32, 2, pending.buffer.numel())
         expected = packed.new_empty(len(packed) // 2)
         dist.reduce_scatter_tensor(expected, packed, op=dist.ReduceOp.AVG)
         found[name] = pending.buffer, expected

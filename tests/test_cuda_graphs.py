@@ -165,8 +165,8 @@ def test_slots_are_kept_and_the_memory_model_says_so(fake_group: None, graphs: N
         assert view.memory.timeline["gathered"] == other.memory.timeline["gathered"]
         assert view.memory.total[-1] == other.memory.total[-1] + slots
     counter = engine_of(model).counter
-    assert counter.slot_current == counter.slot_peak == report.forward.slots.nbytes
-    assert f"slots of all graphs {counter.slot_current:,}" in str(report)
+    assert counter.slots.current == counter.slots.peak == report.forward.slots.nbytes
+    assert f"slots of all graphs {counter.slots.current:,}" in str(report)
 
 
 def test_graphs_of_a_model_share_their_slots() -> None:
@@ -177,7 +177,7 @@ def test_graphs_of_a_model_share_their_slots() -> None:
     assert [piece.nbytes for piece in again] == [1024, 128] and memory.nbytes == 1664
     larger = memory.take((2048, 512))
     assert [piece.nbytes for piece in larger] == [2048, 512] and memory.nbytes == 3712
-    assert memory.counter.slot_current == 3712
+    assert memory.counter.slots.current == 3712
 
 
 def test_parameters_that_are_whole_are_not_captured(fake_group: None, graphs: None) -> None:

@@ -213,10 +213,10 @@ def gathered_as_counted(case: str, reshard: bool | None, prefetch: int) -> None:
     )
     counter = engine_of(model).counter
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
-    counted = [(counter.peak, counter.landing_peak)]
+    counted = [(counter.peak, counter.landing.peak)]
     counter.reset()
     loss.backward()
-    counted.append((counter.peak, counter.landing_peak))
+    counted.append((counter.peak, counter.landing.peak))
     assert counted == [(p.peak_gathered, p.peak_landing) for p in profiles(model)]
     assert min(counted)[0] > 0
 

@@ -181,7 +181,7 @@ def test_an_interrupt_in_the_middle_of_a_run(fake_group: None, when: str, reshar
 
 def check_usable(model: nn.Module, x: Tensor) -> None:
     """After a run that raised: nothing gathered, shards registered, and the next step trains."""
-    assert (counter_of(model).current, counter_of(model).landing_current) == (0, 0)
+    assert (counter_of(model).current, counter_of(model).landing.current) == (0, 0)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model.zero_grad()
     model(x).sum().backward()

@@ -19,7 +19,6 @@ import graph_fsdp
 from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
 from graph_fsdp.passes.ir.spec import ALIGNMENT
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
-from graph_fsdp.runtime import GatheredBytes
 
 FACTS = Facts(__name__)
 
@@ -250,13 +249,6 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
     fake_group: None, case: str, reshard: bool | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated: list[int] = []
-    add_slot = GatheredBytes.add_slot
-
-    def recorded(counter: GatheredBytes, nbytes: int) -> None:
-        allocated.append(nbytes)
-        add_slot(counter, nbytes)
-
-    monkeypatch.setattr(GatheredBytes, "add_slot", recorded)
     model = graph_fsdp.compile(
         SMALL_CASES[case].model(),
         backend="eager",
@@ -264,12 +256,19 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
         reshard_after_forward=reshard,
     )
     counter = engine_of(model).counter
+    add = counter.slots.add
+
+    def recorded(nbytes: int) -> None:
+        allocated.append(nbytes)
+        add(nbytes)
+
+    monkeypatch.setattr(counter.slots, "add", recorded)
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
     found = []
     for run in (lambda: None, loss.backward):
         run()
-        found.append((counter.slot_peak, sorted(n for n in allocated if n > 0)))
-        assert (counter.slot_current, sum(allocated)) == (0, 0)
+        found.append((counter.slots.peak, sorted(n for n in allocated if n > 0)))
+        assert (counter.slots.current, sum(allocated)) == (0, 0)
         counter.reset()
         allocated.clear()
     report = graph_fsdp.inspect(model)
@@ -283,7 +282,7 @@ def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:
     with pytest.raises(IndexError, match="out of range"):
         model(torch.arange(8).expand(4, 8) + 512)
     counter = engine_of(model).counter
-    assert (counter.slot_current, counter.slot_peak > 0) == (0, True)
+    assert (counter.slots.current, counter.slots.peak > 0) == (0, True)
 
 
 # Without the pass
@@ -297,7 +296,7 @@ def test_without_the_pass_there_are_no_slots(fake_group: None) -> None:
     assert len(report.forward.slots) == len(report.backward.slots) == 0
     assert "slots: " not in str(report) and "slot 0" not in str(report)
     counter = engine_of(model).counter
-    assert counter.slot_peak == 0 and counter.current == 0
+    assert counter.slots.peak == 0 and counter.current == 0
 
 
 def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
@@ -318,7 +317,7 @@ def trained(case: str, reshard: bool | None, *, slots: bool) -> list[Tensor]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    assert (engine_of(model).counter.slot_peak > 0) == slots
+    assert (engine_of(model).counter.slots.peak > 0) == slots
     return [*losses, *(p.to_local() for p in model.parameters())]
 
 

@@ -15,9 +15,8 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTING, is_custom, reduce_payloads
 from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared, publish, receive
-from graph_fsdp.runtime.ranks.in_step import InStep
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
-from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram
+from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram, in_step
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -108,7 +107,7 @@ class Schedules:
         if self.lockstep is None or not collectives:
             return program
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
-        return InStep(program, self.lockstep, known)
+        return in_step(program, self.lockstep, known)
 
     def begin(self, phase: str, what: str, collectives: Sequence[str] = ()) -> None:
         """Called before every rank has to do what is in no graph: ``collectives``, or to make a process group. It keeps

@@ -10,9 +10,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
-from graph_fsdp.runtime.comm.custom_collectives import ProcessGroupAllGather, ProcessGroupReduceScatter
+from graph_fsdp.runtime.comm.custom_collectives import ProcessGroupCollective
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -37,12 +38,9 @@ class CommunicationMethods:
         does not). Raises ValueError where a custom collective is set: it allocates itself."""
         engine, _ = place(self)
         method = "set_allocate_memory_from_process_group_for_comm"
-        own: dict[str, type[Any]] = {
-            "all_gather": ProcessGroupAllGather,
-            "reduce_scatter": ProcessGroupReduceScatter,
-        }
-        for name, cls in own.items():
-            if not isinstance(getattr(engine.comms, name), (cls, type(None))):
+        own = {"all_gather": compat.all_gather_single, "reduce_scatter": compat.reduce_scatter_single}
+        for name in own:
+            if not isinstance(getattr(engine.comms, name), ProcessGroupCollective | None):
                 raise ValueError(
                     f"{method}: set_custom_{name} was called, and that object allocates its own memory; call "
                     f"set_custom_{name}(None) first"
@@ -52,8 +50,8 @@ class CommunicationMethods:
             _warn(method)
             return
         group = mesh.mesh.get_group(mesh.shard_dim)
-        for name, cls in own.items():
-            _set(engine, method, name, cls(group) if enable else None)
+        for name, collective in own.items():
+            _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not available: raises UnsupportedError. A rendezvous over symmetric memory is bound to one buffer, and

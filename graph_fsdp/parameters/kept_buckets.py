@@ -148,14 +148,8 @@ class KeptBuckets:
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
         whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
-
-        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-            # The first allocation is the bucket's buffer, the second the landing buffer.
-            return targets.pop() if targets else torch.empty(numel, dtype=dtype, device=device)
-
-        targets = [whole]
         gather = kept.gather
-        return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, allocate)
+        return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, whole)
 
 
 def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:

@@ -44,8 +44,7 @@ from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, Regio
 from graph_fsdp.report.bucket_rows import ROW_KINDS
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
-from graph_fsdp.runtime.observe.schedule_times import ProgramRun, ScheduleRecorder
-from graph_fsdp.runtime.observe.timing import Recorder
+from graph_fsdp.runtime.observe.recorder import ProgramRun, Recorder
 from graph_fsdp.runtime.ranks.agreement import digest, is_shared
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
@@ -87,18 +86,15 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     _check_count("steps", steps)
     _check_count("warmup", warmup)
     device = engine.storage.device
-    recorder, schedules = Recorder(device), ScheduleRecorder(device)
+    recorder, schedules = Recorder(device, alone=True), Recorder(device)
     with _restored(model, device):
         for _ in range(warmup):
             _step(model, batch, kwargs)
-        with recorder.timing(engine.programs.values()):
-            for _ in range(steps):
-                _step(model, batch, kwargs)
-                recorder.read()
-        with schedules.recording(engine.programs.values()):
-            for _ in range(steps):
-                _step(model, batch, kwargs)
-                schedules.end_step()
+        for recording in (recorder, schedules):
+            with recording.recording(engine.programs.values()):
+                for _ in range(steps):
+                    _step(model, batch, kwargs)
+                    recording.end_step()
     if not recorder.seconds:
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
@@ -114,7 +110,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     return dataclasses.replace(made, schedule=_schedule(engine, recorder, schedules))
 
 
-def _schedule(engine: Any, recorder: Recorder, schedules: ScheduleRecorder) -> Schedule:
+def _schedule(engine: Any, recorder: Recorder, schedules: Recorder) -> Schedule:
     runs, spec = typical(schedules.steps), engine.spec
     alone = {place: statistics.median(seconds) for place, seconds in recorder.seconds.items()}
     rank = dist.get_rank() if is_shared(engine.schedules.ranks) else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import fx
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
 
 
-class Backend(ABC):
+class Backend:
     """Compiles regions, and says how the joint graph is prepared for it."""
 
     name: str
@@ -19,9 +18,9 @@ class Backend(ABC):
     captures_regions = False  # whether compiled regions can become CUDA graphs
     keeps_mutations = True  # whether an inference graph writes to its inputs itself
 
-    @abstractmethod
     def compile_region(self, region: Region, kind: str) -> Compiled:
         """A function from a list of inputs, which it may clear, to the outputs. ``kind`` is the graph's phase."""
+        raise NotImplementedError(f"backend {self.name!r} compiles graphs whole")
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
         """All regions that are new to a program, of which no two are equal."""

@@ -31,13 +31,11 @@ class InductorBackend(Backend):
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
         """The ranks of a host share Inductor's cache on its disk, and compile about the same regions at the same time:
         each compiles a part of them, and finds the rest in the cache."""
-        directory = _cache_directory()
-        if directory is None:
-            with built_together():
-                return super().compile_regions(regions)
-        keys = _dissimilar_first(regions)
+        directory, keys = _cache_directory(), _dissimilar_first(regions)
         tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
         with built_together():
+            if directory is None:
+                return super().compile_regions(regions)
             return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:

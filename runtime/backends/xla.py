@@ -10,7 +10,6 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions.regions import Compiled, Region
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.random import number_random_operators
 
@@ -26,9 +25,6 @@ class XlaBackend(Backend):
 
     def __init__(self, on_host_fallback: OnHostFallback = "error") -> None:
         self.on_host_fallback = on_host_fallback
-
-    def compile_region(self, region: Region, kind: str) -> Compiled:
-        raise AssertionError("XLA compiles graphs whole")
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Of operators whose lowering in torch_xla is missing or other than PyTorch's on CPU and CUDA (BatchNorm's

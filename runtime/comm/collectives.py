@@ -1,30 +1,26 @@
 """The dialect's collectives run on real process groups here.
 
-Each collective is a start, which launches it asynchronously, and a wait. On CUDA and XPU the process group runs it
-on a stream of its own, ordered after what the current stream has queued at the start; the wait makes the current
-stream wait, not the host. On gloo the wait blocks the host.
+A start launches a collective asynchronously. On CUDA and XPU the process group runs it on a stream of its own, ordered
+after what the current stream has queued; the wait makes the current stream wait, not the host. On gloo the wait blocks
+the host.
 
-Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage, or, where the gathered
-type is another, casts it in one kernel to where the rank's own part of the result lies and sends it from there; a
-parameter with a message of its own lands where the graph reads it; the gradient of such a parameter is reduced from
-where it was written.
+Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage, or casts it in one
+kernel to where the rank's own part of the result lies and sends it from there; a parameter with a message of its own
+lands where the graph reads it, and its gradient is reduced from where it was written.
 
 [Note: two ranks on gloo]
 gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
 kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
 A sum of two has the same bits in either order. Where gradients are reduced in a wider type than they have, only the
-half that is sent is cast; adding the other half to it casts each element as it is read. (Figures:
-docs/decisions/ranks_and_collectives.md.)
+half that is sent is cast. (Figures: docs/decisions/ranks_and_collectives.md.)
 
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
-neither the summands nor the sum overflow. Where a second reduction over replicas follows, that is the number of all
-ranks, and "after" is after the second.
+neither the summands nor the sum overflow.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +34,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.ranks import lockstep
 
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-
-
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
 
 @dataclass(frozen=True)
 class StartPlan:
@@ -53,6 +43,10 @@ class StartPlan:
     step: int | None
     bucket: str
     kind: str
+
+
+# A reduction's operator, and what to divide by before and after it (``mean_of``).
+Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
 
 
 @dataclass(eq=False)
@@ -69,13 +63,17 @@ def start_all_gather(
     layout: GatherLayout,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    allocate: Allocate = allocate,
+    result: Tensor | None = None,
+    landing: Tensor | None = None,
     release: Callable[[Tensor], None] = lambda _: None,
 ) -> Pending:
-    """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``."""
+    """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``, which is
+    ``result``, if that is given. ``landing``: of ``layout.landing_numel`` elements, given to ``release`` in the end."""
     source, world = shard_slice(shards, layout), layout.world_size
-    result = allocate(world * layout.length, dtype, source.device)
-    landing = allocate(layout.landing_numel, dtype, source.device) if layout.landing_numel else None
+    if result is None:
+        result = torch.empty(world * layout.length, dtype=dtype, device=source.device)
+    if landing is None and layout.landing_numel:
+        landing = torch.empty(layout.landing_numel, dtype=dtype, device=source.device)
     unpacked: list[tuple[Tensor, Message]] = []
     targets: list[tuple[Tensor, Tensor]] = []
     used = 0
@@ -182,72 +180,59 @@ def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> Non
 
 
 def keep_shard(
-    buffer: Tensor, offsets: Sequence[int], numels: Sequence[int], length: int, scale: int, group: dist.ProcessGroup
+    buffer: Tensor,
+    offsets: Sequence[int],
+    numels: Sequence[int],
+    length: int,
+    world_size: int,
+    group: dist.ProcessGroup,
 ) -> Tensor:
-    """This rank's shard over ``group`` of a gathered bucket: of the parameter at element ``o`` of the bucket's shard
-    (``length`` elements) ``scale`` of its ``scale * group.size()`` chunks, at ``scale * o``. Zeros in between."""
-    world, place = scale * group.size(), group.rank()
+    """This rank's shard over ``group`` of a bucket that ``world_size`` ranks gathered: of the parameter at element
+    ``o`` of the bucket's shard (``length`` elements) the next ``scale = world_size / group.size()`` of its chunks, at
+    ``scale * o``. Zeros in between."""
+    scale, place = world_size // group.size(), group.rank()
     kept = buffer.new_zeros(scale * length)
     for offset, numel in zip(offsets, numels, strict=True):
-        begin = world * offset + place * scale * numel
+        begin = world_size * offset + place * scale * numel
         kept[scale * offset : scale * (offset + numel)] = buffer[begin : begin + scale * numel]
     return kept
 
 
-@dataclass(frozen=True)
 class ReduceScatter:
-    """The reduction of a bucket's gradients but for their values: what is the same in every run of a program.
-    ``messages``: of each, how many gradients, and where in the result their chunks begin and how many elements they
-    have. ``length``: of the result."""
+    """The reduction of a bucket's gradients but for their values: what is the same in every run of a program. For
+    ``grads`` of these shapes; the other arguments as ``start_reduce_scatter`` takes them."""
 
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-    op: dist.ReduceOp.RedOpType
-    before: float | None
-    after: float | None
-    messages: tuple[tuple[int, int, int], ...]
-    length: int
-    is_pair: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         grads: Sequence[Tensor],
         dtype: torch.dtype,
         group: dist.ProcessGroup,
-        replicas: int = 1,
+        mean: Mean,
         messages: Sequence[int] = (),
-        factor: float | None = None,
-        summed: bool = False,
-    ) -> ReduceScatter:
-        """For gradients of these shapes; the other arguments as ``start_reduce_scatter`` takes them."""
-        world = group.size()
-        op, before, after = mean_of(dtype, world * replicas, factor, summed)
-        offsets = dialect.reduced_offsets(grads, dtype, world, messages)
-        numels = dialect.chunk_numels(grads, world)
-        found, first = [], 0
+    ) -> None:
+        self.dtype, self.group, self.world = dtype, group, group.size()
+        self.op, self.before, self.after = mean
+        self.is_pair = _is_pair(group, grads[0].device)
+        *offsets, self.length = dialect.reduced_offsets(grads, dtype, self.world, messages)
+        numels = dialect.chunk_numels(grads, self.world)
+        # Of each message: its gradients, and where in the result their chunks begin and how many elements they have.
+        self.messages: list[tuple[slice, int, int]] = []
+        first = 0
         for count in messages or [len(grads)]:
-            found.append((count, offsets[first], sum(numels[first : first + count])))
+            which = slice(first, first + count)
+            self.messages.append((which, offsets[first], sum(numels[which])))
             first += count
-        is_pair = _is_pair(group, grads[0].device)
-        after = after if replicas == 1 else None
-        return cls(dtype, group, op, before, after, tuple(found), offsets[-1], is_pair)
 
     def start(self, grads: Sequence[Tensor]) -> Pending:
         out = grads[0].new_empty(self.length, dtype=self.dtype)
-        pairs: list[tuple[Tensor, Tensor]] = []
-        first = 0
-        for count, begin, numel in self.messages:
-            sent = self._message(grads[first : first + count], numel)
-            pairs.append((out[begin : begin + numel], sent))
-            first += count
+        pairs = [(out[begin : begin + n], self._message(grads[which], n)) for which, begin, n in self.messages]
         return compat.seen_as(
             "_reduce_scatter_base_", self.group, lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
         )
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
-        sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.group.size() * self.length)
+        sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.world * self.length)
         return compat.reduce_scatter_single(out, sent, op=self.op, group=self.group, async_op=True)
 
     def _start(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Pending:
@@ -260,11 +245,11 @@ class ReduceScatter:
     def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:
         """What a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between two
         ranks, a gradient by itself whose type the reduction's holds exactly is not cast yet."""
-        first, world = grads[0], self.group.size()
+        first = grads[0]
         uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
         sent_as = first.dtype if uncast else self.dtype
-        as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, world)
-        sent = first.view(-1) if as_it_is else _packed(grads, self.dtype, world, numel)
+        as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world)
+        sent = first.view(-1) if as_it_is else pack_gradients(grads, self.dtype, self.world, numel)
         if self.before is not None:
             sent = sent / self.before if as_it_is else sent.div_(self.before)
         return sent
@@ -274,15 +259,12 @@ def start_reduce_scatter(
     grads: Sequence[Tensor],
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    replicas: int = 1,
+    mean: Mean,
     messages: Sequence[int] = (),
-    factor: float | None = None,
-    summed: bool = False,
 ) -> Pending:
-    """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``. With
-    ``replicas``, ``start_shard_all_reduce`` over as many completes the mean. Gradients that are sent as they are are
-    only read, until the wait."""
-    return ReduceScatter.of(grads, dtype, group, replicas, messages, factor, summed).start(grads)
+    """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``.
+    Gradients that are sent as they are are only read, until the wait."""
+    return ReduceScatter(grads, dtype, group, mean, messages).start(grads)
 
 
 def _exchange_reduce_scatter(
@@ -303,42 +285,42 @@ def _exchange_reduce_scatter(
     return Pending(out, finish)
 
 
-def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int) -> Tensor:
-    """Full gradients → rank-major chunks, padded with zeros, in ``dtype``; flat."""
-    return _packed(grads, dtype, world, sum(dialect.chunk_numels(grads, world)))
-
-
-def _packed(grads: Sequence[Tensor], dtype: torch.dtype, world: int, numel: int) -> Tensor:
+def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int, numel: int) -> Tensor:
+    """Full gradients → rank-major chunks of ``numel`` elements, padded with zeros, in ``dtype``; flat."""
     packed = torch.empty(world, numel, dtype=dtype, device=grads[0].device)
     compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
     return packed.view(-1)
 
 
-def start_all_reduce(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    replicas: int = 1,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Pending:
-    """Mean over ranks of gradients that are not sharded; flat. ``replicas`` as above."""
+def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:
+    """Mean over ranks of gradients that are not sharded; flat."""
     out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = mean_of(dtype, group.size() * replicas, factor, summed)
+    op, before, after = mean
     if before is not None:
         out.div_(before)
-    work = dist.all_reduce(out, op=op, group=group, async_op=True)
-    return Pending(out, finish_reduction([work], out, after if replicas == 1 else None))
+    return _all_reduce(out, op, group, after)
 
 
-def start_shard_all_reduce(
-    shard: Tensor, ranks: int, group: dist.ProcessGroup, factor: float | None = None, summed: bool = False
+def start_shard_all_reduce(shard: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
+    """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``mean``: over the
+    ranks of both reductions."""
+    op, _, after = mean
+    return _all_reduce(shard, op, group, after)
+
+
+def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
+    """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
+    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), _OPERATIONS[op], group)
+    pending.finish()
+    return pending.buffer
+
+
+def _all_reduce(
+    flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, after: float | None = None
 ) -> Pending:
-    """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``ranks``: of both
-    reductions, multiplied."""
-    op, _, after = mean_of(shard.dtype, ranks, factor, summed)
-    work = dist.all_reduce(shard, op=op, group=group, async_op=True)
-    return Pending(shard, finish_reduction([work], shard, after))
+    """In place."""
+    work = dist.all_reduce(flat, op=op, group=group, async_op=True)
+    return Pending(flat, finish_reduction([work], flat, after))
 
 
 def finish_reduction(
@@ -353,29 +335,21 @@ def finish_reduction(
     return finish
 
 
-@functools.cache  # asked for in every reduction of every run
 def mean_of(
-    dtype: torch.dtype, ranks: int, factor: float | None = None, summed: bool = False
-) -> tuple[dist.ReduceOp.RedOpType, float | None, float | None]:
-    """The reduction's operator, and the factors to divide by before and after it. ``factor``: divide the sum by this
-    and not by the number of ranks. ``summed``: the group is to add, and to do nothing else."""
-    if dtype in (torch.float32, torch.bfloat16):
-        if factor is None and not summed:
-            return dist.ReduceOp.AVG, None, None
-        return dist.ReduceOp.SUM, None, float(ranks) if factor is None else factor
-    factor = float(ranks) if factor is None else factor
+    dtype: torch.dtype, ranks: int, replicas: int = 1, factor: float | None = None, summed: bool = False
+) -> Mean:
+    """The reduction's operator, and the factors to divide by before and after it: after the second reduction, where one
+    over ``replicas`` follows that over ``ranks``. ``factor``: divide the sum by this and not by the number of ranks.
+    ``summed``: the group is to add, and to do nothing else."""
+    narrow = dtype not in (torch.float32, torch.bfloat16)
+    if not narrow and factor is None and not summed:
+        return dist.ReduceOp.AVG, None, None
+    factor = float(ranks * replicas) if factor is None else factor
     before = 1
-    while factor % before == 0 and factor / before > before:
+    while narrow and factor % before == 0 and factor / before > before:
         before *= 2
-    return dist.ReduceOp.SUM, float(before), factor / before
-
-
-def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
-    """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
-    flat = torch.cat([value.reshape(-1) for value in values])
-    work = dist.all_reduce(flat, op=_OPERATIONS[op], group=group, async_op=True)
-    lockstep.finish(work, flat.device)
-    return flat
+    after = factor / before if replicas == 1 else None
+    return dist.ReduceOp.SUM, float(before) if narrow else None, after
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -1,14 +1,14 @@
-"""Copies between the CPU, where shards and their gradients are kept, and the device that computes.
+"""Copies between the CPU and the device that computes: of shards and their gradients, and of saved activations.
 
-On CUDA and XPU each direction has a stream of its own. A copy comes after what the current stream has queued when it
-starts: the memory that it writes (a fetch) may have had another use before, and what it reads (an offload) is computed
-there. The wait for a fetch makes the current stream wait, and not the host; the wait for an offload makes the host
-wait, because the CPU reads next. Copies run beside compute where the CPU's memory is page-locked.
+On CUDA and XPU the copies of each use have a stream of their own, to and from pinned memory. A copy comes after what
+the current stream has queued when it starts: the memory that it writes may have had another use before, and what it
+reads is computed there. The wait for a copy makes the current stream wait, and not the host: memory that is given back
+after that is reused in order. Only the wait for offloaded gradients makes the host wait, because the CPU reads next.
 
 [Note: writes after a run]
 The optimizer writes to shards on the CPU, which the device may still be about to read. A run that ends with gradients
 has waited for them, and so for all that was fetched before. Any other run keeps the event of its last fetch, and the
-host waits for it at the end of the run (``Copies.close``); except forward, behind which comes backward.
+host waits for it at the end of the run (``Frame.close``); except forward, behind which comes backward.
 
 Where the device is the CPU, a copy is a copy, done when it is started.
 """
@@ -18,17 +18,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives, host_copies
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
-from graph_fsdp.runtime.comm.host_copies import copy_beside, copy_stream, wait_on_device
-from graph_fsdp.runtime.operators import finished, implement, started
+from graph_fsdp.runtime.comm.collectives import Pending, StartPlan, shard_slice
+
+Use = Literal["activations", "fetch", "offload"]
 
 
 @dataclass(frozen=True)
@@ -47,104 +45,63 @@ class Copy(Pending):
     event: torch.Event | None = None
 
 
-def copy_plan(node: fx.Node, step: int, graph: Graph) -> CopyPlan:
-    """The plan of a node of ``dialect.COPY_STARTS``."""
-    bucket = node.meta["fsdp"].bucket
-    if node.target is dialect.offload_start:
-        start = functools.partial(start_offload, pin_memory=dialect.argument(node, "pin_memory"))
-        return CopyPlan(step, bucket, "offload", start, False)
-    shards, offsets, length = (dialect.argument(node, name) for name in ("shards", "offsets", "length"))
-    layout = GatherLayout.make(offsets, [shard.meta["val"].numel() for shard in shards], length, 1)
-    fetch = functools.partial(start_fetch, layout=layout, device=dialect.argument(node, "device"))
-    return CopyPlan(step, bucket, "fetch", fetch, graph.phase != "forward")
-
-
 def start_fetch(shards: Sequence[Tensor], layout: GatherLayout, device: torch.device) -> Copy:
     """A bucket's slice of the shard storage, flat, on ``device``."""
-    source = collectives.shard_slice(shards, layout).detach()
-    if device.type == "cpu":
-        return Copy(source.clone(), _nothing)
-    buffer = torch.empty(source.shape, dtype=source.dtype, device=device)
-    event = copy_beside([(buffer, source)], device, "fetch")
-    return Copy(buffer, functools.partial(wait_on_device, event, device), event)
+    source = shard_slice(shards, layout).detach()
+    buffer = torch.empty_like(source, device=device)
+    return _start(buffer, [(buffer, source)], device, "fetch")
 
 
 def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:
     """``values``, of one dtype, one behind the other, flat, in memory of the CPU that nothing else has."""
-    first = values[0]
-    out = torch.empty(sum(v.numel() for v in values), dtype=first.dtype, pin_memory=pin_memory)
-    parts = out.split([v.numel() for v in values])
-    if first.device.type == "cpu":
-        for part, value in zip(parts, values, strict=True):
-            part.copy_(value.reshape(-1))
-        return Copy(out, _nothing)
-    pairs = [(part, value.reshape(-1)) for part, value in zip(parts, values, strict=True)]
-    event = copy_beside(pairs, first.device, "offload")
-    for _, value in pairs:  # it is dropped now, and its memory used again when the copy is done
-        value.record_stream(copy_stream(first.device, "offload"))
-    return Copy(out, event.synchronize, event)
+    numels = [value.numel() for value in values]
+    out = torch.empty(sum(numels), dtype=values[0].dtype, pin_memory=pin_memory)
+    pairs = [(part, value.reshape(-1)) for part, value in zip(out.split(numels), values, strict=True)]
+    return _start(out, pairs, values[0].device, "offload")
+
+
+def offload_activation(value: Tensor) -> Copy:
+    """A saved activation on the CPU."""
+    host = torch.empty_like(value, device="cpu", pin_memory=value.device.type != "cpu")
+    return _start(host, [(host, value)], value.device, "activations")
+
+
+def reload_activation(host: Tensor, device: torch.device) -> Copy:
+    """A saved activation on ``device`` again."""
+    buffer = torch.empty_like(host, device=device)
+    return _start(buffer, [(buffer, host)], device, "activations")
+
+
+def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, use: Use) -> Copy:
+    """Copy (part of ``whole``, source) from or to ``device``."""
+    if device.type == "cpu":
+        for part, source in pairs:
+            part.copy_(source)
+        return Copy(whole, _nothing)
+    stream = _stream(device, use)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        for part, source in pairs:
+            part.copy_(source, non_blocking=True)
+    event = stream.record_event()
+    if use != "offload":
+        return Copy(whole, functools.partial(_wait_on_device, event, device), event)
+    for _, source in pairs:  # it is dropped now, and its memory used again when the copy is done
+        source.record_stream(stream)
+    return Copy(whole, event.synchronize, event)
+
+
+@functools.cache
+def _stream(device: torch.device, use: Use) -> torch.Stream:
+    """The stream of all copies of one use from and to a device. Activations have one for both directions: a copy back
+    finds what the copy out wrote."""
+    return torch.Stream(device)
+
+
+def _wait_on_device(event: torch.Event, device: torch.device) -> None:
+    """The device's current stream waits, and the host does not."""
+    torch.accelerator.current_stream(device).wait_event(event)
 
 
 def _nothing() -> None:
     pass
-
-
-class Copies:
-    """The copies of one run."""
-
-    def __init__(self) -> None:
-        self._last: torch.Event | None = None
-
-    def start(self, plan: CopyPlan, tensors: list[Tensor]) -> Copy:
-        copy = plan.start(tensors)
-        if plan.ends_with_run:
-            self._last = copy.event
-        return copy
-
-    def close(self) -> None:
-        if self._last is not None:
-            self._last.synchronize()
-
-
-# --- the operators called one by one
-
-
-@implement("fetch_start")
-def _fetch_start(shards: list[Tensor], offsets: list[int], length: int, device: torch.device) -> Tensor:
-    layout = GatherLayout.make(offsets, [s.numel() for s in shards], length, 1)
-    return started(start_fetch(shards, layout, device))
-
-
-@implement("fetch_wait")
-def _fetch_wait(buffer: Tensor) -> Tensor:
-    return finished(buffer)
-
-
-@implement("offload_start")
-def _offload_start(values: list[Tensor], pin_memory: bool) -> Tensor:
-    return started(start_offload(values, pin_memory))
-
-
-@implement("offload_wait")
-def _offload_wait(buffer: Tensor) -> Tensor:
-    return finished(buffer)
-
-
-@implement("offload_activation")
-def _offload_activation(value: Tensor) -> Tensor:
-    return started(host_copies.start_offload(value))
-
-
-@implement("activation_offloaded")
-def _activation_offloaded(host: Tensor, value: Tensor) -> Tensor:
-    return finished(host)
-
-
-@implement("reload_activation")
-def _reload_activation(host: Tensor, device: torch.device) -> Tensor:
-    return started(host_copies.start_reload(host, device))
-
-
-@implement("activation_reloaded")
-def _activation_reloaded(buffer: Tensor, host: Tensor) -> Tensor:
-    return finished(buffer)

@@ -12,7 +12,7 @@ gradients of the step before, as it would with FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm import collectives
-from graph_fsdp.runtime.comm.collectives import Allocate, Pending
+from graph_fsdp.runtime.comm.collectives import Pending, ReduceScatter
 
 
 class Comm(Protocol):
@@ -50,14 +49,12 @@ def start_all_gather(
     layout: GatherLayout,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    allocate: Allocate,
     comm: Comm,
+    buffer: Tensor,
 ) -> Pending:
     """As ``collectives.start_all_gather``, of a layout of one message."""
-    source, length = collectives.shard_slice(shards, layout), layout.length
-    world, device = layout.world_size, source.device
-    buffer = allocate(world * length, dtype, device)
-    output = comm.allocate((world * length,), dtype=dtype, device=device)
+    source, length, world = collectives.shard_slice(shards, layout), layout.length, layout.world_size
+    output = comm.allocate((world * length,), dtype=dtype, device=source.device)
     own = output.narrow(0, group.rank() * length, length)
     own.copy_(source)
     work = comm(output_tensor=output, input_tensor=own, group=group, async_op=True)
@@ -70,54 +67,29 @@ def start_all_gather(
     return Pending(buffer, finish)
 
 
-def start_reduce_scatter(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    comm: Comm,
-    replicas: int = 1,
-    factor: float | None = None,
-    summed: bool = False,
-) -> Pending:
-    """As ``collectives.start_reduce_scatter``, in one message."""
-    world, device = group.size(), grads[0].device
-    op, before, after = collectives.mean_of(dtype, world * replicas, factor, summed)
-    numel = sum(dialect.chunk_numels(grads, world))
+def start_reduce_scatter(reduction: ReduceScatter, grads: Sequence[Tensor], comm: Comm) -> Pending:
+    """As ``reduction.start``, in one message."""
+    world, numel, dtype, device = reduction.world, reduction.length, reduction.dtype, grads[0].device
     sent = comm.allocate((world * numel,), dtype=dtype, device=device)
     compat.chunk_cat(list(grads), dim=0, num_chunks=world, out=sent.view(world, numel))
-    if before is not None:
-        sent.div_(before)
+    if reduction.before is not None:
+        sent.div_(reduction.before)
     out = comm.allocate((numel,), dtype=dtype, device=device)
-    work = comm(output_tensor=out, input_tensor=sent, group=group, op=op, async_op=True)
+    work = comm(output_tensor=out, input_tensor=sent, group=reduction.group, op=reduction.op, async_op=True)
     works = [] if work is None else [work]
-    return Pending(out, collectives.finish_reduction(works, out, after if replicas == 1 else None, keep_alive=sent))
+    return Pending(out, collectives.finish_reduction(works, out, reduction.after, keep_alive=sent))
 
 
-class ProcessGroupMemory:
-    """Buffers from the process group's own allocator, where it has one (NCCL's registers them for copies without
-    staging); what ``set_allocate_memory_from_process_group_for_comm`` installs."""
+@dataclass(frozen=True)
+class ProcessGroupCollective:
+    """A process group's own ``collective``, with buffers from its allocator, where it has one (NCCL's registers them
+    for copies without staging); what ``set_allocate_memory_from_process_group_for_comm`` installs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    group: dist.ProcessGroup
+    collective: Callable[..., Any]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return compat.allocate_from_group(self.group, size, dtype, device)
 
-
-class ProcessGroupAllGather(ProcessGroupMemory):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        return compat.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class ProcessGroupReduceScatter(ProcessGroupMemory):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Any:
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        return self.collective(output_tensor, input_tensor, group=group, **options)

@@ -25,8 +25,8 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from graph_fsdp.runtime.cuda.capturable import RegionChoice, choose
 from graph_fsdp.runtime.cuda.capture import Capture
 from graph_fsdp.runtime.regions.regions import Compiled, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
+
+if TYPE_CHECKING:
+    from graph_fsdp.runtime.executor import Program
 
 WARM_UP_RUNS = 2
 CHANGED_RUNS = 3  # in a row, with inputs that lie elsewhere, until a program is captured anew
@@ -64,22 +67,14 @@ class ModelGraphs:
             program.forget()
 
 
-@dataclass(frozen=True)
-class _Layout:
+# Makes a tensor of a storage.
+_Layout = Callable[[torch.UntypedStorage], Tensor]
+
+
+def _layout(value: Tensor) -> _Layout:
     """A tensor but for its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Tensor) -> _Layout:
-        return cls(value.dtype, int(value.storage_offset()), value.shape, value.stride())
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)
+    dtype, place = value.dtype, (int(value.storage_offset()), value.shape, value.stride())
+    return lambda storage: torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
 
 class Captured:
@@ -87,7 +82,7 @@ class Captured:
 
     def __init__(self, capture: Capture, device: torch.device) -> None:
         self.capture, self.device, self.pool = capture, device, capture.pool()
-        self.function: Callable[..., Any] = _unset
+        self.function: Callable[..., Any] | None = None
         self.slots = SlotPlan()
         self.inputs: dict[int, Tensor] = {}  # by place, where what is copied lies
         self.addresses: dict[int, int] = {}  # by place, of what is not
@@ -119,8 +114,11 @@ class Captured:
         number = next(self._lent_so_far)
         self.lent.add(number)
         # It refers to this object, and so keeps the memory of what was lent.
-        weakref.finalize(storage, _returned, self, number).atexit = False
+        weakref.finalize(storage, self._returned, number).atexit = False
         return storage
+
+    def _returned(self, number: int) -> None:
+        self.lent.discard(number)
 
     def lend_buffer(self, bucket: str, nbytes: int) -> Tensor:
         if bucket not in self._buffers:
@@ -128,11 +126,11 @@ class Captured:
                 self._buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.own(self._buffers[bucket])
         kept = self._buffers[bucket]
-        return _Layout.of(kept).on(self.lend(address_of(kept)))
+        return _layout(kept)(self.lend(address_of(kept)))
 
     def drop(self) -> None:
         """Its graphs go with it, and not when the garbage collector comes."""
-        self.function, self.slots = _unset, SlotPlan()
+        self.function, self.slots = None, SlotPlan()
 
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
@@ -140,14 +138,6 @@ class Captured:
     @property
     def buffer_nbytes(self) -> int:
         return sum(value.nbytes for value in self._buffers.values())
-
-
-def _returned(captured: Captured, number: int) -> None:
-    captured.lent.discard(number)
-
-
-def _unset(*_: Any) -> Any:
-    raise AssertionError("a program without a function")
 
 
 class CapturedCall:
@@ -180,9 +170,9 @@ class CapturedCall:
         for address, parts in self._saved:
             storage = self.captured.lend(address)
             for index, layout in parts:
-                results[index] = layout.on(storage)
+                results[index] = layout(storage)
         for index, source, layout in self._views:
-            results[index] = layout.on(inputs[source].untyped_storage())
+            results[index] = layout(inputs[source].untyped_storage())
         inputs.clear()
         return results
 
@@ -202,13 +192,13 @@ class CapturedCall:
             if self._results[index] is not None or value is None:
                 continue
             if address_of(value) in sources:
-                self._views.append((index, sources[address_of(value)], _Layout.of(value)))
+                self._views.append((index, sources[address_of(value)], _layout(value)))
             else:
                 captured.own(value)
                 parts.setdefault(address_of(value), []).append(index)
         with torch.inference_mode(False):
             for address, indices in parts.items():
-                layouts = [(index, _Layout.of(outputs[index])) for index in indices]
+                layouts = [(index, _layout(outputs[index])) for index in indices]
                 if any(self.choice.saved[index] for index in indices):
                     self._saved.append((address, layouts))
                     captured.watch(outputs[indices[0]].untyped_storage())
@@ -216,21 +206,11 @@ class CapturedCall:
                 # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
                 storage = compat.storage_at(address, captured.owned[address], captured.device)
                 for index, layout in layouts:
-                    self._results[index] = layout.on(storage)
+                    self._results[index] = layout(storage)
         self._replay = replay
         replay()
         inputs.clear()
         return outputs
-
-
-class Runnable(Protocol):
-    """A program: ``ordinary`` is its function, in whose namespace ``constants`` has the compiled regions by name."""
-
-    slots: SlotPlan
-    constants: dict[str, Any]
-    ordinary: types.FunctionType
-
-    def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any: ...
 
 
 class ProgramGraphs:
@@ -266,7 +246,7 @@ class ProgramGraphs:
         choice = self.choice.regions[index]
         return f"no CUDA graph: {choice.reason}" if choice.reason else "a CUDA graph"
 
-    def run(self, program: Runnable, args: list[Any]) -> Any:
+    def run(self, program: Program, args: list[Any]) -> Any:
         model = self.model
         if model.running or model.closed or not self.choice.captured:
             self.runs["within another run" if model.running else "with nothing to capture"] += 1
@@ -314,7 +294,7 @@ class ProgramGraphs:
             captured.owns(value) for name, value in values if name in captured.saved_names
         )
 
-    def _prepared(self, program: Runnable, args: list[Any]) -> Captured:
+    def _prepared(self, program: Program, args: list[Any]) -> Captured:
         captured = Captured(self.model.capture, self.model.device)
         self.captures += 1
         assert self._slots is not None
@@ -342,10 +322,11 @@ class ProgramGraphs:
         captured.function = types.FunctionType(function.__code__, {**function.__globals__, **calls})
         return captured
 
-    def _replay(self, captured: Captured, program: Runnable, args: list[Any]) -> Any:
+    def _replay(self, captured: Captured, program: Program, args: list[Any]) -> Any:
         for place, kept in captured.inputs.items():
-            lent = _Layout.of(kept).on(captured.lend(address_of(kept))) if place in self.choice.saved else kept
+            lent = _layout(kept)(captured.lend(address_of(kept))) if place in self.choice.saved else kept
             args[place] = _copy(args[place], lent)
+        assert captured.function is not None
         results = program.execute(captured.function, captured.slots, args)
         saved = results[self._user_outputs :]
         names = zip(self._saved_names, saved, strict=True)

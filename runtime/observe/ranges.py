@@ -15,18 +15,15 @@ profiler of torch records, it is an NVTX range. (nsys tells its processes by ``N
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
-from graph_fsdp.runtime.observe.observer import Observer
-from graph_fsdp.runtime.regions.regions import Compiled
+from graph_fsdp.runtime.observe.observer import Event, Observer
 
 T = TypeVar("T")
 OpenRange: TypeAlias = Callable[[str], AbstractContextManager[Any]]
@@ -41,35 +38,12 @@ def recording() -> OpenRange | None:
     return torch.cuda.nvtx.range if _UNDER_NSYS else None
 
 
-class Ranges(Observer):
-    """A run in ranges. ``kernels``: place of a region → its units."""
+def ranges(open_range: OpenRange, phase: str) -> Observer:
+    """Make the observer that opens a range for each event of a run."""
 
-    def __init__(self, open_range: OpenRange, phase: str, kernels: Mapping[int, str]) -> None:
-        self._open_range, self._phase, self._kernels = open_range, phase, kernels
-        self._under_way: dict[Pending, StartPlan] = {}
-
-    def run(self, run: Callable[[], T]) -> T:
-        with self._open_range(f"FSDP::{self._phase}"):
-            return run()
-
-    def region(self, index: int, function: Compiled, inputs: list[Any]) -> Sequence[Any]:
-        with self._named("compute", self._kernels[index]):
-            return function(inputs)
-
-    def start(self, plan: StartPlan, start: Callable[[], Pending]) -> Pending:
-        with self._named(plan.kind, plan.bucket):
-            pending = start()
-        self._under_way[pending] = plan
-        return pending
-
-    def wait(self, pending: Pending, wait: Callable[[], Tensor]) -> Tensor:
-        plan = self._under_way.pop(pending)
-        with self._named(f"wait {plan.kind}", plan.bucket):
-            return wait()
-
-    def call(self, what: str, unit: str, call: Callable[[], Tensor]) -> Tensor:
-        with self._named(what, unit):
+    def see(event: Event, call: Callable[[], T]) -> T:
+        words = (event.name, event.whose, f"({phase})") if event.name else (phase,)
+        with open_range(f"FSDP::{' '.join(filter(None, words))}"):
             return call()
 
-    def _named(self, what: str, whose: str) -> AbstractContextManager[Any]:
-        return self._open_range(" ".join(filter(None, (f"FSDP::{what}", whose, f"({self._phase})"))))
+    return see

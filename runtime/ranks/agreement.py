@@ -1,7 +1,7 @@
 """Ranks compare what they are about to run before they run it.
 
 A collective that one rank starts and another does not is a hang. So the first time that a model's ranks are about
-to run a sequence of collectives, each publishes it in the process group's store. The first rank reads them all,
+to run a sequence of collectives, each publishes it in the process group's store. The last one to come reads them all,
 compares, and publishes one verdict for all: reads grow with the number of ranks, not with its square. With a timeout,
 and not by a collective, which could hang itself. A sequence that was agreed on before needs nothing: a rank may
 recompile alone as long as its collectives stay the same.
@@ -24,7 +24,6 @@ from graph_fsdp import compat
 TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 10.0  # more than the first rank takes to read what the others published
 _RANKS_IN_MESSAGE = 16
 # Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
 _ALONE = frozenset({"fake", "simulated"})
@@ -61,18 +60,52 @@ def agree(
     """
     if not is_shared(ranks):
         return
-    me, first = dist.get_rank(), ranks[0]
+
+    def judge(published: dict[int, str]) -> str:
+        values = {rank: json.loads(text) for rank, text in published.items()}
+        mine = values[ranks[0]]
+        different = [rank for rank, value in values.items() if value[0] != mine[0]]
+        if not different:
+            return ""
+        at, theirs, own = first_difference(values[different[0]][1:], mine[1:])
+        return (
+            f"ranks {listed(different)} are about to run another program than rank {ranks[0]} ({key!r}): entry "
+            f"{at} is {theirs!r} on rank {different[0]} and {own!r} on rank {ranks[0]}; use the same model, options "
+            "and passes on all ranks, and let no branch depend on a rank's own data"
+        )
+
     store, prefix = compat.default_store(), prefix_of(ranks, key)
-    store.set(f"{prefix}/{me}", json.dumps([digest(entries), *entries]))
-    if me == first:
-        verdict = _verdict(store, prefix, key, list(entries), ranks, timeout, refused)
-        store.set(f"{prefix}/verdict", verdict)
-    elif wait(store, [f"{prefix}/verdict"], timeout + _GRACE_SECONDS, refused):
-        raise RankDisagreement(_did_not_come([first], me, key, timeout + _GRACE_SECONDS))
-    else:
-        verdict = store.get(f"{prefix}/verdict").decode()
+    own = json.dumps([digest(entries), *entries])
+    verdict = compare(
+        store, prefix, ranks, own, judge, lambda late: _did_not_come(late, key, timeout), timeout, refused
+    )
     if verdict:
         raise RankDisagreement(verdict)
+
+
+def compare(
+    store: dist.Store,
+    prefix: str,
+    ranks: Sequence[int],
+    mine: str,
+    judge: Callable[[dict[int, str]], str],
+    missing: Callable[[list[int]], str],
+    timeout: float,
+    refused: Refused | None = None,
+) -> str:
+    """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all. The last one
+    to come makes it with ``judge``: a rank's share of the work does not grow with their number, but for that one. It is
+    ``missing``, of ranks that did not come, where they are not all there after ``timeout`` seconds."""
+    verdict, names = f"{prefix}/verdict", [f"{prefix}/{rank}" for rank in ranks]
+    store.set(f"{prefix}/{dist.get_rank()}", mine)
+    if store.add(f"{prefix}/arrived", 1) == len(ranks) and not store.check([verdict]):
+        published = (value.decode() for value in store.multi_get(names))
+        store.set(verdict, judge(dict(zip(ranks, published, strict=True))))
+    while wait(store, [verdict], timeout, refused):
+        late = [rank for rank, name in zip(ranks, names, strict=True) if not store.check([name])]
+        if late:  # or the last one is about to judge
+            store.set(verdict, missing(late))
+    return store.get(verdict).decode()
 
 
 def publish(key: str, value: str, ranks: Sequence[int]) -> None:
@@ -88,40 +121,18 @@ def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, re
     """
     store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
     if wait(store, [name], timeout, refused):
-        raise RankDisagreement(_did_not_come(ranks[:1], dist.get_rank(), key, timeout))
+        raise RankDisagreement(_did_not_come(ranks[:1], key, timeout))
     return store.get(name).decode()
+
+
+def read(store: dist.Store, name: str) -> str:
+    """What is published under ``name``; "" where nothing is."""
+    return store.get(name).decode() if store.check([name]) else ""
 
 
 def prefix_of(ranks: Sequence[int], key: str) -> str:
     names = [str(rank) for rank in ranks]
     return f"graph_fsdp/{'-'.join(names) if len(names) < 64 else digest(names)}/{key}"
-
-
-def _verdict(
-    store: dist.Store,
-    prefix: str,
-    key: str,
-    mine: list[str],
-    ranks: Sequence[int],
-    timeout: float,
-    refused: Refused | None,
-) -> str:
-    """What is wrong, or nothing."""
-    keys = {f"{prefix}/{rank}": rank for rank in ranks}
-    missing = [keys[name] for name in wait(store, list(keys), timeout, refused)]
-    if missing:
-        return _did_not_come(missing, ranks[0], key, timeout)
-    others = {rank: json.loads(store.get(name)) for name, rank in keys.items()}
-    different = {rank: value[1:] for rank, value in others.items() if value[0] != digest(mine)}
-    if not different:
-        return ""
-    rank, theirs = next(iter(different.items()))
-    at, in_theirs, in_mine = first_difference(theirs, mine)
-    return (
-        f"ranks {listed(sorted(different))} are about to run another program than rank {ranks[0]} ({key!r}): entry "
-        f"{at} is {in_theirs!r} on rank {rank} and {in_mine!r} on rank {ranks[0]}; use the same model, options and "
-        "passes on all ranks, and let no branch depend on a rank's own data"
-    )
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, str, str]:
@@ -131,10 +142,10 @@ def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, s
     return at, there, here
 
 
-def _did_not_come(missing: Sequence[int], waiting: int, key: str, timeout: float) -> str:
+def _did_not_come(missing: Sequence[int], key: str, timeout: float) -> str:
     return (
-        f"rank {waiting} waited {timeout:.0f} s for ranks {listed(missing)} to compile {key!r} and they did not; they "
-        "run another branch, have failed, or hang: look at their output"
+        f"rank {dist.get_rank()} waited {timeout:.0f} s for ranks {listed(missing)} to compile {key!r} and they did "
+        "not; they run another branch, have failed, or hang: look at their output"
     )
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed
-from graph_fsdp.runtime.regions.regions import Region, cut
+from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed, read
 
 # A rank that waits in a collective answers after ``PATIENCE_SECONDS`` at the latest.
 ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
@@ -36,10 +35,10 @@ ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
 RETRY_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
+_PROCESS = "graph_fsdp/process/"  # of each rank, in the store
 _RANKS_OF_HOST = 64  # no host has more; of farther ones the kernel is not asked
 _ERROR_CHARACTERS = 600
 _ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
-_CALL = re.compile(r"^\s*(?:(?P<name>\w+) = )?(?P<call>frame\.\w+|region_\d+|keep_\d+)\((?P<first>\w*)")
 
 Value = TypeVar("Value")
 
@@ -91,56 +90,18 @@ def is_of_process_group(error: BaseException) -> bool:
 
 def place(error: BaseException, program: Any) -> str:
     """Where a program (``executor.Program``) raised: the region or collective; "" where that is not known."""
-    frames, traceback = [], error.__traceback__
-    while traceback is not None:
-        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return _place_in(frames, program)
+    return _place_in(reversed(list(traceback.walk_tb(error.__traceback__))), program)
 
 
 def running_place(program: Any) -> str:
     """Where a program that called this function is now; "" where that is not known."""
-    frames: list[tuple[str, int]] = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return _place_in(frames[::-1], program)
+    return _place_in(traceback.walk_stack(sys._getframe()), program)
 
 
-def _place_in(frames: Sequence[tuple[str, int]], program: Any) -> str:
-    """``frames``: files and lines, the innermost last."""
-    source = getattr(program, "source", "").splitlines()
-    file = f"<graph_fsdp {program.graph.phase} program>" if source else ""
-    found = ""
-    for name, line in frames if source else ():
-        if name == file and 0 < line <= len(source):
-            found = _described_line(source, source[line - 1], program)
-    return found
-
-
-def _described_line(source: Sequence[str], line: str, program: Any) -> str:
-    call = _CALL.search(line)
-    if call is None:  # several results, or none
-        region = re.search(r"region_(\d+)\(", line)
-        return _described_region(int(region[1]), program) if region else ""
-    if call["call"].startswith("region_"):
-        return _described_region(int(call["call"].removeprefix("region_")), program)
-    what = call["call"].removeprefix("frame.").replace("_", " ")
-    start = line
-    if call["call"] in ("frame.wait", "frame.free"):  # the line that started it says the bucket
-        start = next((text for text in source if text.startswith(f"    {call['first']} = ")), line)
-        started = re.search(r"frame\.(\w+?)_start", start)
-        what = f"{what} for {started[1]}" if started else what
-    bucket = start.partition("  # ")[2]
-    return f"{what} of bucket {bucket}" if bucket else what
-
-
-def _described_region(index: int, program: Any) -> str:
-    step = cut(program.graph)[index]
-    records = [node.meta.get("fsdp") for node in step.inputs] if isinstance(step, Region) else []
-    units = dict.fromkeys(record.unit or "root" for record in records if record is not None)
-    return f"region {index}" + (f" (unit {', '.join(units)})" if units else "")
+def _place_in(frames: Iterable[tuple[FrameType, int]], program: Any) -> str:
+    """``frames``: each with its line, the innermost first."""
+    code = getattr(getattr(program, "ordinary", None), "__code__", None)
+    return next((program.places.get(line, "") for frame, line in frames if frame.f_code is code), "")
 
 
 class Failures:
@@ -151,16 +112,11 @@ class Failures:
         self.mine: Failure | None = None
         self._last_own = -1  # position of the last program in which this rank failed by itself
         self._first_seen: dict[Failure, float] = {}
-        self._published = False
 
     def publish_process(self) -> None:
         """Publish this rank's process, so that other ranks of its host can see whether it exists."""
-        me = dist.get_rank()
-        _answered(
-            lambda: self.store.set(
-                _process_key(me), json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
-            )
-        )
+        own = json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
+        _answered(lambda: self.store.set(f"{_PROCESS}{dist.get_rank()}", own))
 
     def announce(self, failure: Failure) -> None:
         """Announce what happened on this rank, in place of what it announced before."""
@@ -169,9 +125,7 @@ class Failures:
             self._last_own = failure.position
         text = json.dumps(dataclasses.astuple(failure))
         _answered(lambda: self.store.set(f"{self.base}failure/{failure.rank}", text))
-        if not self._published:
-            self._published = True
-            _answered(lambda: self.store.add(f"{self.base}failures", 1))
+        _answered(lambda: self.store.set(f"{self.base}failures", "some"))
 
     def withdraw(self) -> None:
         """Withdraw this rank's failure: it takes part again."""
@@ -184,14 +138,9 @@ class Failures:
         """What other ranks have announced, and not withdrawn, and has not happened here as well."""
         if not self.store.check([f"{self.base}failures"]):
             return []
-        found = []
-        for rank in self.ranks:
-            name = f"{self.base}failure/{rank}"
-            if rank != dist.get_rank() and self.store.check([name]) and (text := self.store.get(name)):
-                failure = Failure(*json.loads(text))
-                if not failure.inside or failure.of_others or failure.position != self._last_own:
-                    found.append(failure)
-        return found
+        texts = [read(self.store, f"{self.base}failure/{rank}") for rank in self.ranks if rank != dist.get_rank()]
+        found = [Failure(*json.loads(text)) for text in texts if text]
+        return [f for f in found if not f.inside or f.of_others or f.position != self._last_own]
 
     def preventing(self, position: int) -> Failure | None:
         """Of another rank, because of which the program at ``position`` will not end, or begin."""
@@ -216,28 +165,25 @@ class Failures:
                 others = self.others()
                 answered = {failure.rank for failure in others}
                 missing = [rank for rank in self.ranks if rank != mine.rank and rank not in answered]
-                states = {rank: self.state_of(rank) for rank in missing}
+                states = {rank: state_of(self.store, rank) for rank in missing}
             except RuntimeError as error:
                 return (
                     f"{what} ({mine.error}), and the store of the process group does not answer either "
                     f"({described(error)}): the process that hosts it, rank 0 or torchrun's, has ended; {_ADVICE}"
                 )
-            causes = [failure for failure in others if not failure.of_others]
-            if causes:
-                return f"{what}, because {'; '.join(map(str, causes))}; {_ADVICE} ({mine.error})"
+            if causes := "; ".join(str(failure) for failure in others if not failure.of_others):
+                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
             gone = {rank: state for rank, state in states.items() if state and "runs" not in state}
             if gone:
-                names = "; ".join(f"rank {rank}: {state}" for rank, state in gone.items())
-                return (
-                    f"{what}, because ranks {listed(list(gone))} do not take part ({names}); {_ADVICE} ({mine.error})"
-                )
+                ranks = f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
+                return f"{what}, because {ranks}; {_ADVICE} ({mine.error})"
             if not missing:
                 return (
                     f"{what} ({mine.error}), and all other ranks were in a collective, too: a connection between them "
                     f"broke, or one took longer than the timeout of the process group; {_ADVICE}"
                 )
             if time.monotonic() > deadline:
-                names = "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
+                names = in_words(states)
                 return (
                     f"{what}, and ranks {listed(missing)} did not answer within {ROLL_CALL_SECONDS:.0f} s"
                     f"{f' ({names})' if names else ''}: killed, stopped, out of reach, or busy with something else; "
@@ -245,14 +191,16 @@ class Failures:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def state_of(self, rank: int) -> str:
-        return state_of(self.store, rank)
-
 
 def ended(store: dist.Store, ranks: Sequence[int]) -> str:
     """Those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
     states = {rank: state_of(store, rank) for rank in ranks if rank != dist.get_rank()}
-    return "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if "ended" in state)
+    return in_words({rank: state for rank, state in states.items() if "ended" in state})
+
+
+def in_words(states: Mapping[int, str]) -> str:
+    """The states of ranks, those that are known."""
+    return "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
 
 
 def gone(ranks: Sequence[int]) -> str:
@@ -266,9 +214,9 @@ def gone(ranks: Sequence[int]) -> str:
 
 def state_of(store: dist.Store, rank: int) -> str:
     """Of the rank's process; "" where that is on another host, or this host's kernel does not say."""
-    if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not store.check([_process_key(rank)]):
+    if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not (published := read(store, f"{_PROCESS}{rank}")):
         return ""
-    *kernel, pid, started = json.loads(store.get(_process_key(rank)))
+    *kernel, pid, started = json.loads(published)
     if kernel != kernel_of_host() or not started:
         return ""
     letter = _stat(pid)[0] if started_at(pid) == started else "X"
@@ -283,10 +231,6 @@ def _answered(ask: Callable[[], Value]) -> Value | None:
         return ask()
     except RuntimeError:
         return None
-
-
-def _process_key(rank: int) -> str:
-    return f"graph_fsdp/process/{rank}"
 
 
 def kernel_of_host() -> list[str]:

@@ -2,16 +2,14 @@
 
 [Note: predicted programs]
 A model may have several graphs whose collectives differ: for training and for evaluation, for other branches of its
-Python code, with other parameters frozen. All ranks know and have agreed to each of them, but which one runs next is
-each rank's own decision, and where two ranks decide differently a collective would wait for ever, or exchange data of
-different parameters. To compare before every program would cost every step.
+Python code, with other parameters frozen. Ranks have agreed to each, but which one runs next is each rank's own
+decision; where two differ, a collective would wait for ever, or exchange data of different parameters.
 
-So every rank predicts the next program from those that ran before, as a processor predicts branches. A rank whose
-next program is the predicted one runs it, and asks nobody. A rank whose next program is another one stops and compares
-it with those of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict
-alike; hence either nobody compares and all run the predicted program, or all compare, or those who compare find that
-others do not come, and have not started any collective. A training loop is predicted from its fourth program on; what
-alternates is predicted once its pattern was seen.
+To compare before every program would cost every step. So every rank predicts the next program from those that ran
+before, as a processor predicts branches: it runs the predicted one and asks nobody, or compares another one with those
+of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict alike; hence
+all run the predicted program, or all compare, or those who compare find that others do not come, and have not started
+any collective. A training loop is predicted from its fourth program on.
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
 looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
@@ -41,7 +39,7 @@ import torch.distributed as dist
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import agreement
-from graph_fsdp.runtime.ranks.agreement import RankDisagreement, first_difference, listed, prefix_of, wait
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, compare, first_difference, listed, prefix_of, read
 from graph_fsdp.runtime.ranks.failure import (
     CollectiveFailed,
     Failure,
@@ -84,7 +82,6 @@ class Lockstep:
         self._program: Callable[[], Any] = lambda: None  # that program
         self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
         self._stopped = ""  # where the program raised that began last
-        self._troubled = False  # one of these, or this rank has announced a failure
         self.failures = Failures(ranks, store, self._base)
         self.failures.publish_process()
         self._compared = -1  # position of the last comparison
@@ -105,8 +102,10 @@ class Lockstep:
             RankFailure: other ranks have failed and cannot run this one.
         """
         global _current
-        if self._troubled:
-            self._recover()
+        if self._failure is not None or self.failures.mine is not None:  # this rank has failed, and runs again
+            self._raise_again()
+            if not self._stopped:
+                self.failures.withdraw()
         if self._predictions.get(past := self._past) != key:
             try:
                 if self._stopped or self._predicted() != key:
@@ -164,22 +163,20 @@ class Lockstep:
         rank = self._compiling_at(here)
         if rank:
             return f"rank {rank} {_COMPILES}"
-        names = {rank: f"{self._prefix(here)}/{rank}" for rank in self.ranks}
-        found = {rank: self.store.get(name).decode() for rank, name in names.items() if self.store.check([name])}
+        values = {rank: read(self.store, f"{self._prefix(here)}/{rank}") for rank in self.ranks}
+        found = [rank for rank in self.ranks if values[rank]]
         if not found:
             return ""
-        other, (key, _, stopped) = next((rank, value.partition("\n")) for rank, value in found.items())
+        other = found[0]
+        key, _, stopped = values[other].partition("\n")
         if stopped:
             return f"rank {other} has raised in {stopped}"
-        return self._difference(list(found), key, other, self._running, dist.get_rank())
+        return self._difference(found, key, other, self._running, dist.get_rank())
 
     def _compiling_at(self, position: int) -> str:
         """A rank that waits there for others, and this one among them, to compile with it; "" if there is none."""
-        name = f"{self._base}compiling{self._compiled}"
-        if not self.store.check([name]):
-            return ""
-        at, rank = self.store.get(name).decode().split()
-        return rank if int(at) == position else ""
+        at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
+        return rank if at == str(position) else ""
 
     def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
         """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
@@ -190,7 +187,6 @@ class Lockstep:
         interrupted(error, where)
         of_others = is_of_process_group(error)
         mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
-        self._troubled = True
         self.failures.announce(mine)
         if of_others:
             self._failure = RankFailure(self.failures.call_the_roll(mine))
@@ -208,18 +204,10 @@ class Lockstep:
         if own is not None and own.position == self.position - 1:  # the program has told
             return
         if not isinstance(error, (RankDisagreement, RankFailure)):
-            self._troubled = True
             self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
 
     def _running_program(self, where: str) -> str:
         return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
-
-    def _recover(self) -> None:
-        """A rank that has failed runs something again."""
-        self._raise_again()
-        if not self._stopped:
-            self.failures.withdraw()
-            self._troubled = False
 
     def _raise_again(self) -> None:
         if self._failure is not None:
@@ -242,7 +230,6 @@ class Lockstep:
         self._failure = RankFailure(
             f"rank {me} cannot end {where}, because {why}; start all ranks again from the last complete checkpoint"
         )
-        self._troubled = True
         self.failures.announce(Failure(me, position, True, True, where, why))
         self._raise_again()
 
@@ -260,52 +247,43 @@ class Lockstep:
             self._predictions[self._past[len(self._past) - length :]] = key
 
     def _compare(self, key: str) -> None:
-        """With all other ranks. The last one to come finds the verdict for all: a rank's share of the work does not
-        grow with their number, but for that one."""
+        """With all other ranks."""
         self.comparisons += 1
-        prefix, me = self._prefix(self.position), dist.get_rank()
-        verdict = f"{prefix}/verdict"
-        self.store.set(f"{prefix}/{me}", f"{key}\n{self._stopped}" if self._stopped else key)
-        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self.store.check([verdict]):
-            stopped, difference = self._verdict(prefix)
-            self._announce(self.position, stopped or difference, all_came=not stopped)
-            if self._compared >= 0:  # everyone has read that one
-                self._forget(self._compared, "arrived", "verdict")
-        elif self._wait_for(verdict, key):
-            self._announce(self.position, self._missing(prefix, key))
-        self._compared = self.position
-        self._forget(self.position, str(me))
-        self._raise_announced(self.position)
-        if self._stopped:
-            self.failures.withdraw()
-            self._troubled = False
-
-    def _wait_for(self, verdict: str, key: str) -> list[str]:
-        begin, what = time.monotonic(), f"the wait for others to run {self._programs[key]}"
+        position, begin = self.position, time.monotonic()
+        what = f"the wait for others to run {self._programs[key]}"
 
         def refused() -> None:
             self._refuse_compiling(key)
-            self._long_waits.tell(self.position, time.monotonic() - begin, lambda: what)
+            self._long_waits.tell(position, time.monotonic() - begin, lambda: what)
 
+        def missing(late: list[int]) -> str:
+            return json.dumps([False, self._missing(late, key)])
+
+        value = f"{key}\n{self._stopped}" if self._stopped else key
         try:
-            return wait(self.store, [verdict], TIMEOUT_SECONDS, refused)
+            where = (self.store, self._prefix(position), self.ranks)
+            compare(*where, value, self._verdict, missing, TIMEOUT_SECONDS, refused)
         except KeyboardInterrupt as error:
             interrupted(error, what)
             raise
+        self._compared = position
+        self._forget(position, str(dist.get_rank()))
+        self._raise_announced(position)
+        if self._stopped:
+            self.failures.withdraw()
 
-    def _announce(self, position: int, message: str, all_came: bool = False) -> None:
-        """A verdict for every rank that is, or comes, here: "" for equal programs. ``all_came``: no rank has started
-        anything, and they may go on together."""
-        self.store.set(f"{self._prefix(position)}/verdict", json.dumps([all_came, message]))
+    def _announce(self, position: int, message: str) -> None:
+        """A verdict for every rank that is, or comes, here; not all of them may go on together, as they may where all
+        came and no rank has started anything."""
+        self.store.set(f"{self._prefix(position)}/verdict", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
-        name = f"{self._prefix(position)}/verdict"
-        if self.store.check([name]):
-            all_came, message = json.loads(self.store.get(name))
-            if message and not all_came:
-                self._failure, self._troubled = RankDisagreement(message), True
-            if message:
-                raise RankDisagreement(message)
+        verdict = read(self.store, f"{self._prefix(position)}/verdict")
+        all_came, message = json.loads(verdict) if verdict else (True, "")
+        if message and not all_came:
+            self._failure = RankDisagreement(message)
+        if message:
+            raise RankDisagreement(message)
 
     def _refuse_compiling(self, key: str) -> None:
         """While this rank compares: another one that compiles here waits for it in vain, and one that has failed does
@@ -318,21 +296,23 @@ class Lockstep:
             )
             self._announce(self.position, text)
 
-    def _verdict(self, prefix: str) -> tuple[str, str]:
-        """Where ranks raised in different places, and how what they are about to run differs; "" for nothing."""
-        names = [f"{prefix}/{rank}" for rank in self.ranks]
-        values = [value.decode().partition("\n") for value in self.store.multi_get(names)]
-        keys = {rank: key for rank, (key, _, _) in zip(self.ranks, values, strict=True)}
-        stops = {rank: stopped for rank, (_, _, stopped) in zip(self.ranks, values, strict=True)}
+    def _verdict(self, published: dict[int, str]) -> str:
+        """Whether all ranks may go on, and what is wrong: where ranks raised in different places, or how what they are
+        about to run differs. Called on the last one to come."""
+        if self._compared >= 0:  # everyone has read that one
+            self._forget(self._compared, "arrived", "verdict")
+        values = {rank: value.partition("\n") for rank, value in published.items()}
         first = self.ranks[0]
-        elsewhere = next((rank for rank in self.ranks if stops[rank] != stops[first]), None)
-        if elsewhere is not None:
-            told = [f"rank {rank} {_raised_in(stops[rank])}" for rank in (first, elsewhere)]
-            return f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again", ""
-        different = [rank for rank in self.ranks if keys[rank] != keys[first]]
-        if not different:
-            return "", ""
-        return "", f"{self._difference(different, keys[different[0]], different[0], keys[first], first)}; {_ADVICE}"
+        key, _, stopped = values[first]
+        elsewhere = [rank for rank in self.ranks if values[rank][2] != stopped]
+        different = [rank for rank in self.ranks if values[rank][0] != key]
+        text = ""
+        if elsewhere:
+            told = [f"rank {rank} {_raised_in(values[rank][2])}" for rank in (first, elsewhere[0])]
+            text = f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again"
+        elif different:
+            text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {_ADVICE}"
+        return json.dumps([not elsewhere, text])
 
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
         """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
@@ -343,10 +323,9 @@ class Lockstep:
         at, in_a, in_b = first_difference(a.collectives, b.collectives)
         return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
 
-    def _missing(self, prefix: str, key: str) -> str:
-        missing = [rank for rank in self.ranks if not self.store.check([f"{prefix}/{rank}"])]
+    def _missing(self, late: list[int], key: str) -> str:
         return (
-            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(missing)} to run "
+            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(late)} to run "
             f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
             f"output; {_ADVICE}"
         )

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from graph_fsdp.runtime.ranks.agreement import listed
-from graph_fsdp.runtime.ranks.failure import state_of
+from graph_fsdp.runtime.ranks.agreement import listed, read
+from graph_fsdp.runtime.ranks.failure import in_words, state_of
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +25,13 @@ class LongWaits:
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self._ranks, self._store, self._base = tuple(ranks), store, base
-        self._written = self._told = -1  # positions
+        self._told = -1  # at which position
 
     def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
         """To be called now and then while this rank waits, in ``what``, at a program's ``position``."""
         if self._told == position:
             return
-        if self._written != position:
-            self._written = position
-            self._store.set(self._key(dist.get_rank()), str(position))
+        self._store.set(self._key(dist.get_rank()), str(position))
         if seconds < TELL_AFTER_SECONDS:
             return
         self._told = position
@@ -41,9 +39,8 @@ class LongWaits:
             log.warning("%s", self._text(position, seconds, what()))
 
     def _text(self, position: int, seconds: float, what: str) -> str:
-        missing = [rank for rank in self._ranks if not self._waits(rank, position)]
-        states = {rank: state_of(self._store, rank) for rank in missing[:_DESCRIBED]}
-        known = "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
+        missing = [rank for rank in self._ranks if read(self._store, self._key(rank)) != str(position)]
+        known = in_words({rank: state_of(self._store, rank) for rank in missing[:_DESCRIBED]})
         me = dist.get_rank()
         who = f"ranks {listed(missing)} have" if missing else "all other ranks wait there, too, and none has"
         return (
@@ -51,10 +48,6 @@ class LongWaits:
             "ranks have to run the model equally often (a data loader that gives one of them fewer batches?). It goes "
             "on waiting"
         )
-
-    def _waits(self, rank: int, position: int) -> bool:
-        name = self._key(rank)
-        return self._store.check([name]) and int(self._store.get(name)) == position
 
     def _key(self, rank: int) -> str:
         return f"{self._base}waits/{rank}"

@@ -1,12 +1,15 @@
-"""A program as ranks compare it: what runs, and what of it they must have in common."""
+"""A program as ranks compare it: what runs, what of it they must have in common, and how it begins and ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graph_fsdp.runtime.ranks.agreement import digest
+
+if TYPE_CHECKING:
+    from graph_fsdp.runtime.ranks.lockstep import Lockstep
 
 Runnable = Callable[[list[Any]], Any]
 
@@ -26,3 +29,20 @@ class RunnableProgram:
 
     def __str__(self) -> str:
         return f"the {self.phase} {self.what} of {self.model}"
+
+
+def in_step(program: Runnable, lockstep: Lockstep, key: str) -> Runnable:
+    """``program``, which begins when all ranks are about to run it, and tells them if it raises."""
+
+    def run(args: list[Any]) -> Any:
+        lockstep.begin(key, program)
+        try:
+            return program(args)
+        except BaseException as error:
+            cause = lockstep.failed(error, program)
+            if cause is None:
+                raise
+            raise cause from error
+
+    vars(run)["_boxed_call"] = True  # see Program
+    return run

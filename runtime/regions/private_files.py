@@ -21,14 +21,12 @@ def own_folder(path: Path) -> None:
     Raises:
         PermissionError: it belongs to another user.
     """
-    try:
-        path.mkdir(mode=FOLDER, parents=True)
-    except FileExistsError:
-        status = path.stat()
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
-            raise PermissionError(
-                f"{path} belongs to user {status.st_uid}, and compiled code in it would be run; name a folder of your "
-                "own in the environment variable TORCHINDUCTOR_CACHE_DIR"
-            ) from None
-        if stat.S_IMODE(status.st_mode) & ~FOLDER:
-            path.chmod(FOLDER)
+    path.mkdir(mode=FOLDER, parents=True, exist_ok=True)
+    status = path.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid}, and compiled code in it would be run; name a folder of your own "
+            "in the environment variable TORCHINDUCTOR_CACHE_DIR"
+        )
+    if stat.S_IMODE(status.st_mode) & ~FOLDER:
+        path.chmod(FOLDER)

@@ -35,11 +35,8 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 @dataclass(eq=False)
 class Region:
     """``inputs`` and ``outputs`` are nodes of the whole graph; ``module`` takes and returns them in that order.
-
-    ``nodes`` are those of the region in the graph's order, ``body`` what it computes: constants and views stand right
-    before their first use in it, whichever region the graph has them in. They are repeated where they are read: that
-    is cheaper than to hand them over, and what is handed over makes layers differ of which the first makes it for all.
-    """
+    ``nodes`` are those of the region in the graph's order, ``body`` what it computes: constants and views are repeated
+    right before their first use in each region. To hand them over would make the first layer differ from the others."""
 
     nodes: list[fx.Node]
     body: list[fx.Node]
@@ -90,9 +87,7 @@ def cut(graph: Graph) -> list[Step]:
     steps: list[list[fx.Node] | fx.Node] = []
     region_of: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.fx_graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.op == "get_attr":
+        if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node.target in dialect.EXECUTED:
             steps.append(node)
@@ -168,12 +163,8 @@ def _is_repeated(node: fx.Node) -> bool:
 
 
 def _symbols(value: Any) -> set[Any]:
-    found: set[Any] = set()
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        found |= compat.free_symbols(value)
-    for tensor in iterate_tensors(value):
-        found |= compat.free_symbols(tensor)
-    return found
+    is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return set[Any]().union(*map(compat.free_symbols, [value] if is_number else iterate_tensors(value)))
 
 
 def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:

@@ -2,10 +2,8 @@
 in a cache on disk for the others.
 
 Each task has a lock, a file of its name. A rank takes the first task that nobody holds; whoever takes one that is done
-finds it in the cache. So ranks with the same tasks take different ones, in the same order and about as many seconds of
-them; a rank with other tasks, or alone, is not held up. The kernel gives up the locks of a process that dies.
-
-Nothing depends on a lock but time: where there is none to be had, a rank does the work itself.
+finds it in the cache. A rank with other tasks, or alone, is not held up. The kernel gives up the locks of a process
+that dies; where there is no lock to be had, a rank does the work itself.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ def divide(
     while len(results) < len(tasks):
         before = len(results)
         for index, (name, run) in enumerate(tasks):
-            if index in results:
-                continue
             with contextlib.ExitStack() as stack:
-                if _acquire(directory / f"{name}.lock", stack) or time.monotonic() > deadline:
+                lock = directory / f"{name}.lock"
+                if index not in results and (_acquire(lock, stack) or time.monotonic() > deadline):
                     results[index] = run()
         if len(results) > before:
             deadline = time.monotonic() + patience

@@ -97,7 +97,7 @@ def assert_whole(model: nn.Module, shards: Sequence[nn.Parameter]) -> None:
 
 
 def _held(counter: GatheredBytes) -> tuple[int, int, int]:
-    return counter.current, counter.slot_current, counter.landing_current
+    return counter.current, counter.slots.current, counter.landing.current
 
 
 def caught(function: Callable[[], object]) -> BaseException:
