@@ -17,6 +17,7 @@ from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.simulate import simulate
+from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.trace_events import (
     COMPUTE,
@@ -25,7 +26,6 @@ from graph_fsdp.report.trace_events import (
     lane_of,
     predicted_slices,
     region_name,
-    wait_of,
 )
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe.schedule_times import Interval, ProgramRun

@@ -112,7 +112,7 @@ class _Data:
         starts = [begin + timeline.starts[node] * _MICROSECONDS for node in nodes]
         compute, waits = [], []
         for index, node in enumerate(nodes):
-            if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
+            if node.target in dialect.TRANSFER_WAITS:
                 waited = events[operand(node)].exposed
                 if waited:
                     waits.append([index, starts[index], waited * _MICROSECONDS])

@@ -132,12 +132,6 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
     return "copies to the device" if start.target is dialect.fetch_start else "copies to the CPU"
 
 
-def wait_of(start: fx.Node) -> fx.Node:
-    """The node that waits for a collective or a copy; the start itself if none does."""
-    waits = dialect.WAITS | dialect.COPY_WAITS
-    return next((user for user in start.users if user.target in waits and user.args[0] is start), start)
-
-
 def communication_args(node: fx.Node) -> dict[str, Any]:
     record = node.meta["fsdp"]
     return {
@@ -152,7 +146,7 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
 def _communication(graph: Graph, timeline: Timeline, spec: ModelSpec, begin: float) -> Iterator[Slice]:
     waited = {event.node: event for event in timeline.events if event.exposed}
     for node in graph.fx_graph.nodes:
-        if (node.target in dialect.WAITS or node.target in dialect.COPY_WAITS) and node.args[0] in waited:
+        if node.target in dialect.TRANSFER_WAITS and node.args[0] in waited:
             exposed, at = waited[node.args[0]].exposed, begin + timeline.starts[node]
             yield Slice(node.name, "exposed", COMPUTE, at, exposed, communication_args(node))
     for event in timeline.events:
@@ -163,7 +157,7 @@ def _communication(graph: Graph, timeline: Timeline, spec: ModelSpec, begin: flo
 
 def _nodes(scheduled: ScheduledGraph, begin: float) -> Iterator[Slice]:
     seconds, starts = scheduled.cost.graph_seconds(scheduled.graph), scheduled.timeline.starts
-    communication = dialect.STARTS | dialect.WAITS | dialect.COPY_STARTS | dialect.COPY_WAITS
+    communication = dialect.TRANSFER_STARTS | dialect.TRANSFER_WAITS
     for node in scheduled.graph.fx_graph.nodes:
         if node.target not in communication and seconds[node]:
             yield Slice(node.name, "compute", COMPUTE, begin + starts[node], seconds[node], _computation(node))

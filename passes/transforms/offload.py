@@ -56,7 +56,7 @@ def find_transfers(graph: Graph) -> list[Transfer]:
     for start in graph.with_role(Role.FETCH_START, Role.OFFLOAD_START):
         record = start.meta["fsdp"]
         kind: Literal["fetch", "offload"] = "fetch" if record.role is Role.FETCH_START else "offload"
-        found.append(Transfer(kind, record.bucket, record.params, record.nbytes, start, _wait_of(start)))
+        found.append(Transfer(kind, record.bucket, record.params, record.nbytes, start, dialect.wait_of(start)))
     return found
 
 
@@ -172,10 +172,6 @@ def _results(wait: fx.Node) -> list[fx.Node]:
         frontier = list(dict.fromkeys(u for node in frontier for u in node.users if u.op != "output"))
         found += frontier
     return found
-
-
-def _wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if has_role(user, Role.FETCH_WAIT, Role.OFFLOAD_WAIT))
 
 
 def _fetched_by(gather: fx.Node) -> fx.Node | None:

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_cheap
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.explicit_prefetch import prefetch_explicitly
 from graph_fsdp.passes.transforms.offload import lift_fetches, place_copies
 from graph_fsdp.passes.transforms.payloads import lift_payloads, place_payloads
-from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way, wait_of
+from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way
 from graph_fsdp.passes.transforms.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
 
 __all__ = ["BudgetError", "Prefetch"]

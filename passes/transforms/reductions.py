@@ -12,7 +12,7 @@ from torch import fx
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import WAITING, Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
 
@@ -85,10 +85,6 @@ def _second_stage(start: fx.Node) -> list[fx.Node]:
 def _ready_for(start: fx.Node) -> fx.Node:
     """A second stage stands right behind the wait for its first: what comes before it comes before both."""
     return start.prev if has_role(start, Role.REPLICATE_START) and start.prev is start.args[0] else start
-
-
-def wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if has_role(user, *WAITING))
 
 
 def _move_group(wait: fx.Node, before: fx.Node) -> None:
