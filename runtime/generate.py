@@ -169,7 +169,7 @@ class _Line:
 
 
 _CALLS: dict[Any, Callable[[_Line], str]] = {
-    **dict.fromkeys(dialect.WAITS | dialect.COPY_WAITS, _Line.wait),
+    **dict.fromkeys(dialect.TRANSFER_WAITS, _Line.wait),
     **dict.fromkeys(dialect.COPY_STARTS, _Line.copy_start),
     dialect.all_gather_start: _Line.gather_start,
     dialect.reduce_scatter_start: _Line.reduce_start,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graph_fsdp
 from graph_fsdp.passes import Graph, MemoryProfile, PassContext, Role, default_pipeline, memory_profile
-from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS, step_peak
+from graph_fsdp.passes.analysis.memory import CATEGORIES, MAX_HOLDERS
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.spec import make_model_spec
@@ -330,12 +330,6 @@ def test_symbolic_sizes_count_as_they_were_traced(fake_group: None) -> None:
     assert [p.by_category for p in profiles(model)] == [p.by_category for p in profiles(fixed)]
     model(torch.ones(6, 16)).sum().backward()
     assert len(graph_fsdp.inspect(model).graphs) == 1, "the profile puts no guard on sizes"
-
-
-def test_a_step_has_the_peak_of_its_larger_graph(report: GraphReport) -> None:
-    forward, backward = profile_of(report.forward), profile_of(report.backward)
-    assert step_peak(forward, backward) == max(forward.peak, backward.peak)
-    assert step_peak(forward, backward, resident=1000) == 1000 + max(forward.peak, backward.peak)
 
 
 def test_on_one_process_parameters_are_shards_and_nothing_is_gathered() -> None:

@@ -10,7 +10,7 @@ import torch
 from models import GPT, MLP
 
 from graph_fsdp.passes import Hardware, Link, Role, default_pipeline, find_hardware, memory_profile, simulate
-from graph_fsdp.passes.transforms.reductions import wait_of
+from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.transforms.schedule import Segments, at_distance
 from graph_fsdp.planning import Traced, trace
 

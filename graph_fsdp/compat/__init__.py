@@ -1,6 +1,7 @@
-"""Every private PyTorch name that graph_fsdp uses, in one place. (Names of Inductor's
-scheduler are in ``inductor_scheduler.py``, of its C++ compiler in ``inductor_cpp.py``, and the reasons why Dynamo
-traces again in ``recompiles.py``.)
+"""Every private name of PyTorch that graph_fsdp uses, in one place: ``compat`` has the public names of the files below.
+
+A few files are imported by themselves, and say what they use: Inductor's scheduler (``inductor_scheduler.py``) and its
+C++ compiler (``inductor_cpp.py``), the reasons why Dynamo traces again (``recompiles.py``), torch_xla (``xla.py``).
 
 Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -9,294 +10,99 @@ whole test-suite was run.
 | name | for | torch |
 |---|---|---|
 | ``_dynamo.backends.common.aot_autograd`` | AOTAutograd as a Dynamo backend | 2.9 to 2.15 |
-| ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
-| ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
-| ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
-| ``_functorch.config.activation_memory_budget`` | how much of its saved activations the partitioner keeps | 2.9, 2.13 |
-| ``_functorch.partitioners.choose_saved_values_set`` | likewise: no tuples among them | 2.9, 2.13 |
+| ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | graphs are not printed for a log that is off | 2.13 |
+| ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
+| ``_aot_autograd.schemas.OutputType`` | which outputs have a gradient in backward | 2.13 |
+| ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
-| ``_inductor.virtualized.V.set_fake_mode`` | likewise, for random numbers | 2.9, 2.13 |
-| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
-| ``_inductor.runtime.cache_dir_utils.cache_dir``, ``_inductor.config`` | the cache that ranks share | 2.9, 2.13 |
-| ``_inductor.runtime.cache_dir_utils.default_cache_dir`` | making it for the user alone | 2.9, 2.13 |
-| ``_inductor.decomposition.select_decomp_table`` | Inductor's decompositions | 2.9 to 2.15 |
-| ``_inductor.lowering`` | imported, as a decomposition uses it | 2.13 |
-| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
-| ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)`` | fake tensors at a sixth of the price | 2.9 to 2.15 |
-| ``_subclasses.fake_tensor.in_kernel_invocation_manager`` | likewise | 2.9 to 2.15 |
-| ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
-| ``ShapeEnv.fake_tensor_cache`` | likewise, of graphs with symbolic sizes | 2.13 |
-| ``ShapeEnv.tracked_fakes``, ``cache_clear`` of its methods | likewise | 2.13 |
-| ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
+| ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
+| ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
+| ``_functorch.config.activation_memory_budget``, ``_functorch.partitioners.choose_saved_values_set`` |
+  how much of its saved activations the partitioner keeps; no tuples among them | 2.9, 2.13 |
+| ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |
+| ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
+| ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
+| ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
 | ``_dynamo.config.skip_nnmodule_hook_guards`` | graphs of models with hooks are guarded by them | 2.13 |
-| ``_dynamo.utils._get_dynamo_config_for_logging`` | that torch logs its settings with it; fails in 2.11 | 2.9 to 2.15 |
+| ``_dynamo.eval_frame.skip_code`` | functions of ours that Dynamo compiles only within others | 2.13 |
 | ``_dynamo.guards.profile_guard_manager``, ``guards_log`` | guards that nobody times | 2.13 |
+| ``_dynamo.utils._get_dynamo_config_for_logging`` | that torch logs its settings with it; fails in 2.11 | 2.9 to 2.15 |
 | ``_dynamo.utils.get_debug_dir`` | where reports of failed passes go, with ``TORCH_COMPILE_DEBUG=1`` | 2.9, 2.13 |
 | ``_logging.trace_structured`` | stages in ``TORCH_TRACE`` | 2.9, 2.13 |
-| ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
-| ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
-| ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
-| ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
-| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
-| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
-| ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
-| ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
-| ``fx._lazy_graph_module._use_lazy_graph_module`` | code of graphs that nobody reads is not written | 2.9, 2.13 |
-| ``fx._lazy_graph_module._make_graph_module`` | likewise, of what the partitioner returns | 2.9, 2.13 |
-| ``_aot_autograd.graph_compile._log_fw_bw_graphs`` | nor printed for a log that is off | 2.13 |
-| ``_logging._internal.trace_log``, ``graph_compile.aot_graphs_log`` | whether it is | 2.9, 2.13 |
-| ``_guards.TracingContext.fw_metadata`` | which outputs AOTAutograd has added for inputs that are written | 2.9, 2.13 |
-| ``_aot_autograd.schemas.OutputType`` | which outputs have a gradient in backward | 2.13 |
+| ``_inductor.compile_fx.compile_fx_inner`` | Inductor on one region, or on a graph whole | 2.9 to 2.15 |
+| ``_inductor.fx_passes.joint_graph.joint_graph_passes`` | Inductor's passes before partitioning | 2.9 to 2.15 |
+| ``_inductor.virtualized.V.set_fake_mode`` | the fake mode of the capture, for random numbers in them | 2.9, 2.13 |
+| ``_inductor.decomposition.select_decomp_table``, ``_inductor.lowering`` that one of them uses |
+  Inductor's decompositions | 2.9 to 2.15 |
+| ``_inductor.runtime.cache_dir_utils``, ``_inductor.config`` | the user's cache that ranks share | 2.9, 2.13 |
+| ``fx._lazy_graph_module._use_lazy_graph_module``, ``_make_graph_module`` |
+  code of graphs that nobody reads, the partitioner's too, is not written | 2.9, 2.13 |
+| ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)``, ``in_kernel_invocation_manager`` |
+  fake tensors at a sixth of the price | 2.9 to 2.15 |
+| ``_subclasses.fake_tensor.FakeTensorMode.cache_clear`` | forgetting what is gone | 2.9, 2.13 |
+| ``ShapeEnv.fake_tensor_cache``, ``tracked_fakes``, ``cache_clear`` of its methods | likewise | 2.13 |
+| ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
-| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
-| ``UntypedStorage._cdata`` | which fake tensors share memory | 2.9 to 2.15 |
-| ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
-| ``distributed.tensor._utils.compute_local_shape_and_global_offset`` | a rank's part of a DTensor | 2.9, 2.13 |
-| ``_chunk_cat`` | packing gradients, padded, in one kernel | 2.9 to 2.15 |
+| ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
+| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
+| ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
+| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
+| ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
+| ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
+| ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
+| ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
+| ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices: as their parts, and without memory | 2.9 |
 | ``_ops.HigherOrderOperator`` | which calls have no schema | 2.9 to 2.15 |
 | ``_ops.OpOverload``, ``OpOverloadPacket``, ``OpOverload._schema`` | names of an operator's arguments | 2.9 to 2.15 |
 | ``_decomp.get_decompositions`` | operators that torch_xla lacks | 2.9 |
-| ``_foreach_copy_`` | casting all of a message at once | 2.9 to 2.15 |
-| ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
-| ``Tensor._make_wrapper_subclass`` | tensors on XLA's devices: as their parts, and without memory | 2.9 |
-| ``_dynamo.OptimizedModule`` | refusing modules that are compiled already | 2.9 to 2.15 |
-| ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
-| ``_dynamo.eval_frame.skip_code`` | functions of ours that Dynamo compiles only within others | 2.13 |
-| ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
-| ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
-| ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
+| ``_chunk_cat``, ``_foreach_copy_`` | packing gradients, padded; casting a message: one kernel each | 2.9 to 2.15 |
+| ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
-| ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
-| ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
-| ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
-| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
-| ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
-| ``utils._python_dispatch._disable_current_modes`` | capture without the user's dispatch modes | 2.9, 2.13 |
-| ``utils._python_dispatch._is_in_non_infra_torch_dispatch_mode`` | Dynamo traces under modes | 2.9, 2.13 |
-| ``utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals`` | likewise | 2.13 |
-| ``_C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals`` | likewise | 2.13 |
-| ``_C._len_torch_dispatch_stack`` and its like | what modes are active, and one below them | 2.9, 2.13 |
-| ``nn.modules.module._global_forward_hooks`` and its like | modes' own hooks, which Dynamo refuses | 2.9, 2.13 |
+| ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
+| ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
+| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
 | ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |
-| ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
-| ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``_C.PyTorchFileReader`` | likewise, in a file of ``torch.distributed.checkpoint`` | 2.9, 2.13 |
 | ``distributed.checkpoint.utils._create_file_view`` | likewise | 2.9, 2.13 |
+| ``testing._internal.distributed.fake_pg.FakeStore`` | a process group of one process, for planning | 2.9 to 2.15 |
+| ``distributed.fsdp.wrap._Policy`` | torch's auto-wrap policies | 2.9 to 2.15 |
+| ``register_fsdp_forward_method.__code__`` | the methods that it has wrapped | 2.9, 2.13 |
 | ``_composable.checkpoint_activation``, its hooks | composable ``checkpoint`` is traced as the ordinary one | 2.13 |
 | ``_composable.contract.REGISTRY_KEY`` | what ``fully_shard`` asks a module before it touches it | 2.13 |
+| ``DTensor._local_tensor``, ``DTensor._spec`` | a shard without autograd; a DTensor of a shard | 2.9 to 2.15 |
+| ``distributed.tensor._utils.compute_local_shape_and_global_offset`` | a rank's part of a DTensor | 2.9, 2.13 |
 | ``DeviceMesh._concatenate`` | a mesh of tensor-parallel shards; ``_mesh_resources`` in 2.9 | 2.9, 2.13 |
 | ``distributed.tensor.placement_types._StridedShard`` | likewise, both sharded on one dimension | 2.9, 2.13 |
+| ``utils._python_dispatch.TorchDispatchMode`` | which tensors an initialisation writes to | 2.9 to 2.13 |
+| ``utils._python_dispatch.is_traceable_wrapper_subclass`` | what a tensor extension may make | 2.9 to 2.13 |
+| ``utils._python_dispatch._disable_current_modes`` | capture without the user's dispatch modes | 2.9, 2.13 |
+| ``utils._python_dispatch._is_in_non_infra_torch_dispatch_mode`` | Dynamo traces under modes | 2.9, 2.13 |
+| ``utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals``,
+  ``_C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals`` | likewise | 2.13 |
+| ``_C._len_torch_dispatch_stack`` and its like | what modes are active, and one below them | 2.9, 2.13 |
+| ``nn.modules.module._global_forward_hooks`` and its like | modes' own hooks, which Dynamo refuses | 2.9, 2.13 |
 """
 
 from __future__ import annotations
 
 import torch
 
-from graph_fsdp.compat.versions import check_torch_version
+from graph_fsdp.compat.versions import check_torch_version as check_torch_version
 
 check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
 
-from torch._dynamo import OptimizedModule
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    TorchDynamoException,
-    Unsupported,
-)
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp.wrap import _Policy
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
+from torch.distributed.fsdp.wrap import _Policy as _Policy
 
-from graph_fsdp.compat.dispatch_modes import (
-    dispatch_modes,
-    dynamo_ignores_modes,
-    seen_as,
-    without_dispatch_modes,
-)
-from graph_fsdp.compat.distributed import (
-    APPLIED,
-    all_gather_single,
-    allocate_from_group,
-    concatenate_meshes,
-    default_store,
-    fake_process_group,
-    grouped_all_gather,
-    grouped_reduce_scatter,
-    launches_groups,
-    reduce_scatter_single,
-    registered_forward_method,
-    resolve_group,
-    take_composable_checkpoint,
-)
-from graph_fsdp.compat.dynamo import (
-    activation_memory_budget,
-    current_backward,
-    current_fake_mode,
-    debug_directory,
-    forward_outputs,
-    is_compiled_backward,
-    is_of_backward,
-    is_tracing,
-    leave_to_python,
-    profiler_is_active,
-    tangents_of_outputs,
-    trace_artifact,
-    traced_by_aot_autograd,
-    tracing_options,
-    unlogged_graphs_unprinted,
-    when_backward_ends,
-    with_graph,
-    writes_code_when_asked,
-)
-from graph_fsdp.compat.inductor import (
-    default_inductor_cache_directory,
-    inductor_cache_directory,
-    inductor_compile,
-    inductor_decompositions,
-    inductor_joint_passes,
-)
-from graph_fsdp.compat.operators import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    foreach_copy,
-    get_decompositions,
-    log_api_usage,
-    schema_arguments,
-    set_grad_enabled,
-)
-from graph_fsdp.compat.tensors import (
-    chunk_cat,
-    clear_cublas_workspaces,
-    fake_tensor,
-    forget_fake_values,
-    has_memory,
-    lay_out,
-    local_part,
-    local_shape_and_offset,
-    local_tensor,
-    make_dtensor,
-    same_memory,
-    set_local_tensor,
-    set_version,
-    size_hint,
-    storage_at,
-    storage_id,
-    swap,
-    take_over,
-    with_storage_of_its_own,
-    without_memory,
-    without_torch_function,
-    wrapper_of,
-)
-from graph_fsdp.compat.versions import REDUCES_IN_OWN_DTYPE, check_torch_version
-
-__all__ = [
-    "APPLIED",
-    "REDUCES_IN_OWN_DTYPE",
-    "BackendCompilerFailed",
-    "CheckpointPolicy",
-    "FailOnRecompileLimitHit",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OptimizedModule",
-    "ShapeEnv",
-    "StridedShard",
-    "TorchDispatchMode",
-    "TorchDynamoException",
-    "TracingContext",
-    "Unsupported",
-    "_Policy",
-    "activation_memory_budget",
-    "all_gather_single",
-    "allocate_from_group",
-    "aot_autograd",
-    "check_torch_version",
-    "chunk_cat",
-    "clear_cublas_workspaces",
-    "concatenate_meshes",
-    "current_backward",
-    "current_fake_mode",
-    "debug_directory",
-    "default_inductor_cache_directory",
-    "default_store",
-    "dispatch_modes",
-    "dynamo_config",
-    "dynamo_ignores_modes",
-    "fake_process_group",
-    "fake_tensor",
-    "flop_registry",
-    "foreach_copy",
-    "forget_fake_values",
-    "forward_outputs",
-    "free_symbols",
-    "get_decompositions",
-    "grouped_all_gather",
-    "grouped_reduce_scatter",
-    "has_memory",
-    "inductor_cache_directory",
-    "inductor_compile",
-    "inductor_decompositions",
-    "inductor_joint_passes",
-    "is_compiled_backward",
-    "is_of_backward",
-    "is_traceable_wrapper_subclass",
-    "is_tracing",
-    "launches_groups",
-    "lay_out",
-    "leave_to_python",
-    "local_part",
-    "local_shape_and_offset",
-    "local_tensor",
-    "log_api_usage",
-    "make_dtensor",
-    "min_cut_rematerialization_partition",
-    "profiler_is_active",
-    "pytree",
-    "reduce_scatter_single",
-    "registered_forward_method",
-    "resolve_group",
-    "same_memory",
-    "schema_arguments",
-    "seen_as",
-    "set_grad_enabled",
-    "set_local_tensor",
-    "set_version",
-    "size_hint",
-    "storage_at",
-    "storage_id",
-    "swap",
-    "take_composable_checkpoint",
-    "take_over",
-    "tangents_of_outputs",
-    "trace_artifact",
-    "traced_by_aot_autograd",
-    "tracing",
-    "tracing_options",
-    "tree_map_only",
-    "unlogged_graphs_unprinted",
-    "when_backward_ends",
-    "with_graph",
-    "with_storage_of_its_own",
-    "without_dispatch_modes",
-    "without_memory",
-    "without_torch_function",
-    "wrapper_of",
-    "writes_code_when_asked",
-]
+from graph_fsdp.compat.dispatch_modes import *
+from graph_fsdp.compat.distributed import *
+from graph_fsdp.compat.dynamo import *
+from graph_fsdp.compat.inductor import *
+from graph_fsdp.compat.operators import *
+from graph_fsdp.compat.tensors import *
+from graph_fsdp.compat.versions import *

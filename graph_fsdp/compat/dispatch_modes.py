@@ -8,14 +8,15 @@ under the mode; Dynamo is made to ignore it, and compiles without it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules import module as nn_module
 from torch.utils import _python_dispatch as python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 Value = TypeVar("Value")
 
@@ -65,22 +66,14 @@ def dynamo_ignores_modes() -> Iterator[None]:
         _set_in_mode(False)
         stack.callback(_set_in_mode, True)
         for mode in modes:
-            vars(mode)["ignore_compile_internals"] = _yes  # newer releases ask the modes themselves
+            vars(mode)["ignore_compile_internals"] = lambda: True  # newer releases ask the modes themselves
             stack.callback(vars(mode).pop, "ignore_compile_internals")
         stack.enter_context(_without_hooks_of_torch())
         yield
 
 
 def _is_ignored(mode: TorchDispatchMode) -> bool:
-    return bool(getattr(mode, "ignore_compile_internals", _no)())
-
-
-def _yes() -> bool:
-    return True
-
-
-def _no() -> bool:
-    return False
+    return bool(getattr(mode, "ignore_compile_internals", lambda: False)())
 
 
 @contextlib.contextmanager
@@ -116,8 +109,7 @@ def seen_as(operator: str, group: dist.ProcessGroup, call: Callable[[], Any], ru
     below = _Below(getattr(torch.ops.c10d, operator).default, run)
     with _at_the_bottom(below):
         call()
-    found: Value = below.value[0]
-    return found
+    return below.value[0]
 
 
 class _Below(TorchDispatchMode):
@@ -141,17 +133,16 @@ class _Started(dist.Work):
 
 @contextlib.contextmanager
 def _at_the_bottom(mode: TorchDispatchMode) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        modes = [python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-        python_dispatch._push_mode(mode)
-        for other in reversed(modes):
-            python_dispatch._push_mode(other)
-        stack.callback(_remove, mode)
+    _become([mode, *_stack()])
+    try:
         yield
+    finally:
+        _become([other for other in _stack() if other is not mode])
 
 
-def _remove(mode: TorchDispatchMode) -> None:
-    modes = [python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-    for other in reversed(modes):
-        if other is not mode:
-            python_dispatch._push_mode(other)
+def _become(modes: Sequence[Any]) -> None:
+    """Make these, the outermost first, the dispatch modes of this thread."""
+    for _ in _stack():
+        python_dispatch._pop_mode()
+    for mode in modes:
+        python_dispatch._push_mode(mode)

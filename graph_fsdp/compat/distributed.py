@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 import types
@@ -18,7 +17,9 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor.placement_types import _StridedShard
 
+StridedShard = _StridedShard
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
 
@@ -57,29 +58,20 @@ def launches_groups(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu")
 
 
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def grouped_all_gather(pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
-    """All-gathers of (target, source) pairs, launched as one group where the process group can (NCCL, xccl), else one
-    after the other; what to wait for."""
-    return _grouped(all_gather_single, pairs, group)
-
-
-def grouped_reduce_scatter(
-    pairs: _Pairs, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+def grouped(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup,
+    collective: Callable[..., Any] = all_gather_single,
+    **options: Any,
 ) -> list[dist.Work | Any]:
-    """Start reduce-scatters of (target, source) pairs as ``grouped_all_gather`` starts its all-gathers."""
-    return _grouped(functools.partial(reduce_scatter_single, op=op), pairs, group)
-
-
-def _grouped(collective: Callable[..., Any], pairs: _Pairs, group: dist.ProcessGroup) -> list[dist.Work | Any]:
+    """Start a collective for each (target, source) pair, as one group where the process group can (NCCL, xccl), else
+    one after the other; what to wait for."""
     if len(pairs) > 1 and launches_groups(pairs[0][1].device):
         with _coalescing_manager(group=group, async_ops=True) as manager:
             for target, source in pairs:
-                collective(target, source, group=group)
+                collective(target, source, group=group, **options)
         return [manager]
-    return [collective(target, source, group=group, async_op=True) for target, source in pairs]
+    return [collective(target, source, group=group, async_op=True, **options) for target, source in pairs]
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -110,8 +102,7 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """
     concatenate = getattr(DeviceMesh, "_concatenate", None)
     if concatenate is not None:
-        concatenated: DeviceMesh = concatenate([first, second])
-        return concatenated
+        return concatenate([first, second])
     assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
     root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
     return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
@@ -125,8 +116,7 @@ def registered_forward_method(value: object) -> Callable[..., Any] | None:
     function = getattr(value, "__func__", None)
     if getattr(function, "__code__", None) not in _WRAPPERS:
         return None
-    found: Callable[..., Any] = getattr(function, "__wrapped__")  # noqa: B009
-    return found
+    return getattr(function, "__wrapped__")  # noqa: B009
 
 
 @contextlib.contextmanager

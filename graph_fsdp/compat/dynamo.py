@@ -13,21 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo import OptimizedModule as OptimizedModule
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.utils import get_debug_dir
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
-from torch._guards import TracingContext, tracing
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+from torch._guards import TracingContext as TracingContext
+from torch._guards import tracing as tracing
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 
 @contextlib.contextmanager
@@ -131,6 +138,10 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+_OF_TRANSFORMERS = ("warning_once", "info_once", "warning_advice")
+_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warn", *_OF_TRANSFORMERS)
+
+
 @contextlib.contextmanager
 def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
     """Trace under the configuration that the models of this package need.
@@ -143,15 +154,8 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
     compilation, which would walk all that was allocated for it. With ``hooks``, graphs are guarded by the hooks that
     they were traced with, whereas Dynamo's default is not to notice others.
     """
-    ignored = {
-        getattr(logging.Logger, name)
-        for name in ("debug", "info", "warning", "error", "exception", "critical", "log", "warn")
-        if hasattr(logging.Logger, name)
-    } | {getattr(logging, name) for name in ("debug", "info", "warning", "error", "critical", "log")}
-    for loggers_method in ("warning_once", "info_once", "warning_advice"):
-        method = getattr(logging.Logger, loggers_method, None)  # added by transformers
-        if method is not None:
-            ignored.add(method)
+    owners = (logging.Logger, logging)
+    ignored = {getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method)}
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     options = {
         name: set(getattr(dynamo_config, name)) | ignored,
@@ -177,23 +181,18 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         yield
 
 
-@contextlib.contextmanager
-def _guards_untimed() -> Iterator[None]:
+def _guards_untimed() -> contextlib.AbstractContextManager[Any]:
     """Dynamo times the guards of each graph for its logs, and empties the processor's caches before: some 50 ms, a
     tenth of what a small model takes. For a time it does so only if the log wants it."""
-    timed = getattr(guards, "profile_guard_manager", None)
-    if timed is None or guards.guards_log.isEnabledFor(logging.DEBUG):
-        yield
-        return
-    vars(guards)["profile_guard_manager"] = _untimed
-    try:
-        yield
-    finally:
-        vars(guards)["profile_guard_manager"] = timed
+    wanted = guards.guards_log.isEnabledFor(logging.DEBUG)
+    return _unless(wanted, guards, "profile_guard_manager", 0.0)
 
 
-def _untimed(*_: Any) -> float:
-    return 0.0
+def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:
+    """For a time a function of torch's does nothing and returns ``result``, unless it is wanted or not there."""
+    if wanted or not hasattr(module, name):
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(module, name, lambda *_, **__: result)
 
 
 def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -203,16 +202,11 @@ def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule
     return lazy
 
 
-@contextlib.contextmanager
-def unlogged_graphs_unprinted() -> Iterator[None]:
+def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time AOTAutograd prints forward and backward graphs only if a log wants them. torch 2.13 always does, for a
     cache that only its own compilers use."""
     wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
-    if wanted or not hasattr(graph_compile, "_log_fw_bw_graphs"):
-        yield
-        return
-    with unittest.mock.patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_, **__: (None, None)):
-        yield
+    return _unless(wanted, graph_compile, "_log_fw_bw_graphs", (None, None))
 
 
 class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own

@@ -30,6 +30,13 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return joint_graph_passes(module) or module
 
 
+def built_together() -> contextlib.AbstractContextManager[None]:
+    """See :func:`graph_fsdp.compat.inductor_cpp.built_together`, which imports Inductor."""
+    from graph_fsdp.compat import inductor_cpp
+
+    return inductor_cpp.built_together()
+
+
 def default_inductor_cache_directory() -> Path | None:
     """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

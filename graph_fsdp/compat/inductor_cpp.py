@@ -26,6 +26,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from torch._dynamo.utils import dynamo_timed
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
 log = logging.getLogger(__name__)
 
 _SMALLEST = 6  # kernels in a library, where there are more than one library
@@ -49,9 +53,6 @@ class Kernel:
 @contextlib.contextmanager
 def built_together() -> Iterator[None]:
     """C++ kernels of the graphs that Inductor compiles meanwhile, or finds in its cache, are built at the end."""
-    from torch._dynamo.utils import dynamo_timed
-    from torch._inductor.async_compile import AsyncCompile
-
     kernels: dict[tuple[tuple[str, ...], str], Kernel] = {}
     modules: list[dict[str, Any]] = []
     wait = AsyncCompile.wait
@@ -77,8 +78,6 @@ def built_together() -> Iterator[None]:
 
 def build(kernels: list[Kernel]) -> None:
     """Give each of ``kernels`` its function."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
     threads = get_compile_threads()
     submit = AsyncCompile.submit if threads > 1 else None
     # Large ones first, and dealt out: libraries then take about as long as each other, and are the same on all ranks.
@@ -100,8 +99,6 @@ def build(kernels: list[Kernel]) -> None:
 
 def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Callable[[], Any]:
     """Start the compiler; what is returned waits for it, and has the ``functions``."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
     names = [f"kernel_{index}" for index in range(len(kernels))]
     texts = [_with_bindings(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
     includes = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
@@ -119,14 +116,11 @@ def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Call
         def _load_library_inner(cls, path: str, key: str) -> Any:
             return SimpleNamespace(functions=[_loaded(path, key, name) for name in names])
 
-    load: Callable[[], Any] = Library.load_async("\n".join(lines), "cpu", submit_fn=submit)
-    return load
+    return Library.load_async("\n".join(lines), "cpu", submit_fn=submit)
 
 
 def _with_bindings(kernel: Kernel, name: str) -> str:
     """What Inductor gives to the compiler for a kernel; the Python module is called ``name``."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
     found: list[str] = []
 
     class Source(CppPythonBindingsCodeCache):
@@ -141,15 +135,9 @@ def _with_bindings(kernel: Kernel, name: str) -> str:
 
 
 def _loaded(path: str, key: str, name: str) -> Callable[..., Any]:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
     loader: Any = type("Loader", (CppPythonBindingsCodeCache,), {"entry_function": name})
-    function: Callable[..., Any] = getattr(loader._load_library_inner(path, key), name)
-    return function
+    return getattr(loader._load_library_inner(path, key), name)
 
 
 def _built_alone(kernel: Kernel) -> Callable[..., Any]:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    function: Callable[..., Any] = CppPythonBindingsCodeCache.load_pybinding(kernel.argument_types, kernel.source)
-    return function
+    return CppPythonBindingsCodeCache.load_pybinding(kernel.argument_types, kernel.source)

@@ -20,6 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch._inductor import config, custom_graph_pass, ir
+from torch._inductor.dependencies import MemoryDep, StarDep, WeakDep
+from torch._inductor.scheduler import NopKernelSchedulerNode
+
 # What would move collectives, waits or what runs between them; a release without a name does not do that.
 _IN_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
@@ -38,38 +42,37 @@ _IN_ORDER: dict[str, Any] = {
 }
 
 
+_Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+
+class _KeepOrder(_Pass):
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        return _keep_order(nodes)
+
+    def uuid(self) -> str:
+        """For the key of Inductor's cache, which then finds a graph again that was compiled in this order."""
+        return "graph_fsdp: keep order, 1"
+
+
 def graph_order() -> contextlib.AbstractContextManager[Any]:
     """Inductor's configuration under which the collectives of a graph, the waits for them, and the kernels that it
     does not generate itself (products, attention) run in the graph's order. Generated kernels stand where their data
     lets them; those that would have to run both before and after a collective are not fused."""
-    from torch._inductor import config, custom_graph_pass
-
-    known = {name: value for name, value in _IN_ORDER.items() if _has_setting(config, name)}
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
-
-    class KeepOrder(base):
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            return _keep_order(nodes)
-
-        def uuid(self) -> str:
-            """For the key of Inductor's cache, which then finds a graph again that was compiled in this order."""
-            return "graph_fsdp: keep order, 1"
-
-    patched: contextlib.AbstractContextManager[Any] = config.patch({**known, "_pre_fusion_custom_pass": KeepOrder()})
-    return patched
+    known = {name: value for name, value in _IN_ORDER.items() if _has_setting(name)}
+    return config.patch({**known, "_pre_fusion_custom_pass": _KeepOrder()})
 
 
-def _has_setting(config: Any, name: str) -> bool:
+def _has_setting(name: str) -> bool:
     *path, last = name.split(".")
+    section: Any = config
     for part in path:
-        config = getattr(config, part, None)
-    return hasattr(config, last)
+        section = getattr(section, part, None)
+    return hasattr(section, last)
 
 
 def _keep_order(nodes: list[Any]) -> list[Any]:
     """Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in place
     among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives alone."""
-    from torch._inductor.dependencies import WeakDep
 
     def after(node: Any, earlier: Sequence[Any]) -> None:
         own = next(iter(node.get_buffer_names()))
@@ -91,14 +94,10 @@ def _keep_order(nodes: list[Any]) -> list[Any]:
 
 
 def _is_communication(node: Any) -> bool:
-    from torch._inductor import ir
-
     return isinstance(node.node, ir._CollectiveKernel)  # a wait is one too
 
 
 def _is_external(node: Any) -> bool:
-    from torch._inductor import ir
-
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)
 
 
@@ -116,9 +115,6 @@ class Kernel:
 @contextlib.contextmanager
 def inductor_kernels() -> Iterator[list[Kernel]]:
     """For a time: the kernels of each graph that Inductor compiles, in order. Its cache of graphs is not asked."""
-    from torch._inductor import config
-    from torch._inductor.scheduler import NopKernelSchedulerNode
-
     found: list[Kernel] = []
 
     def look(nodes: list[Any]) -> list[Any]:
@@ -136,8 +132,6 @@ def inductor_kernels() -> Iterator[list[Kernel]]:
 
 def _nbytes(node: Any) -> int:
     """``get_read_write_buffers_sizes`` counts all of a buffer where a kernel reads a slice of it."""
-    from torch._inductor.dependencies import MemoryDep, StarDep
-
     parts, buffers = set(node.get_nodes()), node.scheduler.name_to_buf
     accesses: dict[str, dict[Any, int]] = {}
     for dep in node.read_writes.reads | node.read_writes.writes:

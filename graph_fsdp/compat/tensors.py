@@ -7,14 +7,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.utils import dlpack
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
+
+# As torch's own CUDA graph trees do before and after each capture.
+clear_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
+
+# Operators on tensor subclasses run as on plain tensors.
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+# Exchanges all that two tensors are but their Python objects: a reference to one now finds the other's memory.
+# ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
+# of ``nn.LSTM`` to its parameters).
+swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -36,12 +50,6 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The rank's own tensor of a DTensor parameter, outside autograd (``to_local`` would record an op)."""
-    assert isinstance(parameter, DTensor)
-    return parameter._local_tensor
-
-
 def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)
@@ -49,7 +57,7 @@ def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's own part of a DTensor; any other tensor itself."""
+    """The rank's own part of a DTensor, outside autograd (``to_local`` would record an op); any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -58,11 +66,6 @@ def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
     assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
     swap(parameter, other)
     parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
-
-
-def without_torch_function() -> contextlib.AbstractContextManager[Any]:
-    """Run operators on tensor subclasses as on plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -74,13 +77,6 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the memory of a DTensor parameter (same shape, dtype and device as before)."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor = local
-
-
-def swap(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchange all that two tensors are but their Python objects: a reference to one now finds the other's memory.
-    ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
-    of ``nn.LSTM`` to its parameters)."""
-    torch._C._swap_tensor_impl(a, b)
 
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -131,16 +127,14 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     """A contiguous tensor that is told apart from an ordinary one only by who reads its memory: there is none, and
     the process crashes. (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""
     like = torch.empty(shape, dtype=dtype, device="meta")
-    construct: Any = torch._C._construct_storage_from_data_pointer
-    storage = construct(0, device, like.numel() * like.element_size())
+    storage = storage_at(0, like.numel() * like.element_size(), device)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A new storage in memory that somebody else owns, and must keep for as long as it is used."""
     construct: Any = torch._C._construct_storage_from_data_pointer
-    storage: torch.UntypedStorage = construct(address, device, nbytes)
-    return storage
+    return construct(address, device, nbytes)
 
 
 def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,12 +150,6 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
         return dlpack.from_dlpack(dlpack.to_dlpack(tensor))
     flat: torch.Tensor = dlpack.from_dlpack(dlpack.to_dlpack(tensor.view(-1)))  # it changes strides of dimensions of 1
     return flat.view(shape)
-
-
-def clear_cublas_workspaces() -> None:
-    """As torch's own CUDA graph trees do before and after each capture."""
-    clear: Any = torch._C._cuda_clearCublasWorkspaces
-    clear()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

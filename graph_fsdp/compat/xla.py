@@ -10,7 +10,7 @@
 | ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
 | ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
 | ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
-  ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
+  ``_xla_get_tensor_id``, ``_clear_pending_irs`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
 | ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
 | ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
@@ -42,23 +42,13 @@ from graph_fsdp.compat.tensors import wrapper_of
 _HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
 
 
-@functools.cache
-def torch_xla() -> Any:
-    return importlib.import_module("torch_xla")
+torch_xla = functools.partial(importlib.import_module, "torch_xla")
+_runtime = functools.partial(importlib.import_module, "torch_xla.runtime")
+spmd = functools.partial(importlib.import_module, "torch_xla.distributed.spmd")  # meshes and shardings
 
 
-@functools.cache
-def _runtime() -> Any:
-    return importlib.import_module("torch_xla.runtime")
-
-
-@functools.cache
-def spmd() -> Any:
-    """The module of meshes and shardings."""
-    return importlib.import_module("torch_xla.distributed.spmd")
-
-
-def _c() -> Any:
+def xlac() -> Any:
+    """The module of torch_xla that is written in C++."""
     return torch_xla()._XLAC
 
 
@@ -94,12 +84,11 @@ def local_device_count() -> int:
 
 def ordinal() -> int:
     """Of the replica that this thread runs, or that this thread of autograd computes gradients of."""
-    return int(_c()._xla_get_default_device_ordinal())
+    return int(xlac()._xla_get_default_device_ordinal())
 
 
 def device() -> torch.device:
-    found: torch.device = torch_xla().device()
-    return found
+    return torch_xla().device()
 
 
 # --- shardings: of dimension 0 in ``tiles`` parts, over ``devices`` in the order (part, copy of it)
@@ -117,19 +106,19 @@ def op_sharding(devices: tuple[int, ...], tiles: int, dims: int) -> Any:
 
 def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
     """Put a tensor's parts on the devices that are to hold them; the tensor stays the same object."""
-    _c()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
+    xlac()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
 
 
 def annotated(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
     """A copy of it, sharded so."""
     copy = tensor.clone()
-    _c()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
+    xlac()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
     return copy
 
 
 def sharding_specs(tensors: Sequence[Tensor]) -> list[str]:
     """How tensors are sharded, as XLA writes it; "" where nothing says."""
-    return [spec or "" for spec in _c()._get_xla_sharding_specs(list(tensors))]
+    return [spec or "" for spec in xlac()._get_xla_sharding_specs(list(tensors))]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -139,7 +128,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def local_shards(tensor: Tensor) -> list[Tensor]:
     """The part of each device of this host, on the CPU, padded to equal shapes."""
-    return [shard for shard, _ in _c()._get_local_shards([tensor])[0]]
+    return [shard for shard, _ in xlac()._get_local_shards([tensor])[0]]
 
 
 @dataclass(frozen=True)
@@ -161,7 +150,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 def device_shards(tensor: Tensor) -> list[DeviceShard]:
     """Of a tensor that is divided. Their memory is their own."""
-    shards, places = _c()._get_local_shards([tensor])[0], _c()._get_local_shard_replica_and_indices([tensor])[0]
+    shards, places = xlac()._get_local_shards([tensor])[0], xlac()._get_local_shard_replica_and_indices([tensor])[0]
     found = []
     for (padded, device_name), (_, slices) in zip(shards, places, strict=True):
         if slices is Ellipsis:  # a tiling of one tile
@@ -173,45 +162,41 @@ def device_shards(tensor: Tensor) -> list[DeviceShard]:
 
 def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
     """Give each device what ``device_shards`` had of it, with other values."""
-    _c()._load_local_shards(tensor, [shard.padded for shard in shards], [shard.device for shard in shards])
+    xlac()._load_local_shards(tensor, [shard.padded for shard in shards], [shard.device for shard in shards])
 
 
 # --- inside of a graph
 
 
 def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    part: Tensor = _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
-    return part
+    return xlac()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
 
 
 def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
-    copy, manual = x.clone(), _c().OpSharding([], [], [], spmd().ShardingType.MANUAL)
-    _c()._mark_manual_sharding(copy, manual)
+    copy, manual = x.clone(), xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL)
+    xlac()._mark_manual_sharding(copy, manual)
     sharding = op_sharding(devices, tiles, len(shape))
-    whole: Tensor = _c()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
-    return whole
+    return xlac()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
 
 
 def all_gather(x: Tensor, groups: list[list[int]], channel: int) -> Tensor:
-    gathered: Tensor = _c()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
+    gathered: Tensor = xlac()._xla_all_gather(x, 0, len(groups[0]), groups, False, channel, True)
     # torch_xla has each gather wait for the last one, also that of another graph, which would then be in this one.
-    _c()._set_all_reduce_token(str(_c()._xla_get_default_device()), None)
+    xlac()._set_all_reduce_token(str(xlac()._xla_get_default_device()), None)
     return gathered
 
 
 def reduce_scatter(x: Tensor, groups: list[list[int]]) -> Tensor:
-    part: Tensor = _c()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
-    return part
+    return xlac()._xla_spmd_reduce_scatter("sum", x, 1.0, 0, len(groups[0]), groups)
 
 
 def all_reduce(x: Tensor, groups: list[list[int]]) -> Tensor:
-    total: Tensor = _c()._xla_spmd_all_reduce("sum", x, 1.0, groups)
-    return total
+    return xlac()._xla_spmd_all_reduce("sum", x, 1.0, groups)
 
 
 def barrier(tensors: Sequence[Tensor]) -> list[Tensor]:
     copies = [tensor.clone() for tensor in tensors]
-    _c()._xla_optimization_barrier_(copies)
+    xlac()._xla_optimization_barrier_(copies)
     return copies
 
 
@@ -222,18 +207,17 @@ def sync(wait: bool = False) -> None:
     """Compute everything that is pending."""
     torch_xla().sync(wait=wait, reset_scope=False)
     if wait:  # not for other replicas' devices, which may be waiting for this one
-        _c()._xla_wait_device_ops([] if is_spmd() else _own_device())
+        xlac()._xla_wait_device_ops([] if is_spmd() else _own_device())
 
 
 def _own_device() -> list[str]:
     """As the client names it: ``CPU:0``."""
-    found: list[str] = importlib.import_module("torch_xla.core.xla_model").xla_real_devices([device()])
-    return found
+    return importlib.import_module("torch_xla.core.xla_model").xla_real_devices([device()])
 
 
 def pending(tensors: Sequence[Tensor]) -> bool:
     """Whether any of them is not computed yet."""
-    return any(_c()._check_tensor_need_materialization(list(tensors)))
+    return any(xlac()._check_tensor_need_materialization(list(tensors)))
 
 
 @contextlib.contextmanager
@@ -243,17 +227,12 @@ def lazily() -> Iterator[None]:
 
 
 def tensor_id(tensor: Tensor) -> int:
-    return int(_c()._xla_get_tensor_id(tensor))
-
-
-def seed_id() -> int:
-    """What stands for the device's own random seed among a graph's inputs."""
-    return int(_c()._get_seed_info_id())
+    return int(xlac()._xla_get_tensor_id(tensor))
 
 
 def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     """Ids and values of the tensors in memory that pending tensors are computed from."""
-    ids, values = _c()._get_tensors_xla_device_data_node(list(outputs))
+    ids, values = xlac()._get_tensors_xla_device_data_node(list(outputs))
     return list(ids), list(values)
 
 
@@ -261,14 +240,9 @@ def compile_pending(outputs: Sequence[Tensor]) -> Any:
     """Compile the graph that ``outputs`` are pending on; what ``run_compiled`` is to be given."""
     context = importlib.import_module("torch_xla.utils.buffer_donor_context")
     with context.alias_with_buffer_donor_config():
-        key = _c()._get_graph_hash(list(outputs))
-        _c()._xla_warm_up_cache(list(outputs), [])
+        key = xlac()._get_graph_hash(list(outputs))
+        xlac()._xla_warm_up_cache(list(outputs), [])
     return key
-
-
-def hlo_of(outputs: Sequence[Tensor]) -> str:
-    """HLO of the graph that ``outputs`` are pending on, before XLA's own passes."""
-    return str(_c()._get_xla_tensors_hlo(list(outputs)))
 
 
 class ProgramDroppedError(RuntimeError):
@@ -281,7 +255,7 @@ def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
         ProgramDroppedError: torch_xla does not have the program any more; nothing has run.
     """
     try:
-        found: list[Tensor] = _c()._run_cached_graph(key, list(inputs))
+        found: list[Tensor] = xlac()._run_cached_graph(key, list(inputs))
     except RuntimeError as error:
         if "Failed to get computation by hash" in str(error):
             raise ProgramDroppedError(str(error)) from error
@@ -291,7 +265,7 @@ def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
 
 def drop_pending() -> None:
     """Forget what is pending on all live tensors; those in memory keep their values."""
-    _c()._clear_pending_irs(str(device()))
+    xlac()._clear_pending_irs(str(device()))
 
 
 def fallback_counts() -> dict[str, int]:

@@ -19,24 +19,21 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.compat.xla import xlac
 
 _DUMP = "XLA_DUMP_POST_OPTIMIZATIONS"
 
 
-def _c() -> Any:
-    return compat_xla.torch_xla()._XLAC
-
-
 def annotate(value: Tensor, op_sharding: Any) -> None:
     """Give a value that is not computed yet a sharding: a constraint for the partitioner."""
-    _c()._xla_annotate_custom_sharding(value, op_sharding)
+    xlac()._xla_annotate_custom_sharding(value, op_sharding)
 
 
 def annotated(value: Tensor, op_sharding: Any) -> Tensor:
     """A copy of it, sharded so, or, where that is None, whole on each device."""
     copy = value.clone()
     if op_sharding is None:
-        op_sharding = _c().OpSharding([], [], [], compat_xla.spmd().ShardingType.REPLICATED)
+        op_sharding = xlac().OpSharding([], [], [], compat_xla.spmd().ShardingType.REPLICATED)
     annotate(copy, op_sharding)
     return copy
 
@@ -58,7 +55,7 @@ def descriptions(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _described(value: Tensor) -> Like:
-    sharding = _c()._get_xla_op_sharding(value) if compat_xla.is_spmd() else None
+    sharding = xlac()._get_xla_op_sharding(value) if compat_xla.is_spmd() else None
     return Like(value.shape, value.dtype, value.device, sharding, compat_xla.sharding_specs([value])[0])
 
 
@@ -76,7 +73,7 @@ def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
     tensors = [value for value in fresh if isinstance(value, Tensor)]
     if tensors:
         devices = [] if compat_xla.is_spmd() else [str(tensors[0].device)]
-        _c()._xla_sync_multi(tensors, devices, wait=True, sync_xla_data=True)
+        xlac()._xla_sync_multi(tensors, devices, wait=True, sync_xla_data=True)
     return fresh
 
 
@@ -89,7 +86,7 @@ def optimized_text(function: Callable[..., Any], inputs: Sequence[Any]) -> str:
     outputs = function(*inputs)  # pending
     flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
     tensors = [value for value in flat if isinstance(value, Tensor)]
-    text = str(_c()._get_xla_tensors_hlo(tensors))
+    text = str(xlac()._get_xla_tensors_hlo(tensors))
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise RuntimeError(
             "torch_xla gave the HLO as it was before XLA's passes, because HLO text was asked for in this process "

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
-from graph_fsdp.passes.ir.dialect import STARTING, is_custom, reduce_payloads
+from graph_fsdp.passes.ir.dialect import STARTS, is_custom, reduce_payloads
 from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared, publish, receive
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
@@ -170,7 +170,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassConte
         by = f", scheduled by pass {next(schedules, 'bucket')}"
         for node in graph.fx_graph.nodes:
             record = node.meta.get("fsdp")
-            if record is not None and (record.role in STARTING or node.target is reduce_payloads):
+            if record is not None and (node.target in STARTS or node.target is reduce_payloads):
                 dtype = node.meta["val"].dtype
                 by_user = ", by the user's own collective" if is_custom(node) else ""
                 lines.append(

@@ -112,7 +112,7 @@ def _read(reader: Any, key: str, into: Tensor) -> None:
     if not isinstance(into, DTensor):
         into.detach().copy_(reader.get_tensor(key))
         return
-    local = compat.local_tensor(into)
+    local = compat.local_part(into)
     shape, first = compat.local_shape_and_offset(into)
     assert tuple(local.shape) == shape, f"{key}: {tuple(local.shape)} is not {shape}"
     if shape == tuple(into.shape):

@@ -37,7 +37,7 @@ class AssignedData:
         """What the shards are now, is right."""
         self._shards = [p.shard for p in self._parameters]
         self._storages = [*map(_storage, self._shards)]
-        self._locals = [compat.local_tensor(shard) for shard in self._shards]
+        self._locals = [compat.local_part(shard) for shard in self._shards]
 
     def check(self) -> None:
         """
@@ -49,7 +49,7 @@ class AssignedData:
         assigned = []
         for p, storage, local in zip(self._parameters, self._storages, self._locals, strict=True):
             # What ``model.to(…)`` does exchanges the local tensor too.
-            if _storage(p.shard) is not storage and compat.local_tensor(p.shard) is local:
+            if _storage(p.shard) is not storage and compat.local_part(p.shard) is local:
                 p.shard.data = compat.make_dtensor(local, p.shard)
                 assigned.append(p.spec.name)
         self.look()

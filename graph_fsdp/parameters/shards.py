@@ -239,7 +239,7 @@ class Storage:
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
             p.shard, found = checked_replacement(p, registered), True
-        memory = p.shard.data if self.mesh is None else compat.local_tensor(p.shard)
+        memory = p.shard.data if self.mesh is None else compat.local_part(p.shard)
         if memory.data_ptr() != p.rows.data_ptr() and memory.numel():
             self._adopt(p, memory)
             found = True

@@ -78,8 +78,8 @@ def bucket_rows(graph: Graph) -> list[BucketRow]:
 
 def wait_of(start: fx.Node) -> fx.Node:
     """The node that waits for a collective or a copy; the start itself if none does."""
-    waits = dialect.WAITS | dialect.COPY_WAITS
-    return next((user for user in start.users if user.target in waits and user.args[0] is start), start)
+    waits = (user for user in start.users if user.target in dialect.TRANSFER_WAITS and user.args[0] is start)
+    return next(waits, start)
 
 
 def prefetch_distances(rows: list[BucketRow]) -> list[int | None]:

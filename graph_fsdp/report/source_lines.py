@@ -12,6 +12,7 @@ from torch import fx
 
 import graph_fsdp
 from graph_fsdp import passes
+from graph_fsdp.passes.ir.unit_calls import module_path
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
 # Ours run as the model does where a graph breaks: what reads a parameter there.
@@ -59,15 +60,5 @@ def _own_module(node: fx.Node) -> str | None:
     for key in _MODULE_STACKS:
         stack = node.meta.get(key)
         if stack:
-            return _plain(next(reversed(stack.values()))[0])
+            return ".".join(module_path(next(reversed(stack.values()))[0])[1:])
     return None
-
-
-def _plain(path: str) -> str:
-    """``L['self'].layers.3`` and ``L['self']._modules['layers']._modules['3']`` as ``layers.3``; also of a model that a
-    function around it holds (``L['f'].__closure__[0].cell_contents.forward.__self__``)."""
-    path = re.sub(r"^.*\b__self__\b\.?", "", path)
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    path = re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path)
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
-    return path.strip(".")

@@ -36,8 +36,8 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.analysis.hardware import Hardware
-from graph_fsdp.passes.analysis.kernels import Arithmetic, Kind, Work, graph_work, value_nbytes
+from graph_fsdp.passes.analysis.hardware import Hardware, check_fields
+from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, value_nbytes
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
@@ -53,10 +53,8 @@ class GroupShape:
     stride: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("size", "stride"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"GroupShape: {name} must be a whole number of ranks, 1 or more, got {value!r}")
+        says = "be a whole number of ranks, 1 or more"
+        check_fields(self, says, lambda value: isinstance(value, int) and value >= 1, "size", "stride")
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ class Measurements:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"Measurements: scale must be above 0, got {self.scale!r}")
+        check_fields(self, "be above 0", lambda value: value > 0, "scale")
 
     def to_json(self) -> dict[str, Any]:
         """A dict that ``json.dumps`` takes, in the order of its keys."""
@@ -180,12 +177,8 @@ class CostModel:
         return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale
 
     def _efficiency(self, work: Work) -> float:
-        hardware = self.hardware
-        if work.arithmetic is Arithmetic.MATMUL:
-            return hardware.matmul_efficiency
-        forward = work.arithmetic is Arithmetic.ATTENTION
-        own = hardware.attention_efficiency if forward else hardware.attention_backward_efficiency
-        return own or hardware.matmul_efficiency / 2
+        given: float | None = getattr(self.hardware, f"{work.arithmetic.value}_efficiency")
+        return given or self.hardware.matmul_efficiency / 2
 
     def _traffic_seconds(self, nbytes: int) -> float:
         return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)
@@ -213,15 +206,11 @@ class CostModel:
     # collectives
 
     def all_gather_seconds(self, nbytes: int, group: str) -> float:
-        """Seconds of an all-gather; ``nbytes`` of the gathered buffer. 0 on a group of one rank."""
+        """Seconds of an all-gather or a reduce-scatter; ``nbytes`` of the whole buffer. 0 on a group of one rank."""
         algorithms = self._algorithms(group)
         if not algorithms:
             return 0.0
         return self.hardware.collective_launch + min(a.steps + nbytes * a.per_byte for a in algorithms)
-
-    def reduce_scatter_seconds(self, nbytes: int, group: str) -> float:
-        """Seconds of a reduce-scatter; ``nbytes`` of the buffer before it is scattered. 0 on a group of one rank."""
-        return self.all_gather_seconds(nbytes, group)
 
     def all_reduce_seconds(self, nbytes: int, group: str) -> float:
         """Seconds of an all-reduce; ``nbytes`` of the buffer. 0 on a group of one rank."""
@@ -238,11 +227,8 @@ class CostModel:
             return measured
         group = dialect.argument(node, "group")
         nbytes = _full_nbytes(node, self._shape(group).size)
-        if node.target is dialect.all_gather_start:
-            return self.all_gather_seconds(nbytes, group)
-        if node.target is dialect.reduce_scatter_start:
-            return self.reduce_scatter_seconds(nbytes, group)
-        return self.all_reduce_seconds(nbytes, group)
+        is_half = node.target is dialect.all_gather_start or node.target is dialect.reduce_scatter_start
+        return (self.all_gather_seconds if is_half else self.all_reduce_seconds)(nbytes, group)
 
     def saturating_bytes(self, group: str, efficiency: float = 0.9) -> int:
         """The smallest gathered buffer, in bytes, whose all-gather moves at ``efficiency`` (in (0, 1)) of the

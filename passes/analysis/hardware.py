@@ -34,8 +34,9 @@ Peaks are the vendors', dense (no sparsity); what real kernels reach of them is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -55,9 +56,9 @@ class Link:
     efficiency: float = 0.8
 
     def __post_init__(self) -> None:
-        _check_positive(self, "bandwidth")
-        _check_at_least_zero(self, "latency")
-        _check_fraction(self, "efficiency")
+        check_fields(self, "be above 0", lambda value: value > 0, "bandwidth")
+        check_fields(self, "be 0 or more seconds", lambda value: value >= 0, "latency")
+        check_fields(self, "be in (0, 1]", lambda value: 0 < value <= 1, "efficiency")
 
     @property
     def sustained(self) -> float:
@@ -99,196 +100,103 @@ class Hardware:
     host: Link = field(default_factory=lambda: Link(32e9, 10e-6))  # PCIe 4.0, 16 lanes
 
     def __post_init__(self) -> None:
-        _check_positive(self, "memory_bandwidth", "memory", "island")
-        _check_at_least_zero(self, "launch", "collective_launch")
-        _check_fraction(self, "matmul_efficiency", "memory_efficiency")
+        efficiencies = ("matmul_efficiency", "memory_efficiency")
         given = ("attention_efficiency", "attention_backward_efficiency")
-        _check_fraction(self, *(name for name in given if getattr(self, name) is not None))
-        if not 0 <= self.interference < 1:
-            raise ValueError(f"{_label(self)}: interference must be 0 or more and below 1, got {self.interference!r}")
-        if torch.float32 not in self.flops or min(self.flops.values()) <= 0:
-            raise ValueError(
-                f"{_label(self)}: flops must give positive FLOP/s per dtype, torch.float32 among them (it stands in "
-                f"for dtypes that are not there), got {dict(self.flops)}"
-            )
+        peaks = "give positive FLOP/s per dtype, torch.float32 among them (it stands in for dtypes that are not there)"
+        check_fields(self, "be above 0", lambda value: value > 0, "memory_bandwidth", "memory", "island")
+        check_fields(self, "be 0 or more seconds", lambda value: value >= 0, "launch", "collective_launch")
+        check_fields(self, "be in (0, 1]", lambda value: 0 < value <= 1, *efficiencies)
+        check_fields(self, "be in (0, 1]", lambda value: value is None or 0 < value <= 1, *given)
+        check_fields(self, "be 0 or more and below 1", lambda value: 0 <= value < 1, "interference")
+        check_fields(self, peaks, lambda flops: torch.float32 in flops and min(flops.values()) > 0, "flops")
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Dense peak FLOP/s in a dtype; float32's where the dtype is not listed."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
-def _label(owner: Link | Hardware) -> str:
-    return f"Hardware {owner.name!r}" if isinstance(owner, Hardware) else "Link"
-
-
-def _check_positive(owner: Link | Hardware, *names: str) -> None:
+def check_fields(owner: object, says: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise ValueError for the first field of a description that does not do what ``says`` says it must."""
+    label = " ".join([type(owner).__name__, *(repr(name) for name in [getattr(owner, "name", None)] if name)])
     for name in names:
-        if not getattr(owner, name) > 0:
-            raise ValueError(f"{_label(owner)}: {name} must be above 0, got {getattr(owner, name)!r}")
+        value = getattr(owner, name)
+        if not holds(value):
+            raise ValueError(f"{label}: {name} must {says}, got {value!r}")
 
 
-def _check_at_least_zero(owner: Link | Hardware, *names: str) -> None:
-    for name in names:
-        if not getattr(owner, name) >= 0:
-            raise ValueError(f"{_label(owner)}: {name} must be 0 or more seconds, got {getattr(owner, name)!r}")
-
-
-def _check_fraction(owner: Link | Hardware, *names: str) -> None:
-    for name in names:
-        if not 0 < getattr(owner, name) <= 1:
-            raise ValueError(f"{_label(owner)}: {name} must be in (0, 1], got {getattr(owner, name)!r}")
-
-
-def _tera(*, half: float, fp32: float, fp64: float | None = None, fp8: float | None = None) -> dict[torch.dtype, float]:
-    """Peaks in TFLOP/s → FLOP/s per dtype."""
-    table = {torch.float32: fp32, torch.bfloat16: half, torch.float16: half}
-    if fp64 is not None:
-        table[torch.float64] = fp64
-    if fp8 is not None:
-        table |= {torch.float8_e4m3fn: fp8, torch.float8_e5m2: fp8}
-    return {dtype: tera * 1e12 for dtype, tera in table.items()}
-
-
-_NDR = Link(50e9, latency=5e-6, efficiency=0.9)
-_H100 = Hardware(
-    "h100",
-    _tera(half=989.4, fp32=66.9, fp64=66.9, fp8=1978.9),
-    memory_bandwidth=3.35e12,
-    memory=80 * GIB,
-    matmul_efficiency=0.7,
-    memory_efficiency=0.85,
-    launch=3e-6,
-    island=8,
-    intra=Link(450e9, latency=2e-6, efficiency=0.75),
-    inter=_NDR,
-    attention_efficiency=0.34,
-    attention_backward_efficiency=0.32,
-    interference=20 / 132,
+# TFLOP/s of float32, 16-bit types, float64 and float8. Of memory TB/s and GiB. What matrix multiplications and memory
+# traffic reach. µs of a launch. Devices of an island. GB/s, µs and efficiency of a link inside of islands and of one
+# between them; max1550: 8 Xe Links of 26.5 GB/s, and 8 Slingshot adapters of 25 GB/s for 12 stacks (of 6 cards). µs of
+# a collective.
+_TABLE = """
+h100        66.9  989.4  66.9 1978.9   3.35   80   0.7  0.85   3     8   450   2 0.75     50   5 0.9   10
+h200        66.9  989.4  66.9 1978.9   4.8   140   0.7  0.85   3     8   450   2 0.75     50   5 0.9   10
+h100_500w   66.9  989.4  66.9 1978.9   2.4    96   0.6  0.92   3     8   450   2 0.75     50   5 0.9   10
+a100        19.5  312.0  19.5      -   2.039  80   0.8  0.85   4     8   300 2.5 0.75     25   6 0.9   10
+b200        80.0 2250.0  40.0 4500.0   8     180   0.7  0.8    3     8   900   2 0.75     50   5 0.9   10
+mi300x     163.4 1307.4 163.4 2614.9   5.3   192   0.5  0.75   5     8   448   3 0.7      50   5 0.9   15
+max1550     26.2  419.4  26.2      -   1.64   64   0.6  0.65   8    12   212   5 0.5    16.7   6 0.8   25
+tpu_v5p    459.0  459.0     -      -   2.765  95   0.75 0.85   1  8960   180   1 0.9    6.25  20 0.8    2
+tpu_v6e    918.0  918.0     -      -   1.64   32   0.75 0.85   1   256   180   1 0.9    12.5  20 0.8    2
+"""
+_PEAKS = (
+    (torch.float32,),
+    (torch.bfloat16, torch.float16),
+    (torch.float64,),
+    (torch.float8_e4m3fn, torch.float8_e5m2),
 )
+_ATTENTION = {"h100": (0.34, 0.32), "h200": (0.34, 0.32), "h100_500w": (0.34 * 0.6 / 0.7, 0.32 * 0.6 / 0.7)}
 
-HARDWARE: dict[str, Hardware] = {
-    hardware.name: hardware
-    for hardware in (
-        _H100,
-        dataclasses.replace(_H100, name="h200", memory_bandwidth=4.8e12, memory=140 * GIB),
-        dataclasses.replace(
-            _H100,
-            name="h100_500w",
-            memory_bandwidth=2.4e12,
-            memory=96 * GIB,
-            matmul_efficiency=0.6,
-            memory_efficiency=0.92,
-            attention_efficiency=0.34 * 0.6 / 0.7,
-            attention_backward_efficiency=0.32 * 0.6 / 0.7,
-        ),
-        Hardware(
-            "a100",
-            _tera(half=312.0, fp32=19.5, fp64=19.5),
-            memory_bandwidth=2.039e12,
-            memory=80 * GIB,
-            matmul_efficiency=0.8,
-            memory_efficiency=0.85,
-            launch=4e-6,
-            island=8,
-            intra=Link(300e9, latency=2.5e-6, efficiency=0.75),
-            inter=Link(25e9, latency=6e-6, efficiency=0.9),
-        ),
-        Hardware(
-            "b200",
-            _tera(half=2250.0, fp32=80.0, fp64=40.0, fp8=4500.0),
-            memory_bandwidth=8e12,
-            memory=180 * GIB,
-            matmul_efficiency=0.7,
-            memory_efficiency=0.8,
-            launch=3e-6,
-            island=8,
-            intra=Link(900e9, latency=2e-6, efficiency=0.75),
-            inter=_NDR,
-        ),
-        Hardware(
-            "mi300x",
-            _tera(half=1307.4, fp32=163.4, fp64=163.4, fp8=2614.9),
-            memory_bandwidth=5.3e12,
-            memory=192 * GIB,
-            matmul_efficiency=0.5,
-            memory_efficiency=0.75,
-            launch=5e-6,
-            island=8,
-            intra=Link(448e9, latency=3e-6, efficiency=0.7),
-            inter=_NDR,
-            collective_launch=15e-6,
-        ),
-        Hardware(
-            "max1550",
-            _tera(half=419.4, fp32=26.2, fp64=26.2),
-            memory_bandwidth=1.64e12,
-            memory=64 * GIB,
-            matmul_efficiency=0.6,
-            memory_efficiency=0.65,
-            launch=8e-6,
-            island=12,  # 6 cards of 2 stacks
-            intra=Link(212e9, latency=5e-6, efficiency=0.5),  # 8 Xe Links of 26.5 GB/s
-            inter=Link(16.7e9, latency=6e-6, efficiency=0.8),  # 8 Slingshot adapters of 25 GB/s for 12 stacks
-            collective_launch=25e-6,
-        ),
-        Hardware(
-            "tpu_v5p",
-            _tera(half=459.0, fp32=459.0),
-            memory_bandwidth=2.765e12,
-            memory=95 * GIB,
-            matmul_efficiency=0.75,
-            memory_efficiency=0.85,
-            launch=1e-6,
-            island=8960,
-            intra=Link(180e9, latency=1e-6, efficiency=0.9),
-            inter=Link(6.25e9, latency=20e-6),
-            collective_launch=2e-6,
-        ),
-        Hardware(
-            "tpu_v6e",
-            _tera(half=918.0, fp32=918.0),
-            memory_bandwidth=1.64e12,
-            memory=32 * GIB,
-            matmul_efficiency=0.75,
-            memory_efficiency=0.85,
-            launch=1e-6,
-            island=256,
-            intra=Link(180e9, latency=1e-6, efficiency=0.9),
-            inter=Link(12.5e9, latency=20e-6),
-            collective_launch=2e-6,
-        ),
-        Hardware(
-            "cpu",
-            {torch.float32: 100e9, torch.float64: 50e9, torch.bfloat16: 200e9, torch.float16: 100e9},
-            memory_bandwidth=30e9,
-            memory=16 * GIB,
-            matmul_efficiency=0.8,
-            memory_efficiency=0.7,
-            launch=4e-6,
-            island=64,
-            intra=Link(2e9, latency=60e-6, efficiency=0.5),
-            inter=Link(1.25e9, latency=100e-6),
-            collective_launch=150e-6,
-            overlaps=False,
-        ),
+
+def _read(row: str) -> Hardware:
+    name, *cells = row.split()
+    peaks = zip(_PEAKS, cells[:4], strict=True)
+    bandwidth, memory, matmul, traffic, launch, island, *links, collective = cells[4:]
+    intra, inter = (Link(float(f"{g}e9"), float(f"{us}e-6"), float(part)) for g, us, part in (links[:3], links[3:]))
+    hopper = name in _ATTENTION
+    return Hardware(
+        name,
+        {dtype: float(tera) * 1e12 for dtypes, tera in peaks if tera != "-" for dtype in dtypes},
+        memory_bandwidth=float(f"{bandwidth}e12"),
+        memory=int(memory) * GIB,
+        matmul_efficiency=float(matmul),
+        memory_efficiency=float(traffic),
+        launch=float(f"{launch}e-6"),
+        island=int(island),
+        intra=intra,
+        inter=inter,
+        collective_launch=float(f"{collective}e-6"),
+        attention_efficiency=_ATTENTION[name][0] if hopper else None,
+        attention_backward_efficiency=_ATTENTION[name][1] if hopper else None,
+        interference=20 / 132 if hopper else 0.0,
     )
-}
 
-# What drivers call the devices → entry; the first that matches counts.
-_DEVICE_NAMES = (
-    ("H200", "h200"),
-    ("H100", "h100"),
-    ("H800", "h100"),
-    ("GH200", "h100"),
-    ("B200", "b200"),
-    ("B100", "b200"),
-    ("B300", "b200"),
-    ("A100", "a100"),
-    ("A800", "a100"),
-    ("MI300", "mi300x"),
-    ("MI325", "mi300x"),
-    ("Max 1550", "max1550"),
+
+HARDWARE: dict[str, Hardware] = {hardware.name: hardware for hardware in map(_read, _TABLE.strip().splitlines())}
+HARDWARE["cpu"] = Hardware(
+    "cpu",
+    {torch.float32: 100e9, torch.float64: 50e9, torch.bfloat16: 200e9, torch.float16: 100e9},
+    memory_bandwidth=30e9,
+    memory=16 * GIB,
+    matmul_efficiency=0.8,
+    memory_efficiency=0.7,
+    launch=4e-6,
+    island=64,
+    intra=Link(2e9, latency=60e-6, efficiency=0.5),
+    inter=Link(1.25e9, latency=100e-6),
+    collective_launch=150e-6,
+    overlaps=False,
 )
+
+# Entry → what drivers call the devices; the first that matches counts.
+_DEVICE_NAMES = {
+    "h200": ("H200",),
+    "h100": ("H100", "H800"),
+    "b200": ("B200", "B100", "B300"),
+    "a100": ("A100", "A800"),
+    "mi300x": ("MI300", "MI325"),
+    "max1550": ("Max 1550",),
+}
 # An unknown device of this type counts as…
 _FALLBACKS = {"cuda": "a100", "xpu": "max1550", "xla": "tpu_v5p"}
 
@@ -316,8 +224,8 @@ def detect_hardware(device: torch.device) -> Hardware:
     if device.type == "cpu":
         return HARDWARE["cpu"]
     name, memory = describe_device(device)
-    for part, entry in _DEVICE_NAMES:
-        if part in name:
+    for entry, parts in _DEVICE_NAMES.items():
+        if any(part in name for part in parts):
             return dataclasses.replace(HARDWARE[entry], memory=memory or HARDWARE[entry].memory)
     fallback = HARDWARE[_FALLBACKS.get(device.type, "cpu")]
     return dataclasses.replace(

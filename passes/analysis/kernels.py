@@ -67,17 +67,12 @@ _SCATTERS = _packets(
 )
 
 
-def _cpu_attention_formulas() -> dict[Any, Any]:
-    """Attention on CPU computes what it does elsewhere; torch has had the formulas since 2.15."""
-    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-    on_cpu = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-    return {
-        getattr(aten, cpu): compat.flop_registry[getattr(aten, name)] for cpu, name in zip(on_cpu, names, strict=True)
-    }
-
-
-CPU_ATTENTION_FORMULAS = _cpu_attention_formulas()
-
+# Attention on CPU computes what it does elsewhere; torch has had the formulas since 2.15.
+_FLASH = "_scaled_dot_product_flash_attention"
+CPU_ATTENTION_FORMULAS = {
+    getattr(aten, f"{_FLASH}_for_cpu{direction}"): compat.flop_registry[getattr(aten, f"{_FLASH}{direction}")]
+    for direction in ("", "_backward")
+}
 
 _ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
     aten,
@@ -85,8 +80,6 @@ _ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
     " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward"
     " _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward",
 )
-
-
 _IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
 
 
@@ -97,11 +90,11 @@ class Kind(enum.Enum):
 
 
 class Arithmetic(enum.Enum):
-    """Which efficiency of the hardware a kernel's arithmetic has."""
+    """Which efficiency of the hardware a kernel's arithmetic has, by the name of its field."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
-    ATTENTION_BACKWARD = "attention backward"
+    ATTENTION_BACKWARD = "attention_backward"
 
 
 @dataclass

@@ -121,12 +121,6 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
     )
 
 
-def step_peak(forward: MemoryProfile, backward: MemoryProfile, resident: int = 0) -> int:
-    """Most bytes live in a training step. ``resident``: bytes that are held all through it and are in no graph
-    (optimizer state, gradients accumulated by earlier steps)."""
-    return resident + max(forward.peak, backward.peak)
-
-
 def shard_nbytes(model: ModelSpec) -> int:
     """Bytes of the storage of all parameters on one rank, with its padding."""
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())

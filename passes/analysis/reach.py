@@ -13,7 +13,6 @@ from torch import fx
 
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def find_reach(joint: Graph, forward_outputs: int) -> Reach:
             if has_role(node, Role.REDUCE):
                 name = node.meta["fsdp"].params[0]
             reduced[node] = name
-    gradients = operands(joint.output)[forward_outputs:]
+    gradients = joint.outputs[forward_outputs:]
     return Reach(
         tuple(bits.get(node, 0) if isinstance(node, fx.Node) else 0 for node in gradients),
         tuple(reduced.get(node, "") if isinstance(node, fx.Node) else "" for node in gradients),

@@ -26,6 +26,7 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operand
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,48 @@ class Timeline:
         return max(self.compute, self.communication)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Task:
+    """A rank computes for ``seconds``; with a ``lane``, it starts a transfer of so many seconds there; with
+    ``waits_for``, it waits for the transfer that another task starts. ``levels``: of the network, where they are
+    shared. ``own``: each rank has a transfer, and a lane, of its own."""
+
+    seconds: float = 0.0
+    lane: str = ""
+    waits_for: Task | None = None
+    levels: frozenset[str] = frozenset()
+    own: bool = False
+
+
 def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None) -> Timeline:
     """When a step's graph does what, with the seconds of a cost model."""
-    return _Simulation(graph, cost, conditions or Conditions()).run()
+    conditions = conditions or Conditions()
+    seconds = cost.graph_seconds(graph)
+    tasks: dict[fx.Node, Task] = {}
+    for node in graph.fx_graph.nodes:
+        if node.target in dialect.COPY_STARTS:
+            lane = "fetch" if node.target is dialect.fetch_start else "offload"
+            tasks[node] = Task(cost.transfer_seconds(node.meta["fsdp"].nbytes), lane, own=True)
+        elif node.target in dialect.STARTS:
+            group = dialect.group_of(node)
+            levels = cost.levels(group) if conditions.contention else frozenset()
+            tasks[node] = Task(cost.collective_seconds(node), group, levels=levels)
+        elif node.target in dialect.TRANSFER_WAITS:
+            tasks[node] = Task(waits_for=tasks[operand(node)])
+        else:
+            tasks[node] = Task(seconds[node])
+    simulation = Simulation(list(tasks.values()), conditions, cost.hardware.interference)
+    end = simulation.run()
+    first, events = simulation.ranks[0], []
+    load: dict[str, float] = {}
+    node_of = {task: node for node, task in tasks.items()}
+    for (task, owner), transfer in simulation.transfers.items():
+        if not owner:  # the first rank's, or of all
+            waited = first.waited.get(task, 0.0)
+            events.append(Event(node_of[task], task.lane, transfer.begin, transfer.end, waited))
+            load[task.lane] = load.get(task.lane, 0.0) + transfer.taken
+    busiest = max(load.values(), default=0.0)
+    return Timeline(end, first.busy, busiest, end - first.busy, events, dict(zip(tasks, first.starts, strict=True)))
 
 
 def memory_over_time(timeline: Timeline, memory: MemoryProfile) -> list[tuple[float, int]]:
@@ -114,12 +154,10 @@ class _Work:
 
 @dataclass(eq=False, slots=True)
 class _Transfer(_Work):
-    """A collective, or one rank's copy. ``levels``: of the network, where they are shared; ``rank``: whose copy it is,
-    None for all ranks'."""
+    """A collective, or one rank's copy. ``owner``: whose copy it is, None for all ranks'."""
 
-    lane: str = ""
-    levels: frozenset[str] = frozenset()
-    rank: int | None = None
+    task: Task = field(default_factory=Task)
+    owner: int | None = None
     arrived: int = 0
     done: bool = False
 
@@ -127,87 +165,61 @@ class _Transfer(_Work):
 @dataclass(eq=False, slots=True)
 class _Rank:
     slowness: float
-    index: int = 0  # of the node that it is at
     work: _Work | None = None
     busy: float = 0.0  # seconds in which it has computed
-    starts: dict[fx.Node, float] = field(default_factory=dict)
-    waited: dict[fx.Node, float] = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)  # when it came to each task
+    waited: dict[Task, float] = field(default_factory=dict)
+    index: int = 0  # of the task that it is at
 
 
-class _Simulation:
-    """One run. ``ranks``: one that keeps up and, with a straggler, one that does not."""
+class Simulation:
+    """Runs the same tasks on one rank that keeps up and, with a straggler, on one that does not."""
 
-    def __init__(self, graph: Graph, cost: CostModel, conditions: Conditions) -> None:
-        self.nodes = list(graph.fx_graph.nodes)
-        self.cost, self.contention = cost, conditions.contention
-        self.seconds = cost.graph_seconds(graph)
+    def __init__(self, tasks: Sequence[Task], conditions: Conditions, interference: float = 0.0) -> None:
+        self.tasks, self.contention, self.interference = tasks, conditions.contention, interference
         slowness = [1.0, float(conditions.straggler)] if conditions.straggler > 1 else [1.0]
         self.ranks = [_Rank(s) for s in slowness]
         self.now = 0.0
+        self.transfers: dict[tuple[Task, int | None], _Transfer] = {}
         self._lanes: dict[tuple[str, int | None], deque[_Transfer]] = {}  # the first of each runs
-        self._transfers: dict[tuple[fx.Node, int | None], _Transfer] = {}
 
-    def run(self) -> Timeline:
+    def run(self) -> float:
+        """Return the seconds until the last rank is through and nothing is under way."""
         while True:
             for number, rank in enumerate(self.ranks):
                 self._proceed(rank, number)
             if not self._advance():
-                break
-        first = self.ranks[0]
-        load: dict[str, float] = {}
-        events = []
-        for (node, owner), transfer in self._transfers.items():
-            if owner in (None, 0):
-                events.append(Event(node, transfer.lane, transfer.begin, transfer.end, first.waited.get(node, 0.0)))
-                load[transfer.lane] = load.get(transfer.lane, 0.0) + transfer.taken
-        busiest = max(load.values(), default=0.0)
-        return Timeline(self.now, first.busy, busiest, self.now - first.busy, events, first.starts)
+                return self.now
 
     def _proceed(self, rank: _Rank, number: int) -> None:
         """Through all that takes the rank no time."""
-        while rank.work is None and rank.index < len(self.nodes):
-            node = self.nodes[rank.index]
-            if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
-                started = node.args[0]
-                assert isinstance(started, fx.Node)
-                since = rank.starts.setdefault(node, self.now)
-                if not self._transfers[started, self._owner(started, number)].done:
+        while rank.work is None and rank.index < len(self.tasks):
+            task = self.tasks[rank.index]
+            if len(rank.starts) == rank.index:
+                rank.starts.append(self.now)
+            if task.waits_for is not None:
+                if not self.transfers[task.waits_for, number if task.waits_for.own else None].done:
                     return
-                rank.waited[started] = self.now - since
-            else:
-                rank.starts[node] = self.now
-                if node.target in dialect.STARTS or node.target in dialect.COPY_STARTS:
-                    self._reach(node, number)
-                elif seconds := self.seconds[node] * rank.slowness:
-                    rank.work = _Work(seconds)
-                    rank.work.start(self.now)
-                    return
+                rank.waited[task.waits_for] = self.now - rank.starts[rank.index]
+            elif task.lane:
+                self._reach(task, number if task.own else None)
+            elif seconds := task.seconds * rank.slowness:
+                rank.work = _Work(seconds)
+                rank.work.start(self.now)
+                return
             rank.index += 1
 
-    @staticmethod
-    def _owner(start: fx.Node, number: int) -> int | None:
-        return number if start.target in dialect.COPY_STARTS else None
-
-    def _reach(self, node: fx.Node, number: int) -> None:
-        """A rank is at a node that starts a collective or a copy."""
-        owner = self._owner(node, number)
-        if (node, owner) not in self._transfers:
-            self._transfers[node, owner] = self._transfer(node, owner)
-        transfer = self._transfers[node, owner]
+    def _reach(self, task: Task, owner: int | None) -> None:
+        """A rank is at a task that starts a transfer."""
+        if (task, owner) not in self.transfers:
+            self.transfers[task, owner] = _Transfer(task.seconds, task=task, owner=owner)
+        transfer = self.transfers[task, owner]
         transfer.arrived += 1
         if owner is not None or transfer.arrived == len(self.ranks):
-            lane = self._lanes.setdefault((transfer.lane, owner), deque())
+            lane = self._lanes.setdefault((task.lane, owner), deque())
             lane.append(transfer)
             if len(lane) == 1:
                 transfer.start(self.now)
-
-    def _transfer(self, start: fx.Node, owner: int | None) -> _Transfer:
-        if owner is not None:
-            lane = "fetch" if start.target is dialect.fetch_start else "offload"
-            return _Transfer(self.cost.transfer_seconds(start.meta["fsdp"].nbytes), lane=lane, rank=owner)
-        group = dialect.group_of(start)
-        levels = self.cost.levels(group) if self.contention else frozenset()
-        return _Transfer(self.cost.collective_seconds(start), lane=group, levels=levels)
 
     def _advance(self) -> bool:
         """To the next event. False when all is done."""
@@ -227,7 +239,7 @@ class _Simulation:
         for transfer in running:
             if transfer.end <= self.now:
                 transfer.done = True
-                lane = self._lanes[transfer.lane, transfer.rank]
+                lane = self._lanes[transfer.task.lane, transfer.owner]
                 lane.popleft()
                 if lane:
                     lane[0].start(self.now)
@@ -237,10 +249,10 @@ class _Simulation:
         """Each transfer gets its part of the level that most others use too, compute what collectives leave it."""
         used: dict[str, int] = {}
         for transfer in running:
-            for level in transfer.levels:
+            for level in transfer.task.levels:
                 used[level] = used.get(level, 0) + 1
         for transfer in running:
-            transfer.set_speed(self.now, 1.0 / max((used[level] for level in transfer.levels), default=1))
-        collectives = any(transfer.rank is None for transfer in running)
+            transfer.set_speed(self.now, 1.0 / max((used[level] for level in transfer.task.levels), default=1))
+        collectives = any(transfer.owner is None for transfer in running)
         for work in computing:
-            work.set_speed(self.now, 1.0 - self.cost.hardware.interference if collectives else 1.0)
+            work.set_speed(self.now, 1.0 - self.interference if collectives else 1.0)

@@ -116,7 +116,7 @@ def _values(graph: Graph, context: PassContext) -> Storages:
         for storage in storages_of[operand(node)]:  # kept for a later graph
             storage.end = last
             storage.category = "gradients" if storage.category == "temporary" else storage.category
-    outputs = _flat(graph.output.args[0])
+    outputs = graph.outputs
     if graph.phase == "forward":
         _reclassify(outputs[context.forward_outputs :], storages_of, "saved")
     elif graph.phase == "backward":
@@ -255,13 +255,13 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
         return []
     start = operand(wait)
     if start.target is dialect.all_gather_start and not _casts(start):
-        return [shard for shard in _flat(start.args[0]) if has_role(shard, Role.FETCH_WAIT)]
+        return [shard for shard in dialect.argument(start, "shards") if has_role(shard, Role.FETCH_WAIT)]
     return gradients_sent(start) if start.target is dialect.reduce_scatter_start else []
 
 
 def _casts(start: fx.Node) -> bool:
     """Whether a gather sends another type than the shards have: it reads them when it starts, and not again."""
-    return _flat(start.args[0])[0].meta["val"].dtype is not start.meta["val"].dtype
+    return dialect.argument(start, "shards")[0].meta["val"].dtype is not start.meta["val"].dtype
 
 
 def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
@@ -316,7 +316,3 @@ def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphSto
 def _nbytes(value: Any) -> int:
     """Bytes of the storages of the tensors in a fake value, by hint where sizes are symbolic."""
     return sum(compat.size_hint(tensor.untyped_storage().nbytes()) for tensor in iterate_tensors(value))
-
-
-def _flat(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, (list, tuple)) else [values]

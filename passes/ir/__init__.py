@@ -1,1 +1,1 @@
-"""What passes read and write: the dialect, graphs, records, specifications."""
+"""The representation is what passes read and write: the dialect, graphs, records, specifications."""

@@ -1,7 +1,7 @@
-"""Buckets as a pass wants them: what belongs to one gather or one reduction, found in one walk of the graph.
+"""Accessors find the nodes that belong to one gather or one reduction, in one walk of the graph.
 
-For graphs that are bucketed (the bucket pass has run) and that the verifier accepts, which every graph is that a pass
-is given. The objects say how the graph was when they were made; ask the graph again after an edit.
+They are for graphs that are bucketed (the bucket pass has run) and that the verifier accepts, which every graph is that
+a pass is given. What they return says how the graph was; ask the graph again after an edit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gather:
-    """One gathered bucket of one graph.
+    """A gather brings one bucket into one graph.
 
     ``nbytes``: of the gathered buffer. ``start`` and ``wait``: None where backward received the buffer from forward.
     ``buffer``: the node whose value is the gathered buffer, the wait or the input that received it. ``reads``: what
@@ -42,18 +42,18 @@ class Gather:
 
     @property
     def views(self) -> tuple[fx.Node, ...]:
-        """The parameters, as views of the buffer."""
+        """The nodes that are parameters, as views of the buffer."""
         return tuple(node for node in self.reads if dialect.has_role(node, Role.UNPACK))
 
     @property
     def uses(self) -> tuple[fx.Node, ...]:
-        """What computes with the parameters: ``reads`` without views."""
+        """The nodes that compute with the parameters: ``reads`` without views."""
         return tuple(node for node in self.reads if not is_view(node))
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One bucket of gradients in the backward graph.
+    """A reduction takes one bucket of gradients in the backward graph.
 
     ``nbytes``: of the reduced shard. ``gradients``: the full gradients that go in, and ``results``: the gradients of
     the shards that come out, both in the order of ``params``. On a mesh that also replicates, ``replicate_start`` and
@@ -73,82 +73,46 @@ class Reduction:
 
 
 class BucketNodes(NamedTuple):
-    """What a graph does with one bucket."""
+    """Holds what a graph does with one bucket, None for what it does not."""
 
     gather: Gather | None
     reduction: Reduction | None
 
 
 def find_gathers(graph: Graph) -> list[Gather]:
-    """The gathered buckets in the order in which they start, those received from forward first. Linear."""
+    """Find the gathered buckets in the order in which they start, those received from forward first. Linear."""
     roots = graph.alias_roots()
     buffers = graph.with_role(Role.KEPT, Role.GATHER_START)
     reads: dict[fx.Node, list[fx.Node]] = {buffer: [] for buffer in buffers}
-    waits: dict[fx.Node, fx.Node] = {}
-    frees: dict[fx.Node, fx.Node] = {}
     escaping: set[fx.Node] = set()
     for node in graph.fx_graph.nodes:
         for root in {root for source in node.all_input_nodes for root in roots[source]} & reads.keys():
-            if node.target is dialect.all_gather_wait:
-                waits[root] = node
-            elif node.target is dialect.free:
-                frees[root] = node
-            elif node.op == "output":
+            if node.op == "output":
                 escaping.add(root)
-            else:
+            elif node.target is not dialect.all_gather_wait and node.target is not dialect.free:
                 reads[root].append(node)
-    return [
-        Gather(
-            *_labels(buffer),
-            start=None if dialect.has_role(buffer, Role.KEPT) else buffer,
-            wait=waits.get(buffer),
-            buffer=waits.get(buffer, buffer),
-            reads=tuple(reads[buffer]),
-            free=frees.get(buffer),
-            escapes=buffer in escaping,
-        )
-        for buffer in buffers
-    ]
-
-
-def find_reductions(graph: Graph) -> list[Reduction]:
-    """The reduced buckets in the order in which they start. Linear."""
-    starts: list[fx.Node] = []
-    others: dict[tuple[str, Role], fx.Node] = {}
-    results: dict[str, fx.Node] = {}
-    for node in graph.fx_graph.nodes:
-        record = dialect.record(node)
-        if record is None:
-            continue
-        if record.role is Role.REDUCE_START:
-            starts.append(node)
-        elif record.role is Role.SHARD_GRAD:
-            results[record.params[0]] = node
-        elif record.role in (Role.REDUCE_WAIT, Role.REPLICATE_START, Role.REPLICATE_WAIT):
-            others[record.bucket, record.role] = node
     found = []
-    for start in starts:
-        labels = _labels(start)
-        found.append(
-            Reduction(
-                *labels,
-                gradients=tuple(dialect.argument(start, "grads")),
-                start=start,
-                wait=others[labels[0], Role.REDUCE_WAIT],
-                replicate_start=others.get((labels[0], Role.REPLICATE_START)),
-                replicate_wait=others.get((labels[0], Role.REPLICATE_WAIT)),
-                results=tuple(results[name] for name in labels[2] if name in results),
-            )
-        )
+    for buffer in buffers:
+        start = None if dialect.has_role(buffer, Role.KEPT) else buffer
+        wait = dialect.wait_of(start) if start is not None else None
+        whole = wait or buffer
+        free = next((user for user in whole.users if user.target is dialect.free), None)
+        found.append(Gather(*_labels(buffer), start, wait, whole, tuple(reads[buffer]), free, buffer in escaping))
     return found
 
 
-def find_buckets(graph: Graph) -> dict[str, BucketNodes]:
-    """Bucket → its gather and its reduction in the graph, None where there is none: gathers in order, then reductions
-    of what is not gathered (scalars)."""
-    gathers = {gather.bucket: gather for gather in find_gathers(graph)}
-    reductions = {reduction.bucket: reduction for reduction in find_reductions(graph)}
-    return {name: BucketNodes(gathers.get(name), reductions.get(name)) for name in {**gathers, **reductions}}
+def find_reductions(graph: Graph) -> list[Reduction]:
+    """Find the reduced buckets in the order in which they start. Linear."""
+    results = {node.meta["fsdp"].params[0]: node for node in graph.with_role(Role.SHARD_GRAD)}
+    found = []
+    for start in graph.with_role(Role.REDUCE_START):
+        labels, wait = _labels(start), dialect.wait_of(start)
+        second = next((user for user in wait.users if dialect.has_role(user, Role.REPLICATE_START)), None)
+        second_wait = dialect.wait_of(second) if second is not None else None
+        shards = tuple(results[name] for name in labels[2] if name in results)
+        gradients = tuple(dialect.argument(start, "grads"))
+        found.append(Reduction(*labels, gradients, start, wait, second, second_wait, shards))
+    return found
 
 
 def _labels(node: fx.Node) -> tuple[str, str, tuple[str, ...], int]:

@@ -1,4 +1,4 @@
-"""The plan: what all ranks of a model decide alike, made once and kept by every later graph.
+"""The plan holds what all ranks of a model decide alike. It is made once, and every later graph keeps to it.
 
 Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same
 collectives in the same order. So the first rank of the mesh decides, the others read what it decided, and whoever
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import STARTS, Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
@@ -27,8 +27,8 @@ Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in
 
 @dataclass
 class Plan:
-    """Decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered from
-    forward to backward, None before the reshard pass has decided; ``slots``: per phase, those of gathered buffers."""
+    """Holds the decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered
+    from forward to backward, None before the reshard pass has decided; ``slots``: per phase, of gathered buffers."""
 
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
@@ -42,6 +42,7 @@ class Plan:
         return planned is None or follow(graph, planned)
 
     def copy(self) -> Plan:
+        """Return a plan that may be changed apart from this one."""
         return Plan(dict(self.collectives), None if self.kept is None else list(self.kept), dict(self.slots))
 
     def to_json(self) -> str:
@@ -56,8 +57,8 @@ class Plan:
 
 
 def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
-    """Equal for graphs that share a plan: a digest of what a joint or inference graph gathers and reduces, and of what
-    the user has set."""
+    """Digest what a joint or inference graph gathers and reduces, and what the user has set: the digest is equal for
+    graphs that share a plan."""
     parts: list[str] = [graph.phase, settings.key()]
     for target in (dialect.gather_param, dialect.reduce_grad):
         names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}
@@ -68,9 +69,9 @@ def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
 
 def follow(graph: Graph, planned: Sequence) -> bool:
     """Move starts until they stand in the planned order: gathers up where that is enough, else reductions down, and
-    gathers down as far as their waits. False, and the order as it is, where the graph has other collectives or
-    needs them in another order."""
-    starts = {_entry(node): node for node in graph.fx_graph.nodes if node.target in STARTS}
+    gathers down as far as their waits. Return False, and leave the order as it is, where the graph has other
+    collectives or needs them in another order."""
+    starts = dict(zip(graph.collectives, graph.starts, strict=True))
     if sorted(starts) != sorted(planned):
         return False
     ordered = [starts[entry] for entry in planned]
@@ -97,8 +98,3 @@ def follow(graph: Graph, planned: Sequence) -> bool:
     keys = {node: (moved.get(node, float(positions[node])), node in moved, rank.get(node, 0)) for node in order}
     graph.reorder(sorted(order, key=keys.__getitem__))
     return True
-
-
-def _entry(node: fx.Node) -> tuple[str, str]:
-    record = node.meta["fsdp"]
-    return record.role.value, record.bucket

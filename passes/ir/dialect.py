@@ -1,9 +1,9 @@
-"""The dialect: the operators and the typed node records that all passes share.
+"""The dialect has the operators and the typed node records that all passes share.
 
-Each operator is a function below, decorated with its schema and what it does to the schedule (``Effect``): the function
-is its fake, and its docstring says what the operator's value is. ``OPERATORS`` has all of them. What carries them out
-(the executor, ``functional.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and
-a test looks whether each table is complete.
+Each operator is one entry below: its schema, what it does to the schedule (``Effect``), what its value is, and its
+fake, which names the arguments that it reads. ``OPERATORS`` has all of them. What carries them out (the executor,
+``functional.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and a test looks
+whether each table is complete.
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
 how reductions come into the joint graph. The other operators exist only after the bucket pass.
@@ -45,6 +45,7 @@ implementations on process groups are in the runtime.
 from __future__ import annotations
 
 import enum
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -56,8 +57,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.operands import argument as argument
-from graph_fsdp.passes.ir.records import STARTING as STARTING
-from graph_fsdp.passes.ir.records import WAITING as WAITING
+from graph_fsdp.passes.ir.operands import by_name, defaults
 from graph_fsdp.passes.ir.records import NodeRecord as NodeRecord
 from graph_fsdp.passes.ir.records import Role as Role
 from graph_fsdp.passes.ir.records import has_role as has_role
@@ -70,7 +70,7 @@ _LIBRARY = torch.library.Library("graph_fsdp", "DEF")
 
 
 class Effect(enum.Enum):
-    """What an operator does to the schedule."""
+    """Says what an operator does to the schedule."""
 
     TRACED = "stands for a collective until the bucket pass"
     START = "starts a collective, on whose order ranks agree"
@@ -83,7 +83,7 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the dialect. ``meaning``: of its value."""
+    """Says what an operator does to the schedule, and what its value means."""
 
     name: str
     effect: Effect
@@ -93,210 +93,158 @@ class Operator:
 OPERATORS: dict[compat.OpOverload[..., Any], Operator] = {}
 
 
-def _operator(schema: str, effect: Effect) -> Callable[[Callable[..., Any]], compat.OpOverload[..., Any]]:
-    """Define an operator, whose fake is the decorated function."""
+def _define(schema: str, effect: Effect, meaning: str, fake: Callable[..., Any]) -> compat.OpOverload[..., Any]:
+    """Define an operator. Its fake is given those arguments that it names."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
+    read = inspect.signature(fake).parameters
 
-    def define(fake: Callable[..., Any]) -> compat.OpOverload[..., Any]:
-        name = fake.__name__
-        _LIBRARY.define(name + schema)
-        torch.library.register_fake(f"graph_fsdp::{name}", fake, lib=_LIBRARY)
-        defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
-        OPERATORS[defined] = Operator(name, effect, " ".join((fake.__doc__ or "").split()))
-        return defined
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = by_name(defined, args, kwargs)
+        return fake(**{argument: given[argument] for argument in read})
 
-    return define
+    torch.library.register_fake(f"graph_fsdp::{name}", called, lib=_LIBRARY)
+    OPERATORS[defined] = Operator(name, effect, meaning)
+    return defined
 
 
-@_operator(
-    "(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+gather_param = _define(
+    "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='', Device? device=None) -> Tensor",
     Effect.TRACED,
+    "the full parameter",
+    lambda shard, shape, dtype, device: shard.new_empty(shape, dtype=dtype, device=device),
 )
-def gather_param(
-    shard: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
-) -> Tensor:
-    """The full parameter."""
-    return shard.new_empty(shape, dtype=dtype, device=device)
-
-
-@_operator(
-    "(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
+reduce_grad = _define(
+    "reduce_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='', Device? device=None) -> Tensor",
     Effect.TRACED,
+    "the shard of a gradient's mean",
+    lambda grad, shard_shape, dtype, device: grad.new_empty(shard_shape, dtype=dtype, device=device),
 )
-def reduce_grad(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    group: str,
-    replicate_group: str = "",
-    device: torch.device | None = None,
-) -> Tensor:
-    """The shard of a gradient's mean."""
-    return grad.new_empty(shard_shape, dtype=dtype, device=device)
-
-
-@_operator(
-    "(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group, int[] messages=[],"
-    " int[] numels=[], bool custom=False) -> Tensor",
+all_gather_start = _define(
+    "all_gather_start(Tensor[] shards, int[] offsets, int length, ScalarType dtype, int world_size, str group,"
+    " int[] messages=[], int[] numels=[], bool custom=False) -> Tensor",
     Effect.START,
+    "the buffer of a gathered bucket, its contents unknown until it is waited for",
+    lambda shards, length, dtype, world_size: shards[0].new_empty([world_size * length], dtype=dtype),
 )
-def all_gather_start(
-    shards: Sequence[Tensor], offsets: Sequence[int], length: int, dtype: torch.dtype, world_size: int, *_: Any
-) -> Tensor:
-    """The buffer of a gathered bucket, its contents unknown until it is waited for."""
-    return shards[0].new_empty([world_size * length], dtype=dtype)
-
-
-@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.WAIT)
-def all_gather_wait(buffer: Tensor) -> Tensor:
-    """The same buffer, gathered."""
-    return buffer
-
-
-@_operator(
-    "(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group) -> Tensor",
-    Effect.LOCAL,
+all_gather_wait = _define(
+    "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    Effect.WAIT,
+    "the same buffer, gathered",
+    lambda buffer: buffer,
 )
-def keep_shard(
-    buffer: Tensor, offsets: Sequence[int], numels: Sequence[int], length: int, world_size: int, ranks: int, _: str
-) -> Tensor:
-    """A flat shard of a gathered bucket, over ``ranks`` ranks."""
-    return buffer.new_empty([length * world_size // ranks])
-
-
-@_operator("(Tensor(a!) buffer) -> ()", Effect.LOCAL)
-def free(buffer: Tensor) -> None:
-    """Nothing: the buffer's memory is given back."""
-
-
-@_operator(
-    "(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1, int[] messages=[],"
-    " bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
-    Effect.START,
-)
-def reduce_scatter_start(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    world_size: int,
-    group: str,
-    replicas: int = 1,
-    messages: Sequence[int] = (),
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    """The flat shard of the gradients' means, unknown until it is waited for."""
-    return grads[0].new_empty(reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype)
-
-
-@_operator(
-    "(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1, *, float? factor=None,"
-    " bool summed=False) -> Tensor",
-    Effect.START,
-)
-def all_reduce_start(grads: Sequence[Tensor], dtype: torch.dtype, *_: Any, **__: Any) -> Tensor:
-    """The flat means of gradients, whole, unknown until they are waited for."""
-    return grads[0].new_empty([sum(g.numel() for g in grads)], dtype=dtype)
-
-
-@_operator(
-    "(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False) -> Tensor(a!)", Effect.START
-)
-def all_reduce_shard_start(shard: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The same buffer: the mean over replicas, in place, unknown until it is waited for."""
-    return shard
-
-
-@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.WAIT)
-def reduce_wait(buffer: Tensor) -> Tensor:
-    """The same buffer, reduced."""
-    return buffer
-
-
-@_operator(
-    "(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param, Device? device=None)"
+keep_shard = _define(
+    "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
     " -> Tensor",
     Effect.LOCAL,
+    "a flat shard of a gathered bucket, over ``ranks`` ranks",
+    lambda buffer, length, world_size, ranks: buffer.new_empty([length * world_size // ranks]),
 )
-def accumulate_grad(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    param: str,
-    device: torch.device | None = None,
-) -> Tensor:
-    """No gradient: ``grad`` is added to what is kept."""
-    return grad.new_empty(shard_shape, dtype=dtype, device=device)
-
-
-@_operator("(Tensor(a!) buffer, str unit) -> Tensor(a!)", Effect.LOCAL)
-def reduce_hook(buffer: Tensor, unit: str) -> Tensor:
-    """The same buffer, which a function of the user has seen."""
-    return buffer
-
-
-@_operator("(Tensor[] values, str op, str group) -> Tensor", Effect.LOCAL)
-def reduce_payloads(values: Sequence[Tensor], op: str, group: str) -> Tensor:
-    """What a tensor extension asks to be reduced, flat, one behind the other."""
-    return values[0].new_empty([sum(v.numel() for v in values)])
-
-
-@_operator("(Tensor value) -> Tensor", Effect.ACTIVATION_COPY)
-def offload_activation(value: Tensor) -> Tensor:
-    """A copy on the CPU, unknown until it is waited for."""
-    return torch.empty_like(value, device="cpu")
-
-
-@_operator("(Tensor(a!) host, Tensor value) -> Tensor(a!)", Effect.ACTIVATION_COPY)
-def activation_offloaded(host: Tensor, value: Tensor) -> Tensor:
-    """The same copy, which is there; ``value`` may go."""
-    return host
-
-
-@_operator("(Tensor host, Device device) -> Tensor", Effect.ACTIVATION_COPY)
-def reload_activation(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, unknown until it is waited for."""
-    return torch.empty_like(host, device=device)
-
-
-@_operator("(Tensor(a!) buffer, Tensor host) -> Tensor(a!)", Effect.ACTIVATION_COPY)
-def activation_reloaded(buffer: Tensor, host: Tensor) -> Tensor:
-    """The same copy, which is there; ``host`` may go."""
-    return buffer
-
-
-@_operator("(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor", Effect.COPY_START)
-def fetch_start(shards: Sequence[Tensor], offsets: Sequence[int], length: int, device: torch.device) -> Tensor:
-    """Flat shards: a copy on ``device``, unknown until it is waited for."""
-    return shards[0].new_empty([length], device=device)
-
-
-@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.COPY_WAIT)
-def fetch_wait(buffer: Tensor) -> Tensor:
-    """The same copy, which is there."""
-    return buffer
-
-
-@_operator("(Tensor[] values, bool pin_memory) -> Tensor", Effect.COPY_START)
-def offload_start(values: Sequence[Tensor], pin_memory: bool) -> Tensor:
-    """Flat gradients: a copy on the CPU, unknown until it is waited for."""
-    return values[0].new_empty([sum(v.numel() for v in values)], device="cpu")
-
-
-@_operator("(Tensor(a!) buffer) -> Tensor(a!)", Effect.COPY_WAIT)
-def offload_wait(buffer: Tensor) -> Tensor:
-    """The same copy, which is there."""
-    return buffer
+free = _define(
+    "free(Tensor(a!) buffer) -> ()",
+    Effect.LOCAL,
+    "nothing: the buffer's memory is given back",
+    lambda: None,
+)
+reduce_scatter_start = _define(
+    "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
+    " int[] messages=[], bool custom=False, *, float? factor=None, bool summed=False) -> Tensor",
+    Effect.START,
+    "the flat shard of the gradients' means, unknown until it is waited for",
+    lambda grads, dtype, world_size, messages: grads[0].new_empty(
+        reduced_offsets(grads, dtype, world_size, messages)[-1:], dtype=dtype
+    ),
+)
+all_reduce_start = _define(
+    "all_reduce_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1, *,"
+    " float? factor=None, bool summed=False) -> Tensor",
+    Effect.START,
+    "the flat means of gradients, whole, unknown until they are waited for",
+    lambda grads, dtype: grads[0].new_empty([sum(grad.numel() for grad in grads)], dtype=dtype),
+)
+all_reduce_shard_start = _define(
+    "all_reduce_shard_start(Tensor(a!) shard, int ranks, str group, *, float? factor=None, bool summed=False)"
+    " -> Tensor(a!)",
+    Effect.START,
+    "the same buffer: the mean over replicas, in place, unknown until it is waited for",
+    lambda shard: shard,
+)
+reduce_wait = _define(
+    "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    Effect.WAIT,
+    "the same buffer, reduced",
+    lambda buffer: buffer,
+)
+accumulate_grad = _define(
+    "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
+    " Device? device=None) -> Tensor",
+    Effect.LOCAL,
+    "no gradient: ``grad`` is added to what is kept",
+    lambda grad, shard_shape, dtype, device: grad.new_empty(shard_shape, dtype=dtype, device=device),
+)
+reduce_hook = _define(
+    "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
+    Effect.LOCAL,
+    "the same buffer, which a function of the user has seen",
+    lambda buffer: buffer,
+)
+reduce_payloads = _define(
+    "reduce_payloads(Tensor[] values, str op, str group) -> Tensor",
+    Effect.LOCAL,
+    "what a tensor extension asks to be reduced, flat, one behind the other",
+    lambda values: values[0].new_empty([sum(value.numel() for value in values)]),
+)
+offload_activation = _define(
+    "offload_activation(Tensor value) -> Tensor",
+    Effect.ACTIVATION_COPY,
+    "a copy on the CPU, unknown until it is waited for",
+    lambda value: torch.empty_like(value, device="cpu"),
+)
+activation_offloaded = _define(
+    "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
+    Effect.ACTIVATION_COPY,
+    "the same copy, which is there; ``value`` may go",
+    lambda host: host,
+)
+reload_activation = _define(
+    "reload_activation(Tensor host, Device device) -> Tensor",
+    Effect.ACTIVATION_COPY,
+    "a copy on the device, unknown until it is waited for",
+    lambda host, device: torch.empty_like(host, device=device),
+)
+activation_reloaded = _define(
+    "activation_reloaded(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
+    Effect.ACTIVATION_COPY,
+    "the same copy, which is there; ``host`` may go",
+    lambda buffer: buffer,
+)
+fetch_start = _define(
+    "fetch_start(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor",
+    Effect.COPY_START,
+    "flat shards: a copy on ``device``, unknown until it is waited for",
+    lambda shards, length, device: shards[0].new_empty([length], device=device),
+)
+fetch_wait = _define(
+    "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    Effect.COPY_WAIT,
+    "the same copy, which is there",
+    lambda buffer: buffer,
+)
+offload_start = _define(
+    "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
+    Effect.COPY_START,
+    "flat gradients: a copy on the CPU, unknown until it is waited for",
+    lambda values: values[0].new_empty([sum(value.numel() for value in values)], device="cpu"),
+)
+offload_wait = _define(
+    "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
+    Effect.COPY_WAIT,
+    "the same copy, which is there",
+    lambda buffer: buffer,
+)
 
 
 def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
@@ -305,35 +253,49 @@ def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
 
 STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
 COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
-ACTIVATION_COPIES = _with(Effect.ACTIVATION_COPY)
+TRANSFER_STARTS, TRANSFER_WAITS = STARTS | COPY_STARTS, WAITS | COPY_WAITS  # of collectives and of copies
 EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
 
 
 def is_custom(node: fx.Node) -> bool:
-    """Whether an object of the user's runs a collective."""
+    """Say whether an object of the user's runs a collective."""
     return node.target in (all_gather_start, reduce_scatter_start) and bool(argument(node, "custom"))
 
 
 def parameter_of(node: fx.Node) -> str:
-    """Name of the parameter of a ``gather_param`` or a ``reduce_grad``."""
+    """Return the name of the parameter of a ``gather_param`` or a ``reduce_grad``."""
     return str(argument(node, "param"))
 
 
+def with_parameter(target: Any, args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Return the arguments of a call; of a ``gather_param`` or a ``reduce_grad`` those for the parameter ``name``."""
+    is_named = target is gather_param or target is reduce_grad
+    return (*args[:_PARAM], name, *args[_PARAM + 1 :]) if is_named else args
+
+
+_PARAM = list(defaults(gather_param)).index("param")  # of reduce_grad, too
+
+
 def group_of(node: fx.Node) -> str:
-    """Name of the process group of a collective."""
+    """Return the name of the process group of a collective."""
     return str(argument(node, "group"))
 
 
+def wait_of(start: fx.Node) -> fx.Node:
+    """Return the node that waits for a collective or a copy."""
+    return next(user for user in start.users if user.target in TRANSFER_WAITS)
+
+
 def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
-    """Elements of each gradient's (padded) chunk."""
+    """Return the number of elements of each gradient's (padded) chunk."""
     return [-(-g.shape[0] // world_size) * math.prod(g.shape[1:]) for g in grads]
 
 
 def reduced_offsets(
     grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
 ) -> list[int]:
-    """Element at which each gradient's shard starts in what a ``reduce_scatter_start`` yields, and the end of the
-    last."""
+    """Return the element at which each gradient's shard starts in what a ``reduce_scatter_start`` yields, and the end
+    of the last."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     numels = iter(chunk_numels(grads, world_size))
     offsets, end = [], 0
@@ -346,7 +308,7 @@ def reduced_offsets(
 
 
 def is_sent_as_it_is(grad: Tensor, dtype: torch.dtype, world_size: int) -> bool:
-    """Whether the gradient, alone in its message, is reduced from where it lies."""
+    """Say whether the gradient, alone in its message, is reduced from where it lies."""
     return grad.dtype is dtype and grad.shape[0] % world_size == 0 and grad.is_contiguous()
 
 

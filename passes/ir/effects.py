@@ -1,4 +1,4 @@
-"""What an operator does with the memory of its inputs, by its schema: views, writes, random numbers."""
+"""Effects say what an operator does besides computing: views of its inputs, writes to them, random numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.ge
 
 @dataclass(frozen=True)
 class _Memory:
-    """What an operator does with the memory of its arguments. Arguments are (position, name)."""
+    """Says what an operator does with the memory of its arguments. Arguments are (position, name)."""
 
     aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
     mutated: tuple[tuple[int, str], ...] = ()
@@ -61,8 +61,8 @@ def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Nod
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs whose memory the node's value may share: what the schema's alias annotations say, and every input of
-    a call that has no schema (higher-order operators)."""
+    """Return the inputs whose memory the node's value may share: what the schema's alias annotations say, and every
+    input of a call that has no schema (higher-order operators)."""
     if node.op != "call_function":
         return []
     memory = _memory(node.target)
@@ -72,7 +72,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """Inputs that the node writes to, by its schema. ``wait`` and ``free`` count: both end what a buffer was."""
+    """Return the inputs that the node writes to, by its schema. A wait and a free do: they end what it was."""
     if node.op != "call_function":
         return []
     mutated = _memory(node.target).mutated
@@ -80,24 +80,25 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """The value is memory of an input, and nothing is computed."""
+    """Say whether the value is memory of an input, and nothing is computed."""
     if isinstance(node.target, compat.HigherOrderOperator):
         return False
     return bool(aliased_inputs(node)) and (not mutated_inputs(node) or node.target in dialect.WAITS)
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Views, casts and pointwise operators: what costs next to nothing and fuses into its neighbours."""
+    """Say whether a call costs next to nothing and fuses into its neighbours: views, casts, pointwise operators."""
     if node.op != "call_function" or node.target in dialect.EXECUTED:
         return False
     return bool(aliased_inputs(node)) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def is_random(node: fx.Node) -> bool:
+    """Say whether torch tags the operator of a call as one that draws random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers. Attention, whose operators count as random, has an argument that says so."""
+    """Say whether a call draws random numbers. Attention, which torch tags so, has an argument for it."""
     return is_random(node) and not (has_argument(node, "dropout_p") and argument(node, "dropout_p") == 0)

@@ -1,4 +1,4 @@
-"""A graph as the passes see it: an FX graph with a phase, typed accessors, dependencies and reordering."""
+"""Graphs, as passes see them, are FX graphs with a phase, typed accessors, dependencies and reordering."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Graph:
-    """One FX graph on its way through the passes.
+    """Wraps one FX graph on its way through the passes.
 
     ``phase`` says which: ``"capture"`` (Dynamo's), ``"joint"``, ``"forward"``, ``"backward"`` or ``"inference"``.
     ``cost``: the model by which ``dependencies`` tells the seconds of nodes; set by whoever has one.
@@ -84,15 +84,25 @@ class Graph:
         found: fx.Node = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
         return found
 
+    @property
+    def outputs(self) -> list[Any]:
+        """The values that the graph returns."""
+        values = self.output.args[0]
+        return list(values) if isinstance(values, (list, tuple)) else [values]
+
     def with_role(self, *roles: Role) -> list[fx.Node]:
-        """Nodes of these roles, in graph order."""
+        """Return the nodes of these roles, in graph order."""
         return [node for node in self.fx_graph.nodes if dialect.has_role(node, *roles)]
 
     @property
+    def starts(self) -> list[fx.Node]:
+        """The nodes that start collectives, in graph order."""
+        return [node for node in self.fx_graph.nodes if node.target in dialect.STARTS]
+
+    @property
     def collectives(self) -> list[tuple[str, str]]:
-        """The collectives in the order in which they start: (kind, bucket). Ranks must agree on it."""
-        starts = self.with_role(*dialect.STARTING)
-        return [(record.role.value, record.bucket) for record in (n.meta["fsdp"] for n in starts)]
+        """The (role, bucket) of each collective in the order in which they start, on which ranks must agree."""
+        return [(record.role.value, record.bucket) for record in (start.meta["fsdp"] for start in self.starts)]
 
     @property
     def gathers(self) -> list[accessors.Gather]:
@@ -106,14 +116,18 @@ class Graph:
 
     @property
     def buckets(self) -> dict[str, accessors.BucketNodes]:
-        """Bucket → (its gather or None, its reduction or None) of a bucketed graph. Linear."""
-        return accessors.find_buckets(self)
+        """Bucket → its gather and its reduction in a bucketed graph, None where there is none: gathers in order, then
+        reductions of what is not gathered (scalars). Linear."""
+        gathers = {gather.bucket: gather for gather in self.gathers}
+        reductions = {reduction.bucket: reduction for reduction in self.reductions}
+        return {n: accessors.BucketNodes(gathers.get(n), reductions.get(n)) for n in {**gathers, **reductions}}
 
     def positions(self) -> dict[fx.Node, int]:
+        """Return the place of each node in the graph."""
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}
 
     def next_communication(self) -> dict[fx.Node, fx.Node]:
-        """Node → the next start or wait behind it, or the output: where the compute regions are cut anyway."""
+        """Find for each node the next start or wait behind it, or the output: where compute regions are cut anyway."""
         found: dict[fx.Node, fx.Node] = {}
         upcoming = self.output
         for node in reversed(self.fx_graph.nodes):
@@ -123,7 +137,7 @@ class Graph:
         return found
 
     def alias_roots(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        """Node → the nodes that allocated the memory which its value may lie in. Linear in the graph."""
+        """Find for each node those that allocated the memory which its value may lie in. Linear in the graph."""
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.fx_graph.nodes:
             inputs = aliased_inputs(node)
@@ -134,7 +148,7 @@ class Graph:
         return roots
 
     def dependencies(self, cost: CostModel | None = None) -> nx.DiGraph:
-        """The dependency DAG: an edge from a node to each node that must come after it.
+        """Build the dependency DAG: an edge from a node to each node that must come after it.
 
         Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
         memory through any alias and before every later one, collectives keep their order among themselves, and so
@@ -198,8 +212,8 @@ class Graph:
             previous = node
 
     def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
-        """Each use of a key becomes one of its value, and the keys are erased. Linear, also where one node (the
-        output) uses thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
+        """Make each use of a key one of its value, and erase the keys. Linear, also where one node (the output) uses
+        thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
         for user in dict.fromkeys(user for node in new for user in node.users):
             user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
             user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))
@@ -228,16 +242,13 @@ class Graph:
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of the tensors in a node's value; 0 where a size is symbolic."""
-    total = 0
-    for tensor in iterate_tensors(value):
-        numel = tensor.numel()
-        total += numel * tensor.dtype.itemsize if isinstance(numel, int) else 0
-    return total
+    """Count the bytes of the tensors in a node's value; 0 where a size is symbolic."""
+    sizes = (tensor.numel() * tensor.dtype.itemsize for tensor in iterate_tensors(value))
+    return sum(size for size in sizes if isinstance(size, int))
 
 
 def _ordered_kind(node: fx.Node) -> str | None:
-    """The kind of nodes that keep their order among themselves, None for all others."""
+    """Return the kind of a node that keeps its order among those of its kind, None for all others."""
     if node.target in dialect.STARTS or node.target is dialect.reduce_payloads:
         return "collective"
     if getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not _WAIT:

@@ -1,4 +1,4 @@
-"""How the chunks of a bucket lie in what is gathered, and what of it must be unpacked."""
+"""Layouts say how the chunks of a bucket lie in what is gathered, and what of it must be unpacked."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.operands import arguments
 
 
 @dataclass(frozen=True)
 class Message:
-    """A part of a bucket's shard that is gathered by one collective: ``numel`` elements from ``begin`` on, which hold
-    the chunks at ``offsets`` (from the shard's start) of ``numels`` elements."""
+    """A message is the part of a bucket's shard that one collective gathers: ``numel`` elements from ``begin`` on. They
+    hold the chunks at ``offsets`` (from the shard's start) of ``numels`` elements."""
 
     begin: int
     numel: int
@@ -25,12 +26,12 @@ class Message:
 
     @property
     def lands_in_place(self) -> bool:
-        """One chunk that fills the message, or none that is used: rank-major and parameter-major are the same."""
+        """Whether one chunk fills the message, or none is used: rank-major and parameter-major are then the same."""
         return not self.offsets or (self.offsets == (self.begin,) and self.numels == (self.numel,))
 
     @functools.cached_property
     def splits(self) -> list[int]:
-        """Sizes of the message's pieces: chunks and the gaps between them, in order."""
+        """The sizes of the message's pieces, which are chunks and the gaps between them, in order."""
         sizes, end = [], self.begin
         for offset, numel in zip(self.offsets, self.numels, strict=True):
             sizes += [offset - end, numel]
@@ -40,7 +41,7 @@ class Message:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """Where the chunks lie: in elements, from the start of the bucket's slice of the shard storage."""
+    """Says where the chunks lie, in elements from the start of the bucket's slice of the shard storage."""
 
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
@@ -52,7 +53,7 @@ class GatherLayout:
     def make(
         cls, offsets: Sequence[int], numels: Sequence[int], length: int, world_size: int, messages: Sequence[int] = ()
     ) -> GatherLayout:
-        """``messages`` as in the dialect: begin and number of elements of each, one pair behind the other."""
+        """Make a layout; ``messages`` has begin and number of elements of each, one pair behind the other."""
         pairs = list(zip(messages[::2], messages[1::2], strict=True)) or [(0, length)]
         chunks = list(zip(offsets, numels, strict=True))
         made = []
@@ -63,20 +64,20 @@ class GatherLayout:
 
     @functools.cached_property
     def landing_numel(self) -> int:
-        """Elements of the buffer for what is gathered first and unpacked then."""
+        """The elements of the buffer for what is gathered first and unpacked then."""
         return self.world_size * sum(m.numel for m in self.messages if not m.lands_in_place)
 
 
 def landing_nbytes(start: fx.Node) -> int:
-    """Bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked from there."""
+    """Count the bytes that an ``all_gather_start`` receives outside of the bucket's buffer, to be unpacked then."""
     if dialect.argument(start, "custom"):
         return nbytes(start.meta["val"])
     return layout_of(start).landing_numel * int(start.meta["val"].dtype.itemsize)
 
 
 def scattered_nbytes(start: fx.Node) -> int:
-    """Bytes of the copy that an ``all_gather_start`` makes of shards which do not lie as they are sent: those of a
-    parameter that is sharded on another dimension than the first, and with it the rest of its bucket."""
+    """Count the bytes of the copy that an ``all_gather_start`` makes of shards which do not lie as they are sent: those
+    of a parameter that is sharded on another dimension than the first, and with it the rest of its bucket."""
     shards = [shard.meta["val"] for shard in dialect.argument(start, "shards")]
     if all(shard.is_contiguous() for shard in shards):
         return 0
@@ -84,59 +85,59 @@ def scattered_nbytes(start: fx.Node) -> int:
 
 
 def layout_of(start: fx.Node) -> GatherLayout:
-    """The layout that an ``all_gather_start`` describes."""
-    shards, offsets, length, world_size = (
-        dialect.argument(start, name) for name in ("shards", "offsets", "length", "world_size")
-    )
+    """Return the layout that an ``all_gather_start`` describes."""
+    given = arguments(start)
     # A kept shard is one tensor that holds all chunks; their sizes are then an argument.
-    numels = dialect.argument(start, "numels") or [shard.meta["val"].numel() for shard in shards]
-    return GatherLayout.make(offsets, numels, length, world_size, dialect.argument(start, "messages"))
+    numels = given.numels or [shard.meta["val"].numel() for shard in given.shards]
+    return GatherLayout.make(given.offsets, numels, given.length, given.world_size, given.messages)
 
 
 def messages_of(start: fx.Node) -> list[list[fx.Node]]:
-    """The gradients of a ``reduce_scatter_start``, message by message."""
-    grads = iter(dialect.argument(start, "grads"))
-    counts = dialect.argument(start, "messages") or [len(dialect.argument(start, "grads"))]
-    return [list(itertools.islice(grads, count)) for count in counts]
+    """Return the gradients of a ``reduce_scatter_start``, message by message."""
+    given = arguments(start)
+    grads = iter(given.grads)
+    return [list(itertools.islice(grads, count)) for count in given.messages or [len(given.grads)]]
 
 
 def reduced_begins(start: fx.Node) -> list[int]:
-    """Element at which the result of each message of a ``reduce_scatter_start`` begins."""
-    values = [grad.meta["val"] for grad in dialect.argument(start, "grads")]
-    arguments = (dialect.argument(start, name) for name in ("dtype", "world_size", "messages"))
-    offsets = dialect.reduced_offsets(values, *arguments)
+    """Return the element at which the result of each message of a ``reduce_scatter_start`` begins."""
+    given = arguments(start)
+    values = [grad.meta["val"] for grad in given.grads]
+    offsets = dialect.reduced_offsets(values, given.dtype, given.world_size, given.messages)
     firsts = itertools.accumulate((len(message) for message in messages_of(start)[:-1]), initial=0)
     return [offsets[first] for first in firsts]
 
 
 def gradients_sent(start: fx.Node) -> list[fx.Node]:
-    """The gradients that a ``reduce_scatter_start`` sends from where they lie."""
-    dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
-    if dialect.argument(start, "custom"):
-        return []
-    alone = [message[0] for message in messages_of(start) if len(message) == 1]
-    return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], dtype, world_size)]
+    """Return the gradients that a ``reduce_scatter_start`` sends from where they lie."""
+    given = arguments(start)
+    alone = [] if given.custom else [message[0] for message in messages_of(start) if len(message) == 1]
+    return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], given.dtype, given.world_size)]
+
+
+def _gradients_copied(start: fx.Node) -> list[Tensor]:
+    """Return the values of those that are packed, padded or cast to be sent."""
+    sent = set(gradients_sent(start))
+    return [grad.meta["val"] for grad in dialect.argument(start, "grads") if grad not in sent]
 
 
 def packed_nbytes(start: fx.Node) -> int:
-    """Bytes of the copies that a ``reduce_scatter_start`` sends: packed, padded or cast."""
-    dtype, world_size = dialect.argument(start, "dtype"), dialect.argument(start, "world_size")
-    sent = set(gradients_sent(start))
-    copied = [grad.meta["val"] for grad in dialect.argument(start, "grads") if grad not in sent]
-    elements = sum(dialect.chunk_numels(copied, world_size))
-    return int(world_size * elements * dtype.itemsize)
+    """Count the bytes of the copies that a ``reduce_scatter_start`` sends: packed, padded or cast."""
+    given = arguments(start)
+    elements = sum(dialect.chunk_numels(_gradients_copied(start), given.world_size))
+    return int(given.world_size * elements * given.dtype.itemsize)
 
 
 def copies(graph: Graph) -> tuple[int, int]:
-    """Bytes that packing and unpacking for collectives reads and writes in one run of the graph. Packing: casts of
-    shards, packed gradients, shards that are kept. Unpacking: landing buffers. What the process group copies itself is
-    not among them."""
+    """Count the bytes that packing and unpacking for collectives reads and writes in one run of the graph. Packing:
+    casts of shards, packed gradients, shards that are kept. Unpacking: landing buffers. What the process group copies
+    itself is not among them."""
     found = [copies_by(node) for node in graph.fx_graph.nodes]
     return sum(packed for packed, _ in found), sum(unpacked for _, unpacked in found)
 
 
 def copies_by(node: fx.Node) -> tuple[int, int]:
-    """The same, of one node."""
+    """Count the bytes that packing and unpacking for one node reads and writes."""
     if node.target is dialect.all_gather_start:
         shard, full = dialect.argument(node, "shards")[0].meta["val"], node.meta["val"]
         numel = full.numel() // dialect.argument(node, "world_size") if shard.dtype is not full.dtype else 0
@@ -144,9 +145,7 @@ def copies_by(node: fx.Node) -> tuple[int, int]:
     if node.target is dialect.keep_shard:
         return 2 * nbytes(node.meta["val"]), 0
     if node.target is dialect.reduce_scatter_start:
-        sent = set(gradients_sent(node))
-        read = sum(nbytes(grad.meta["val"]) for grad in dialect.argument(node, "grads") if grad not in sent)
-        return read + packed_nbytes(node), 0
+        return nbytes(_gradients_copied(node)) + packed_nbytes(node), 0
     if node.target is dialect.all_reduce_start:
         return nbytes(node.meta["val"]) + sum(nbytes(g.meta["val"]) for g in dialect.argument(node, "grads")), 0
     return 0, 0

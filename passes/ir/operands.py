@@ -1,8 +1,10 @@
-"""Arguments of nodes with the types that an operator's schema gives them; to FX itself an argument is anything."""
+"""Operands are arguments by the names and types of an operator's schema; to FX itself an argument is anything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import fx
@@ -11,45 +13,49 @@ from graph_fsdp.compat import OpOverload, schema_arguments
 
 
 def operand(node: fx.Node, index: int = 0) -> fx.Node:
-    """An argument that is a tensor."""
+    """Return an argument that is a tensor."""
     found = node.args[index]
     assert isinstance(found, fx.Node), f"argument {index} of {node} is {found!r}"
     return found
 
 
 def operands(node: fx.Node, index: int = 0) -> list[Any]:
-    """An argument that is a list: of tensors, numbers, or of the values of a graph's output."""
+    """Return an argument that is a list: of tensors, numbers, or of the values of a graph's output."""
     found = node.args[index]
     assert isinstance(found, (list, tuple)), f"argument {index} of {node} is {found!r}"
     return list(found)
 
 
-def overload(node: fx.Node) -> OpOverload[..., Any]:
+@functools.cache
+def defaults(operator: OpOverload[..., Any]) -> Mapping[str, Any]:
+    """Return the names of an operator's arguments, in order, each with its default, or None where it has none. Read
+    once per operator: a schema is slow to read."""
+    return {described.name: described.default_value for described in schema_arguments(operator)}
+
+
+def by_name(operator: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names, those that are not given with their defaults."""
+    known = defaults(operator)
+    return {**known, **dict(zip(known, args, strict=False)), **kwargs}
+
+
+def arguments(node: fx.Node) -> Any:
+    """Return the arguments of a node's call as attributes of their names."""
     assert isinstance(node.target, OpOverload), f"{node} calls {node.target!r}"
-    return node.target
+    return SimpleNamespace(**by_name(node.target, node.args, node.kwargs))
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
-    """Whether the schema of the operator that a node calls has an argument of this name."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(argument.name == name for argument in schema.arguments)
+    """Say whether the operator that a node calls has an argument of this name."""
+    return isinstance(node.target, OpOverload) and name in defaults(node.target)
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument that the schema of the operator calls ``name``, or the default that it has there."""
-    for index, described in enumerate(schema_arguments(overload(node))):
-        if described.name == name:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(name)
-            return described.default_value if value is None else value
-    raise KeyError(f"{node.target} has no argument {name!r}")
+    """Return the argument of this name. Raises AttributeError where the operator has none."""
+    return getattr(arguments(node), name)
 
 
 def function(node: fx.Node) -> Callable[..., Any]:
-    """What a ``call_function`` node calls."""
+    """Return what a ``call_function`` node calls."""
     assert callable(node.target), f"{node} calls {node.target!r}"
     return node.target
-
-
-def replaced(args: Any, kwargs: Any, of: Callable[[fx.Node], Any]) -> Any:
-    """The arguments of a node, with what ``of`` says of each node in the place of the node."""
-    return fx.map_arg((args, kwargs), of)

@@ -1,4 +1,4 @@
-"""The typed records of nodes: what a node of the dialect does, and for which parameters."""
+"""Records say what a node of the dialect does, and for which parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import fx
 
 
 class Role(enum.Enum):
+    """Says what a node does in the schedule."""
+
     SHARD = "shard"  # a graph input: the local shard of a parameter
     TANGENT = "tangent"  # a graph input: the gradient of an output
     GATHER = "gather"
@@ -40,8 +42,8 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What a node of the dialect does. ``nbytes`` counts the gathered buffer, the reduced or the copied one. ``slot``
-    and ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
+    """Says what a node of the dialect does. ``nbytes`` counts the gathered, reduced or copied buffer. ``slot`` and
+    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
     their own, or where there is no such buffer."""
 
     role: Role
@@ -55,19 +57,17 @@ class NodeRecord:
 
 
 def record(node: fx.Node) -> NodeRecord | None:
+    """Return the record of a node, None where it is not the dialect's."""
     return node.meta.get("fsdp")
 
 
 def has_role(node: fx.Node, *roles: Role) -> bool:
+    """Say whether a node has a record of one of these roles."""
     found = record(node)
     return found is not None and found.role in roles
 
 
 def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
+    """Give a node its record, and return the node."""
     node.meta["fsdp"] = value
     return node
-
-
-# What starts a collective, and what waits for one, by role.
-STARTING = (Role.GATHER_START, Role.REDUCE_START, Role.REPLICATE_START)
-WAITING = (Role.GATHER_WAIT, Role.REDUCE_WAIT, Role.REPLICATE_WAIT)

@@ -1,4 +1,4 @@
-"""Settings that the user changed by methods after compile; graphs depend on them beside their inputs."""
+"""Settings are what the user changed by methods after compile; graphs depend on them beside their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Prefetches: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class SettingError(ValueError):
-    """What the user set does not fit the graph that was captured."""
+    """Says that what the user set does not fit the graph that was captured."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Settings:
     custom_reduce_scatter: bool = False
 
     def divide_factor(self, unit: str) -> float | None:
-        """What the user divides the sum of a unit's gradients by; None for the mean."""
+        """Return what the user divides the sum of a unit's gradients by; None for the mean."""
         return dict(self.divide_factors).get(unit)
 
     def key(self) -> str:
-        """Equal for equal settings, on all ranks; "" where nothing was changed."""
+        """Return a text that is equal for equal settings, on all ranks; "" where nothing was changed."""
         changed = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -1,4 +1,4 @@
-"""What the passes know of a model: parameters, how they are sharded, and how they lie in a bucket.
+"""Specifications are what passes know of a model: parameters, how they are sharded, how they lie in a bucket.
 
 All of it follows from shapes, dtypes and the world size, so every rank computes the same.
 
@@ -26,7 +26,7 @@ from graph_fsdp.passes.ir.dialect import ALIGNMENT as ALIGNMENT  # of the storag
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter: shapes in elements, sizes in elements of ``dtype`` unless bytes are said."""
+    """Describes one parameter, with shapes and sizes in elements of ``dtype`` unless bytes are said."""
 
     name: str  # canonical fully qualified name
     unit: str  # name of its unit, "" for the root
@@ -41,7 +41,7 @@ class ParameterSpec:
 
     @property
     def replicated(self) -> bool:
-        """A scalar has no dimension to shard: every rank holds it, its gradient is all-reduced."""
+        """Whether it is a scalar, which has no dimension to shard: every rank holds it, its gradient is all-reduced."""
         return not self.shape
 
     @property
@@ -50,7 +50,7 @@ class ParameterSpec:
 
     @property
     def rows(self) -> int:
-        """Size of the dimension that is sharded."""
+        """The size of the dimension that is sharded."""
         return self.shape[self.shard_dim]
 
     @property
@@ -59,51 +59,47 @@ class ParameterSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
+        """The shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
         others = self.shape[: self.shard_dim] + self.shape[self.shard_dim + 1 :]
         return () if self.replicated else (self.rows, *others)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape of a rank's padded shard, equal on all ranks."""
+        """The shape of a rank's padded shard, equal on all ranks."""
         return () if self.replicated else (self.chunk_rows, *self.stored_shape[1:])
 
     @property
     def used_shard_shape(self) -> tuple[int, ...]:
-        """The same with its dimensions in the parameter's order: a shard lies in memory in this shape."""
-        return (
-            ()
-            if self.replicated
-            else tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
-        )
+        """The ``shard_shape`` in the parameter's order of dimensions, in which a shard lies in memory."""
+        return tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
 
     @property
     def shard_numel(self) -> int:
         return math.prod(self.shard_shape)
 
     def local_rows(self, rank: int) -> int:
-        """Rows of the parameter that ``rank`` holds, without padding."""
+        """Count the rows of the parameter that ``rank`` holds, without padding."""
         return max(0, min(self.chunk_rows, self.rows - rank * self.chunk_rows))
 
     def as_stored(self, value: torch.Tensor) -> torch.Tensor:
-        """A view of a parameter, or of a part of one, as it is stored."""
+        """View a parameter, or a part of one, as it is stored."""
         return value.movedim(self.shard_dim, 0) if self.shard_dim else value
 
     def as_used(self, stored: torch.Tensor) -> torch.Tensor:
-        """The reverse of ``as_stored``."""
+        """View what is stored as the model uses it: the reverse of ``as_stored``."""
         return stored.movedim(0, self.shard_dim) if self.shard_dim else stored
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:
-    """``numel`` rounded up to a multiple of ALIGNMENT bytes."""
+    """Round ``numel`` up to a multiple of ALIGNMENT bytes."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     return -(-numel // step) * step
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Parameters of one dtype that are gathered, freed and reduced together. ``unit`` is the name of the unit, or of
-    the first and last one where a bucket holds several."""
+    """Describes parameters of one dtype that are gathered, freed and reduced together. ``unit`` is the unit's name, or
+    those of the first and last one where a bucket holds several."""
 
     name: str
     unit: str
@@ -114,7 +110,7 @@ class BucketSpec:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Parameter name → element at which its chunk starts in the bucket's shard."""
+        """The element at which the chunk of each parameter, by name, starts in the bucket's shard."""
         offsets, end = {}, 0
         for parameter in self.parameters:
             offsets[parameter.name] = end
@@ -126,14 +122,14 @@ class BucketSpec:
         return sum(aligned(p.shard_numel, p.dtype) for p in self.parameters)
 
     def message_arguments(self, scale: int = 1) -> list[int]:
-        """``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
+        """Return ``messages`` of the bucket's ``all_gather_start``, in a shard that is ``scale`` times as large."""
         alone = self.parameters[0].shard_numel  # without the padding that follows it
         messages = self.messages or (((0, alone),) if len(self.parameters) == 1 else ())
         return [] if messages == ((0, self.shard_numel),) else [scale * value for pair in messages for value in pair]
 
     def reduced_in(self, parameters: Sequence[ParameterSpec]) -> list[int]:
-        """``messages`` of a ``reduce_scatter_start`` of the gradients of these parameters, which are in the bucket's
-        order: as they share messages when they are gathered."""
+        """Return ``messages`` of a ``reduce_scatter_start`` of the gradients of these parameters, which are in the
+        bucket's order: as they share messages when they are gathered."""
         begins = [begin for begin, _ in self.messages]
         shared = Counter(bisect_right(begins, self.offsets[p.name]) for p in parameters)
         return list(shared.values()) if len(shared) > 1 else []
@@ -144,13 +140,13 @@ class BucketSpec:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the bucket gathered whole."""
+        """The bytes of the bucket gathered whole."""
         return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Shards, and their gradients, are kept on the CPU. ``device``: what they are gathered and reduced on.
+    """Says that shards and their gradients are kept on the CPU. ``device``: what they are gathered and reduced on.
     ``pin_memory``: the CPU's memory is page-locked, so that copies run beside compute."""
 
     device: torch.device
@@ -159,7 +155,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The parameters of a model, its buckets in storage order, and the groups of ranks.
+    """Describes the parameters of a model, its buckets in storage order, and the groups of ranks.
 
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
@@ -187,7 +183,7 @@ class ModelSpec:
         object.__setattr__(self, "bucket_of", table)
 
     def spec_of(self, name: str) -> ParameterSpec:
-        """The parameter or the payload of this name."""
+        """Return the parameter or the payload of this name."""
         return self.payloads[name] if name in self.payloads else self.parameters[name]
 
     @property
@@ -207,25 +203,25 @@ class ModelSpec:
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """Parameter name → its place among the model's parameters."""
+        """The place of each parameter, by name, among the model's."""
         return {name: index for index, name in enumerate(self.parameters)}
 
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:
-    """A model with one bucket per unit, split where dtypes differ."""
+    """Describe a model with one bucket per unit, split where dtypes differ."""
     specs = {p.name: p for p in parameters}
     return ModelSpec(specs, unit_buckets(specs.values()), group, world_size)
 
 
 def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
-    """One bucket per run of parameters of one unit and dtype. What comes before the units inside a unit and what comes
-    after them are runs of their own: a root's embedding and its head, used at the two ends of a step. Scalars and empty
-    parameters need no gather: they are in none."""
+    """Make a bucket of each run of parameters of one unit and dtype. What comes before the units inside a unit and what
+    comes after them are runs of their own: a root's embedding and its head, used at the two ends of a step. Scalars and
+    empty parameters need no gather: they are in none."""
     return named_buckets((unit or "root", unit, members) for unit, members in unit_runs(parameters))
 
 
 def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
-    """(unit, consecutive parameters of it), each combination of dtypes by itself."""
+    """Divide parameters into (unit, consecutive parameters of it), each combination of dtypes by itself."""
     kinds: dict[tuple[torch.dtype | bool, ...], list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
@@ -236,11 +232,10 @@ def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[Para
 def named_buckets(
     buckets: Iterable[tuple[str, str, tuple[ParameterSpec, ...]]],
 ) -> tuple[BucketSpec, ...]:
-    """(label, unit, parameters) → buckets; labels that come again are numbered: ``root``, ``root#1``."""
-    seen: dict[str, int] = {}
+    """Make buckets of (label, unit, parameters); labels that come again are numbered: ``root``, ``root#1``."""
+    seen: Counter[str] = Counter()
     found = []
     for label, unit, members in buckets:
-        index = seen.get(label, 0)
-        seen[label] = index + 1
-        found.append(BucketSpec(label + (f"#{index}" if index else ""), unit, members))
+        found.append(BucketSpec(f"{label}#{seen[label]}" if seen[label] else label, unit, members))
+        seen[label] += 1
     return tuple(found)

@@ -1,4 +1,4 @@
-"""A graph as it was after one pass, printed as Python that runs."""
+"""Stages show a graph as it was after one pass, printed as Python that runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import graph_fsdp.api  # registers torch.ops.graph_fsdp
 
 
 class Snapshot:
-    """A graph as it is now, copied when somebody looks at it: few stages are ever read.
+    """Keeps a graph as it is now, and copies it when somebody looks at it: few stages are ever read.
 
     What is kept per node is what a later pass could change. Arguments need no copy: FX holds them in immutable
     containers, and an edit of a node gives it new ones.
@@ -33,7 +33,7 @@ class Snapshot:
         return len(self._nodes)
 
     def copy(self) -> fx.Graph:
-        """A graph of its own, with equal names and metadata and without Dynamo's annotations of inputs' types."""
+        """Make a graph of its own, with equal names and metadata and without Dynamo's annotations of inputs' types."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node, op, target, args, kwargs, name, meta in self._nodes:
@@ -45,8 +45,9 @@ class Snapshot:
 
 @dataclass
 class Stage:
-    """``code`` is a Python module with one function ``forward`` that takes the graph's inputs (local shards,
-    activations, batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change.
+    """Says what one pass made of a graph. ``code`` is a Python module with one function ``forward`` that takes the
+    graph's inputs (local shards, activations, batch) and runs it, collectives included; ``graph`` is a copy that later
+    passes do not change.
 
     ``seconds`` is the pass alone, ``verify_seconds`` the verifier after it, ``snapshot_seconds`` the taking of what
     ``graph`` is made of. ``text``: of a graph that a pass broke, which may not be one that runs."""
@@ -71,8 +72,7 @@ class Stage:
 
     @property
     def header(self) -> str:
-        lines = [f"# {self.title}"]
-        return "\n".join([*lines, *(f"# {line}" for line in (self.summary or "").splitlines())])
+        return "\n".join(f"# {line}" for line in [self.title, *(self.summary or "").splitlines()])
 
     @cached_property
     def code(self) -> str:
@@ -80,7 +80,7 @@ class Stage:
 
     @cached_property
     def body(self) -> str:
-        """The function alone. ``self`` is a parameter only where the graph refers to constants or subgraphs."""
+        """The function alone; ``self`` is a parameter only where the graph refers to constants or subgraphs."""
         return self.text if self.text is not None else readable(self.graph)
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class Stage:
 
 
 def readable(graph: fx.Graph) -> str:
-    """A graph as one Python function, in a form for readers."""
+    """Write a graph as one Python function, in a form for readers."""
     source = graph.python_code("self").src.strip()
     if not any(node.op in ("get_attr", "call_module") for node in graph.nodes):
         source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)

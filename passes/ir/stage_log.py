@@ -1,4 +1,4 @@
-"""Stages where torch's users look for them: ``TORCH_LOGS`` and ``TORCH_TRACE``.
+"""The log shows stages where torch's users look for them: ``TORCH_LOGS`` and ``TORCH_TRACE``.
 
 ``TORCH_LOGS="graph_fsdp"`` says what each pass did, ``TORCH_LOGS="+graph_fsdp"`` prints the graph after each pass too.
 With ``TORCH_TRACE=DIR`` each stage is an artifact of its compilation, which ``tlparse`` shows between Dynamo's graph
@@ -19,6 +19,7 @@ _TRACE = "TORCH_TRACE"  # torch reads it when it is imported
 
 
 def log_stage(stage: Stage) -> None:
+    """Write a stage to the logs that ask for it."""
     log.info("%s, %d nodes%s", stage.title, len(stage.snapshot), f": {stage.summary}" if stage.summary else "")
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", stage.code)

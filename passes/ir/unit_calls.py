@@ -1,4 +1,4 @@
-"""Which call of which unit a node belongs to: the user's code, as regions of the traced graph.
+"""Calls of units are regions of the traced graph: the user's code says which call of which unit a node belongs to.
 
 Dynamo writes the modules whose forward was running when an operator was called into ``nn_module_stack``, outermost
 first, and numbers the calls of a module that is called again. AOTAutograd copies it to the operators of ATen. The
@@ -18,21 +18,19 @@ from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 
-# A module as Dynamo names it: L['self'].blocks.0, and on torch 2.9 L['self']._modules['blocks']._modules['0'].
-_PART = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.?([^.\[\]]+)")
-_NOT_MODULES = frozenset({"_modules", "L", "G"})
+_PART = re.compile(r"[^\[\]'\".]+")
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """One call of a unit's forward. ``index`` counts calls as they begin in the graph, from 0."""
+    """Names one call of a unit's forward. ``index`` counts calls as they begin in the graph, from 0."""
 
     unit: str
     index: int
 
 
 def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
-    """Node → the call that it belongs to; nodes of the root are left out. Of gradients only those are in it whose
+    """Find the call that each node belongs to; nodes of the root are left out. Of gradients only those are in it whose
     stack says so. Linear."""
     units = _Units({p.unit for p in model.parameters.values() if p.unit})
     calls: dict[tuple[str, str], UnitCall] = {}
@@ -68,13 +66,15 @@ def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
 
 
 class _Units:
+    """Finds the innermost unit of module stacks."""
+
     def __init__(self, names: Collection[str]) -> None:
         self._by_path = {tuple(name.split(".")): name for name in names}
         self._lengths = sorted({len(path) for path in self._by_path}, reverse=True)
         self._known: dict[str, str | None] = {}
 
     def innermost(self, stack: dict[str, tuple[str, type]]) -> tuple[str, str] | None:
-        """(unit, which call of it)."""
+        """Return (unit, which call of it)."""
         for key, (module, _) in reversed(stack.items()):
             if module not in self._known:
                 self._known[module] = self._unit(module)
@@ -84,10 +84,19 @@ class _Units:
         return None
 
     def _unit(self, module: str) -> str | None:
-        """Below ``self``, the model, the unit of that name; else the unit whose name the module's ends with: a forward
-        that was set on the instance reaches its model in another way."""
-        parts = [first or second for first, second in _PART.findall(module)]
-        path = tuple(part for part in parts if part not in _NOT_MODULES)
+        """Return, below ``self``, the model, the unit of that name; else the unit whose name the module's ends with: a
+        forward that was set on the instance reaches its model in another way."""
+        path = module_path(module)
         if path[:1] == ("self",):
             return self._by_path.get(path[1:])
         return next((self._by_path[path[-n:]] for n in self._lengths if path[-n:] in self._by_path), None)
+
+
+def module_path(module: str) -> tuple[str, ...]:
+    """Split the name that Dynamo gives a module into the variable that holds the model and the names of modules.
+    ``L['self'].blocks.0``, on torch 2.9 ``L['self']._modules['blocks']._modules['0']``, gives ("self", "blocks", "0").
+    A model that a function around it holds is the last ``__self__``."""
+    parts = [part for part in _PART.findall(module) if part != "_modules"]
+    if "__self__" in parts:
+        return tuple(parts[len(parts) - 1 - parts[::-1].index("__self__") :])
+    return tuple(parts[1:] if parts[:1] in (["L"], ["G"]) else parts)

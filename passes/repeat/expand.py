@@ -102,9 +102,8 @@ class _Layer(_Copies):
         return name
 
     def arguments(self, node: fx.Node, args: Any) -> Any:
-        if node.target is dialect.gather_param or node.target is dialect.reduce_grad:
-            return (*args[:4], self.parameter(node), *args[5:])
-        return args
+        is_named = node.target is dialect.gather_param or node.target is dialect.reduce_grad
+        return dialect.with_parameter(node.target, args, self.parameter(node)) if is_named else args
 
     def describe(self, node: fx.Node, copy: fx.Node) -> None:
         for key, renamed in self._origins.items():

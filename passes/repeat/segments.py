@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.canonical_form import NotDescribed, canonical_form, describe_value
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.operands import replaced
 from graph_fsdp.passes.ir.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -132,54 +131,21 @@ def _requires_grad(node: fx.Node) -> bool:
     return any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value")))
 
 
-class _Name:
-    """A node within its segment, whatever it is called."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
-
-
 def _key(segment: Segment) -> Hashable:
-    """Equal for equal segments.
+    """Return what equal segments have in common.
 
     Raises:
         Unequal: there is more to a value of it than a key says.
     """
-    names: dict[fx.Node, _Name] = {}
-    parts: list[Hashable] = []
-    for node in segment.inputs:
-        parts.append(_described(node))
-        names[node] = _Name(len(names))
-    for node in segment.nodes:
-        args = node.args[:4] + node.args[5:] if node.target is dialect.gather_param else node.args
-        named = replaced(args, node.kwargs, names.__getitem__)
-        parts.append((node.op, node.target, repr(named), _described(node)))
-        names[node] = _Name(len(names))
+    parts, index = canonical_form(segment.inputs, segment.nodes, _described)
     for node in segment.outputs:
         if not isinstance(node.meta.get("example_value"), torch.Tensor):
             raise Unequal(f"{node}, which is read outside, is no tensor")
-    return tuple(parts), tuple(names[node].index for node in segment.outputs)
+    return parts, tuple(index[node] for node in segment.outputs)
 
 
 def _described(node: fx.Node) -> Hashable:
     try:
-        return _description(node.meta.get("example_value"))
-    except TypeError as reason:
+        return describe_value(node.meta.get("example_value"))
+    except NotDescribed as reason:
         raise Unequal(f"{node} is {reason}") from None
-
-
-def _description(value: Any) -> Hashable:
-    """All that is known of a value. Raises TypeError, with what it is, where that is more than is written down here."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_description(item) for item in value)
-    if type(value) is not compat.FakeTensor or value.layout is not torch.strided:
-        raise TypeError(f"a {type(value).__name__}, not an ordinary tensor")
-    sizes = (*value.shape, *value.stride(), value.storage_offset())
-    if any(type(size) is not int for size in sizes):
-        raise TypeError("of symbolic size")
-    if value.constant is not None or value.is_conj() or value.is_neg():
-        raise TypeError("a constant, or a view that is conjugated or negated when it is read")
-    return (len(value.shape), sizes, value.dtype, value.device, value.requires_grad)

@@ -11,7 +11,7 @@ from torch import fx
 from graph_fsdp.compat import OpOverload, schema_arguments
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import WAITING, NodeRecord, Role, has_role, set_record
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operands
 
@@ -53,10 +53,6 @@ def start_and_wait(
 def recorded(node: fx.Node, of: NodeRecord, role: Role, params: tuple[str, ...] | None = None) -> fx.Node:
     """The node, whose record is ``of`` with another role, its own bytes and, where given, other parameters."""
     return set_record(node, replace(of, role=role, params=params or of.params, nbytes=nbytes(node.meta["val"])))
-
-
-def wait_of(start: fx.Node) -> fx.Node:
-    return next(user for user in start.users if has_role(user, *WAITING, Role.FETCH_WAIT, Role.OFFLOAD_WAIT))
 
 
 def with_results(wait: fx.Node) -> list[fx.Node]:

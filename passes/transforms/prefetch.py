@@ -19,11 +19,11 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_cheap
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.edits import units_of, wait_of
+from graph_fsdp.passes.transforms.edits import units_of
 from graph_fsdp.passes.transforms.offload import lift, place_copies
 from graph_fsdp.passes.transforms.payloads import place_payloads
 from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way

@@ -12,11 +12,10 @@ from torch import fx
 
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms.edits import move_with_results, with_results
-from graph_fsdp.passes.transforms.edits import wait_of as wait_of
 
 
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:

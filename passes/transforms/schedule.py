@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.analysis.simulate import Conditions, Simulation, Task
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.accessors import Gather
 from graph_fsdp.passes.ir.graph import Graph
@@ -171,33 +172,25 @@ class Segments:
         return cls(events, lanes, [cost.collective_seconds(start) for start in starts], ordered)
 
     def seconds(self, after: After) -> float:
-        """Duration of the graph under a schedule, by the rules of :func:`simulate`."""
-        due: dict[int, list[int]] = {}
+        """Duration of the graph under a schedule, by the clock of ``simulate``."""
+        gathers = [Task(seconds, lane) for seconds, lane in zip(self.durations, self.lanes, strict=True)]
+        due: dict[int, list[Task]] = {}
         for k, anchor in enumerate(after):
-            due.setdefault(anchor, []).append(k)
-        now = 0.0
-        free: dict[str, float] = {}
-        ends = [0.0] * len(after)
-
-        def start(lane: str, seconds: float) -> float:
-            free[lane] = max(now, free.get(lane, 0.0)) + seconds
-            return free[lane]
-
-        for k in due.get(-1, ()):
-            ends[k] = start(self.lanes[k], self.durations[k])
+            due.setdefault(anchor, []).append(gathers[k])
+        tasks = due.get(-1, [])
         for event in self.events:
             if isinstance(event, float):
-                now += event
+                tasks.append(Task(event))
             elif isinstance(event, tuple):
-                start(*event)
+                lane, seconds = event
+                tasks.append(Task(seconds, lane))
             else:
-                if after[event] == event:
-                    ends[event] = start(self.lanes[event], self.durations[event])
-                now = max(now, ends[event])
-                for k in due.get(event, ()):
-                    if k != event:
-                        ends[k] = start(self.lanes[k], self.durations[k])
-        return max([now, *free.values()])
+                behind = due.get(event, [])
+                if after[event] == event:  # right before its own wait
+                    behind.remove(gathers[event])
+                    tasks.append(gathers[event])
+                tasks += [Task(waits_for=gathers[event]), *behind]
+        return Simulation(tasks, Conditions()).run()
 
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:

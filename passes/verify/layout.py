@@ -10,7 +10,7 @@ from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.passes.transforms.keep_shard import scale_of
 from graph_fsdp.passes.transforms.offload import wrong_fetch
 
@@ -26,8 +26,8 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
     invariant = "a gathered bucket has its own layout"
     if node.target is dialect.all_gather_start:
         bucket = context.bucket_of(node.meta["fsdp"].params[0])
-        shards, offsets = operands(node), operands(node, 1)
-        scale = 1
+        given, scale = arguments(node), 1
+        shards, offsets = given.shards, list(given.offsets)
         if has_role(shards[0], Role.KEPT_SHARD):
             scale = scale_of(context)
             _kept_layout(node, scale, context, fail)
@@ -38,24 +38,14 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
             found = [shard.meta["fsdp"].params[0] for shard in shards]
             if [bucket.offsets.get(name) for name in found] != offsets:
                 fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-        custom = dialect.argument(node, "custom")
-        if custom != context.settings.custom_all_gather:
-            fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
-        messages = [] if custom else bucket.message_arguments(scale)
-        found_messages = list(dialect.argument(node, "messages"))
-        if found_messages != messages:
-            invariant = "a bucket is gathered in the same messages on all ranks"
-            fail(invariant, node, f"{node} has messages {found_messages}, its bucket {messages}")
+        due = [] if given.custom else bucket.message_arguments(scale)
+        _check_messages(node, context.settings.custom_all_gather, "gathered", due, fail)
     elif node.target is dialect.reduce_scatter_start and "bucketed" in graph.facts:
         names = node.meta["fsdp"].params
         bucket = context.bucket_of(names[0])
-        custom = dialect.argument(node, "custom")
-        if custom != context.settings.custom_reduce_scatter:
-            fail("collectives are those that the user has set", node, f"{node} has custom={custom}")
-        due = [] if custom else bucket.reduced_in([context.model.parameters[name] for name in names])
-        if (counts := list(dialect.argument(node, "messages"))) != due:
-            wrong = f"{node} has messages {counts}, its bucket {due}"
-            fail("a bucket is reduced in the same messages on all ranks", node, wrong)
+        parameters = [context.model.parameters[name] for name in names]
+        due = [] if dialect.is_custom(node) else bucket.reduced_in(parameters)
+        _check_messages(node, context.settings.custom_reduce_scatter, "reduced", due, fail)
     elif has_role(node, Role.KEEP_SHARD):
         _kept_layout(node, 1, context, fail)
     elif has_role(node, Role.UNPACK):
@@ -70,22 +60,31 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
             fail(invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}")
 
 
+def _check_messages(node: fx.Node, custom: bool, verb: str, due: list[int], fail: Fail) -> None:
+    given = arguments(node)
+    if given.custom != custom:
+        fail("collectives are those that the user has set", node, f"{node} has custom={given.custom}")
+    if (found := list(given.messages)) != due:
+        wrong = f"{node} has messages {found}, its bucket {due}"
+        fail(f"a bucket is {verb} in the same messages on all ranks", node, wrong)
+
+
 def _kept_layout(node: fx.Node, scale: int, context: PassContext, fail: Fail) -> None:
     """A shard that goes from forward to backward is cut out of its own bucket and gathered to the same buffer."""
     record, model = node.meta["fsdp"], context.model
     bucket = context.bucket_of(record.params[0])
     numel_at = {scale * bucket.offsets[p.name]: scale * p.shard_numel for p in bucket.parameters}
-    offsets, numels = dialect.argument(node, "offsets"), dialect.argument(node, "numels")
-    chunks = dict(zip(offsets, numels, strict=False))
+    given = arguments(node)
+    chunks = dict(zip(given.offsets, given.numels, strict=False))
     invariant = "a kept shard has its bucket's layout"
-    if len(offsets) != len(numels) or not chunks.items() <= numel_at.items():
-        fail(invariant, node, f"chunks at {offsets} of {numels} elements, the bucket's are {numel_at}")
+    if len(given.offsets) != len(given.numels) or not chunks.items() <= numel_at.items():
+        wrong = f"chunks at {given.offsets} of {given.numels} elements, the bucket's are {numel_at}"
+        fail(invariant, node, wrong)
     if node.target is dialect.keep_shard and chunks != numel_at:
-        fail(invariant, node, f"only the chunks at {offsets} are kept, the bucket's are {numel_at}")
-    sizes = (dialect.argument(node, "length"), dialect.group_of(node))
-    if sizes != (scale * bucket.shard_numel, model.reshard_group):
+        fail(invariant, node, f"only the chunks at {given.offsets} are kept, the bucket's are {numel_at}")
+    if (given.length, given.group) != (scale * bucket.shard_numel, model.reshard_group):
         expected = f"{scale * bucket.shard_numel} elements over group {model.reshard_group!r}"
-        fail(invariant, node, f"{sizes[0]} elements over group {sizes[1]!r}, and not {expected}")
-    source = node.args[0] if isinstance(node.args[0], fx.Node) else operands(node)[0]
+        fail(invariant, node, f"{given.length} elements over group {given.group!r}, and not {expected}")
+    source = node.all_input_nodes[0]
     if source.meta["fsdp"].bucket != record.bucket:
         fail(invariant, node, f"{node} is of bucket {record.bucket} and takes {source}")

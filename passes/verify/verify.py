@@ -30,14 +30,14 @@ class Verifier:
         self.outputs = _output_values(graph)
         self.gradients = {
             index: value.meta["fsdp"].params
-            for index, value in enumerate(_outputs(graph))
+            for index, value in enumerate(graph.outputs)
             if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
         }
         reduced = (n for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad)
         self.reduced = {dialect.parameter_of(n) for n in reduced}
         self.place_of_gradient = {
-            str(dialect.argument(value, "param")): index
-            for index, value in enumerate(_outputs(graph))
+            dialect.parameter_of(value): index
+            for index, value in enumerate(graph.outputs)
             if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
         }
 
@@ -113,7 +113,7 @@ class Verifier:
         invariant, output = "the graph returns what it returned", self.graph.output
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
-        outputs = _outputs(self.graph)
+        outputs = self.graph.outputs
         for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
             value = outputs[index]
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
@@ -128,7 +128,7 @@ class Verifier:
         """Started once, waited for once, freed once after the last use through any alias, not used after."""
         freed_due = "freed" in self.graph.facts
         roots = self.graph.alias_roots()
-        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.STARTS | dialect.COPY_STARTS}
+        starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.TRANSFER_STARTS}
         # A collective that works in place starts on the buffer of another.
         buffers = {n for n in self.graph.fx_graph.nodes if (n in starts and n in roots[n]) or has_role(n, Role.KEPT)}
         state = {b: "ready" if has_role(b, Role.KEPT) else "started" for b in buffers}
@@ -178,7 +178,7 @@ class Verifier:
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params
-        if node.target in dialect.WAITS or node.target in dialect.COPY_WAITS:
+        if node.target in dialect.TRANSFER_WAITS:
             if state != "started":
                 invariant = "each collective is waited for once"
                 self._fail(invariant, node, f"{root} is waited for when it is {state}", params)
@@ -266,7 +266,7 @@ class Verifier:
 
     def _returned_for(self, parameter: str) -> fx.Node:
         """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
-        index, values = self.place_of_gradient.get(parameter), _outputs(self.graph)
+        index, values = self.place_of_gradient.get(parameter), self.graph.outputs
         value = values[index] if index is not None and index < len(values) else None
         return value if isinstance(value, fx.Node) else self.graph.output
 
@@ -304,7 +304,7 @@ class Verifier:
                 (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
                 min(len(sequence), len(planned)),
             )
-            starts = self.graph.with_role(*dialect.STARTING)
+            starts = self.graph.starts
             self._fail(
                 "the sequence of collectives is the plan's",
                 starts[index] if index < len(starts) else None,
@@ -327,9 +327,4 @@ def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
 def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
-    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in _outputs(graph)]
-
-
-def _outputs(graph: Graph) -> list[Any]:
-    values = graph.output.args[0]
-    return list(values) if isinstance(values, (list, tuple)) else [values]
+    return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in graph.outputs]

@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.compat.inductor_cpp import built_together
 from graph_fsdp.runtime.backends.base import Backend
 from graph_fsdp.runtime.regions.private_files import own_folder
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, region_digest
@@ -33,7 +32,7 @@ class InductorBackend(Backend):
         each compiles a part of them, and finds the rest in the cache."""
         directory, keys = _cache_directory(), _dissimilar_first(regions)
         tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
-        with built_together():
+        with compat.built_together():
             if directory is None:
                 return super().compile_regions(regions)
             return dict(zip(keys, divide(tasks, directory / "graph_fsdp"), strict=True))
@@ -41,7 +40,7 @@ class InductorBackend(Backend):
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         _cache_directory()
         inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        with built_together():
+        with compat.built_together():
             return compat.inductor_compile(
                 module, inputs, is_backward=kind == "backward", is_inference=kind == "inference", keep_order=True
             )

@@ -88,7 +88,7 @@ def start_all_gather(
         targets.append((target, source[message.begin : message.begin + message.numel]))
     if source.dtype is not dtype:
         targets = _cast_in_place(targets, group)
-    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped_all_gather
+    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
     works = compat.seen_as(
         "_allgather_base_",
@@ -239,7 +239,7 @@ class ReduceScatter:
         if self.is_pair:
             divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
             return _exchange_reduce_scatter(out, pairs, self.group, divisor)
-        works = compat.grouped_reduce_scatter(list(pairs), self.op, self.group)
+        works = compat.grouped(list(pairs), self.group, compat.reduce_scatter_single, op=self.op)
         return Pending(out, finish_reduction(works, out, self.after, keep_alive=pairs))
 
     def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:

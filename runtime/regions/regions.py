@@ -18,11 +18,11 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.canonical_form import canonical_form
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import replaced
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
@@ -188,21 +188,14 @@ class RegionKey:
 
 
 def region_key(region: Region, kind: str) -> RegionKey:
-    names: dict[fx.Node, int] = {}
-    parts: list[Any] = []
-    for node in region.inputs:
-        parts.append(_value_key(node.meta.get("val")))
-        names[node] = len(names)
-    for node in region.body:
-        if node.op == "get_attr":
-            parts.append((_Constant(id(_attribute(region.owner, str(node.target)))), _value_key(node.meta.get("val"))))
-        else:
-            args = replaced(node.args, node.kwargs, lambda n: _Name(names[n]))
-            parts.append((node.target, repr(args), _value_key(node.meta.get("val"))))
-        names[node] = len(names)
+    def target(node: fx.Node) -> Hashable:
+        constant = node.op == "get_attr"
+        return _Constant(id(_attribute(region.owner, str(node.target)))) if constant else node.target
+
+    parts, index = canonical_form(region.inputs, region.body, lambda node: _value_key(node.meta.get("val")), target)
     if any(mutated_inputs(node) for node in region.body):
-        parts.append(_shared_memory(region.inputs))
-    return RegionKey(kind, _Parts(tuple(parts)), tuple(names[node] for node in region.outputs))
+        parts = (*parts, _shared_memory(region.inputs))
+    return RegionKey(kind, _Parts(parts), tuple(index[node] for node in region.outputs))
 
 
 @dataclass(frozen=True)
@@ -221,14 +214,6 @@ class _Parts:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Parts) and self._hash == other._hash and self.parts == other.parts
-
-
-class _Name:
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
 
 
 def _attribute(module: fx.GraphModule, target: str) -> Any:

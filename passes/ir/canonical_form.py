@@ -1,0 +1,103 @@
+"""Canonical forms are equal for calls, and pieces of graphs, that compute the same whatever their nodes are called.
+
+Layers of one class repeat the same operators on values of the same kinds. Their nodes have other names and their
+parameters too, and nothing else differs: so a fake value is computed once (``fake_values.py``), a layer is traced once
+(``repeat/segments.py``) and a compute region is compiled once (``runtime/regions``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes.ir import dialect
+
+_NAMESPACES = frozenset({"aten", "prims", "graph_fsdp"})
+
+
+class NotDescribed(Exception):
+    """There is more to a value or an argument than its description would say. The message says what the value is."""
+
+
+class _Name:
+    """Stands for a node by its number, whatever it is called."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+def canonical_form(
+    inputs: Iterable[fx.Node],
+    body: Iterable[fx.Node],
+    value: Callable[[fx.Node], Hashable],
+    target: Callable[[fx.Node], Hashable] = lambda node: node.target,
+) -> tuple[tuple[Hashable, ...], dict[fx.Node, int]]:
+    """Return what ``body`` computes of ``inputs``, up to the names of nodes and parameters, and the number of each node
+    in it. ``value`` describes the value of a node, ``target`` what it calls."""
+    names: dict[fx.Node, Any] = {}
+    parts: list[Hashable] = []
+    for node in inputs:
+        parts.append(value(node))
+        names[node] = _Name(len(names))
+    for node in body:
+        renamed = fx.map_arg((dialect.with_parameter(node.target, node.args, ""), node.kwargs), names.__getitem__)
+        parts.append((target(node), repr(renamed), value(node)))
+        names[node] = _Name(len(names))
+    return tuple(parts), {node: name.index for node, name in names.items()}
+
+
+def describe_call(node: fx.Node) -> Hashable:
+    """Return all that the value of a call depends on, but for the memory of its inputs.
+
+    Raises:
+        NotDescribed: it depends on more: symbolic sizes, constants, subgraphs, an operator that writes to its inputs.
+    """
+    target = node.target
+    # A user may register another operator by the same name.
+    if not isinstance(target, compat.OpOverload) or target.namespace not in _NAMESPACES:
+        raise NotDescribed
+    if target._schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
+        raise NotDescribed
+    keywords = tuple((name, _describe(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
+    autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
+    arguments = _describe(dialect.with_parameter(node.target, node.args, ""))
+    return (target, arguments, keywords, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
+
+
+def _describe(argument: Any) -> Hashable:
+    if isinstance(argument, fx.Node):
+        return describe_value(argument.meta["val"], storage=True)
+    if isinstance(argument, (tuple, list)):
+        return tuple([_describe(item) for item in argument])
+    if isinstance(argument, slice):
+        return ("slice", _describe(argument.start), _describe(argument.stop), _describe(argument.step))
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise NotDescribed("of symbolic size")
+    return (type(argument), argument)  # 1, 1.0 and True are equal, and mean different things
+
+
+def describe_value(value: Any, *, storage: bool = False) -> Hashable:
+    """Return all that is known of the fake tensors of a value, and with ``storage`` the bytes of what each lies in.
+
+    Raises:
+        NotDescribed: that is more than is written down here.
+    """
+    if isinstance(value, (tuple, list)):
+        return tuple([describe_value(item, storage=storage) for item in value])
+    if type(value) is not compat.FakeTensor or value.layout is not torch.strided:
+        raise NotDescribed(f"a {type(value).__name__}, not an ordinary tensor")
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if storage:
+        sizes = (*sizes, value.untyped_storage().nbytes())
+    if any(type(size) is not int for size in sizes):
+        raise NotDescribed("of symbolic size")
+    if value.constant is not None or value.is_conj() or value.is_neg():
+        raise NotDescribed("a constant, or a view that is conjugated or negated when it is read")
+    return (len(value.shape), sizes, value.dtype, value.device, value.requires_grad)
