@@ -86,8 +86,13 @@ class _Units:
     def _unit(self, module: str) -> str | None:
         """Below ``self``, the model, the unit of that name; else the unit whose name the module's ends with: a forward
         that was set on the instance reaches its model in another way."""
-        parts = [first or second for first, second in _PART.findall(module)]
-        path = tuple(part for part in parts if part not in _NOT_MODULES)
+        path = module_path(module)
         if path[:1] == ("self",):
             return self._by_path.get(path[1:])
         return next((self._by_path[path[-n:]] for n in self._lengths if path[-n:] in self._by_path), None)
+
+
+def module_path(module: str) -> tuple[str, ...]:
+    """The variable that a module is in or below, and the names from there: ``("self", "blocks", "0")``."""
+    parts = [first or second for first, second in _PART.findall(module)]
+    return tuple(part for part in parts if part not in _NOT_MODULES)

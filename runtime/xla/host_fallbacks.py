@@ -9,7 +9,6 @@ that it runs on the host.
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,11 @@ from torch import Tensor, fx
 from graph_fsdp.compat import OpOverload
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir.operands import function
+from graph_fsdp.passes.ir.unit_calls import module_path
 
 OnHostFallback = Literal["error", "warn"]
 
 _OURS = frozenset({"graph_fsdp", "graph_fsdp_xla", "_c10d_functional"})
-
-# A module as Dynamo names it: L['self'].blocks.0, and on torch 2.9 L['self']._modules['blocks']._modules['0'].
-_PARTS = re.compile(r"[^\[\]'\".]+")
 
 
 class HostFallbackError(NotImplementedError):
@@ -107,9 +104,6 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, kind = list(stack.values())[-1]
-    root, *parts = _PARTS.findall(path)
-    if root in ("L", "G"):  # and then the variable that the model is in
-        parts = parts[1:]
-    name = ".".join(part for part in parts if part != "_modules")
+    name = ".".join(module_path(path)[1:])
     kind = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return f"module {name!r} ({kind})" if name else f"the model ({kind})"
