@@ -10,7 +10,7 @@
 | ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
 | ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
 | ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
-  ``_xla_get_tensor_id``, ``_clear_pending_irs``, ``_get_seed_info_id`` | a graph compiled once and replayed | 2.9 |
+  ``_xla_get_tensor_id``, ``_clear_pending_irs`` | a graph compiled once and replayed | 2.9 |
 | ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
 | ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
 | ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
@@ -120,10 +120,12 @@ def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
     _c()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
 
 
-def annotated(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    """A copy of it, sharded so."""
+def annotated(tensor: Tensor, sharding: Any) -> Tensor:
+    """A copy of it, sharded as torch_xla describes it; None: whole on each device."""
     copy = tensor.clone()
-    _c()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
+    if sharding is None:
+        sharding = _c().OpSharding([], [], [], spmd().ShardingType.REPLICATED)
+    _c()._xla_annotate_custom_sharding(copy, sharding)
     return copy
 
 
@@ -179,15 +181,15 @@ def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
 # --- inside of a graph
 
 
-def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    part: Tensor = _c()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+def enter_manual(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
+    part: Tensor = _c()._spmd_full_to_shard_shape(annotated(x, op_sharding(tuple(devices), tiles, x.dim())))
     return part
 
 
-def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
+def exit_manual(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
     copy, manual = x.clone(), _c().OpSharding([], [], [], spmd().ShardingType.MANUAL)
     _c()._mark_manual_sharding(copy, manual)
-    sharding = op_sharding(devices, tiles, len(shape))
+    sharding = op_sharding(tuple(devices), tiles, len(shape))
     whole: Tensor = _c()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
     return whole
 
@@ -246,11 +248,6 @@ def tensor_id(tensor: Tensor) -> int:
     return int(_c()._xla_get_tensor_id(tensor))
 
 
-def seed_id() -> int:
-    """What stands for the device's own random seed among a graph's inputs."""
-    return int(_c()._get_seed_info_id())
-
-
 def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     """Ids and values of the tensors in memory that pending tensors are computed from."""
     ids, values = _c()._get_tensors_xla_device_data_node(list(outputs))
@@ -264,11 +261,6 @@ def compile_pending(outputs: Sequence[Tensor]) -> Any:
         key = _c()._get_graph_hash(list(outputs))
         _c()._xla_warm_up_cache(list(outputs), [])
     return key
-
-
-def hlo_of(outputs: Sequence[Tensor]) -> str:
-    """HLO of the graph that ``outputs`` are pending on, before XLA's own passes."""
-    return str(_c()._get_xla_tensors_hlo(list(outputs)))
 
 
 class ProgramDroppedError(RuntimeError):

@@ -35,7 +35,7 @@ from graph_fsdp.module.gradients import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
-from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
@@ -72,7 +72,7 @@ class Engine:
         self,
         forward: Callable[..., Any],
         spec: ModelSpec,
-        storage: Storage,
+        storage: Shards,
         pipeline: PassPipeline,
         backend: Backend,
         cost: CostModel | None = None,
@@ -107,7 +107,7 @@ class Engine:
             storage, self.counter, self.schedules.begin_unshard, self.schedules.failed_unshard
         )
         self.kept_buckets = KeptBuckets(self.counter, self.schedules.begin_reshard, self.unsharded.wait, whole)
-        self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Settings, Entry, bool, Any], Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(weak(self))
@@ -146,7 +146,7 @@ class Engine:
         self.unsharded.before_forward()
         inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
         hooks = self.structure.has_hooks
-        is_first = (self.settings, entry, hooks) not in self._compiled
+        is_first = (self.settings, entry, hooks, self._layout) not in self._compiled
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
@@ -187,7 +187,7 @@ class Engine:
         """
         if self.settings.unsharded != self.unsharded.units:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-        key = (self.settings, entry, hooks)
+        key = (self.settings, entry, hooks, self._layout)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, weak(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
@@ -286,19 +286,27 @@ class Engine:
         raise PassesHaveRun(graphs, context)
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+        program = self._make_program(graph, context, captured)
+        graph = program.graph
         graph.cost = context.cost
-        program: Program | WholeProgram
-        if self.whole:
-            program = WholeProgram(graph, self.regions, self.counter)
-        else:
-            slots = context.slots.get(graph.phase, ())
-            graphs = program_graphs(self, graph, context, captured.index)
-            program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
-            if graph.phase == "backward":
-                program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
         captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
+        return self._runnable(program, context)
+
+    def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
+        if self.whole:
+            return WholeProgram(graph, self.regions, self.counter)
+        slots = context.slots.get(graph.phase, ())
+        graphs = program_graphs(self, graph, context, captured.index)
+        program = Program(graph, self.regions, self.counter, slots, self.kept, self.comms, graphs)
+        if graph.phase == "backward":
+            program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
+        return program
+
+    def _runnable(self, program: Program | WholeProgram, context: PassContext) -> Callable[[list[Any]], Any]:
+        """``program``, with what has to be done before and after a run of it."""
+        graph = program.graph
         whole = context.unsharded.get(graph.phase)
         runnable = self.unsharded.feeding(program, whole) if whole else program
         if context.absent is not None:

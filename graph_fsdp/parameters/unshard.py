@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
-from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.spec import BucketSpec, ParameterSpec
 from graph_fsdp.runtime import GatheredBytes
@@ -48,7 +48,7 @@ class UnshardedUnits:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Shards,
         counter: GatheredBytes,
         begin: Callable[[str, list[str]], None],
         failed: Callable[[BaseException], Exception | None],
