@@ -73,8 +73,9 @@ def to_host(tensor: Tensor) -> Tensor:
     if not compat_xla.is_divided(tensor):
         return tensor.cpu()
     # Devices of other replicas have the same parts.
-    parts = {shard.offset: _unpadded(shard) for shard in compat_xla.device_shards(tensor) if _has_rows(shard)}
-    return Parts(tensor.shape, tensor.dtype, parts)
+    held = {shard.offset: _unpadded(shard) for shard in compat_xla.device_shards(tensor) if _has_rows(shard)}
+    parts: Tensor = Parts(tensor.shape, tensor.dtype, held)
+    return parts
 
 
 def to_devices(tensor: Tensor, host: Tensor) -> None:

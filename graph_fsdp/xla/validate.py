@@ -75,25 +75,21 @@ def check_world_sizes(launched: int, found: int, replicas: bool = False) -> None
     """``launched``: processes of torch.distributed, or that a launcher started; ``found``: of XLA, or its replicas."""
     if launched == found:
         return
-    of_xla, cure = (
-        f"XLA {found}",
-        (
-            "start one process per host, which has all of its devices (on XLA's CPU client: python without torchrun, and "
-            "CPU_NUM_DEVICES devices)"
-        ),
-    )
-    if replicas:
-        of_xla, cure = (
-            f"XLA {found} replicas",
-            (
-                "start one process per device that XLA knows of: torch_xla.launch(function), or torchrun on TPU hosts (on "
-                "XLA's CPU client each process of torchrun is a world of its own)"
-            ),
-        )
+    of_xla, cure = (f"{found} replicas", _ONE_PER_DEVICE) if replicas else (f"{found}", _ONE_PER_HOST)
     raise MeshError(
-        f"mesh: torch.distributed (or the launcher) counts {launched} processes and {of_xla}, so they would not train "
-        f"one model together; {cure}"
+        f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {of_xla}, so they would not "
+        f"train one model together; {cure}"
     )
+
+
+_ONE_PER_HOST = (
+    "start one process per host, which has all of its devices (on XLA's CPU client: python without torchrun, and "
+    "CPU_NUM_DEVICES devices)"
+)
+_ONE_PER_DEVICE = (
+    "start one process per device that XLA knows of: torch_xla.launch(function), or torchrun on TPU hosts (on XLA's "
+    "CPU client each process of torchrun is a world of its own)"
+)
 
 
 def check_options(options: CompileOptions) -> None:

@@ -91,7 +91,7 @@ class _Lowering(functional.Lowering):
                 outputs += [self.parameters[name] for name in self.kept.get(value.meta["fsdp"].bucket, [])]
             else:
                 outputs.append(self.values[value] if isinstance(value, fx.Node) else value)
-        output = self.fx_graph.output(tuple(outputs))
+        output: fx.Node = self.fx_graph.output(tuple(outputs))
         output.meta = dict(node.meta)
         return output
 

@@ -203,7 +203,7 @@ class _Lowering(functional.Lowering):
                     left[value, leaving] = len(results)
                     results.append(self._exit(self.values[value], leaving))
                 self.returns.append(("result", left[value, leaving]))
-        output = self.fx_graph.output(tuple(results))
+        output: fx.Node = self.fx_graph.output(tuple(results))
         self.fx_graph.eliminate_dead_code()
         self.fx_graph.lint()
         return output
