@@ -7,29 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import validate
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
-from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.owned_tensors import check_cuda_graphs, model_graphs
+from graph_fsdp.engine.owned_tensors import model_graphs
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.mesh import DataParallelMesh, default_device_type, first_ranks_device_type
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.model_spec import cost_model, model_spec
 from graph_fsdp.module.module import become_compiled, original_forward
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters import tensor_parallel
-from graph_fsdp.parameters.extensions import check_extensions, extend, plain
+from graph_fsdp.parameters.extensions import extend, plain
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies, find_policies
-from graph_fsdp.parameters.placements import ShardPlacementFn, shard_dims
+from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import ActivationCheckpointing, GroupShape, PassPipeline
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
-from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.place import place_on_ranks
 from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -148,108 +145,70 @@ def compile(
     validate.torch_version(torch.__version__)
     validate.model(model)
     options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
-    if backend == "xla":
-        from graph_fsdp.xla.compile import compile_on_xla
-
-        return compile_on_xla(model, mesh, options)
     return _compile(model, mesh, options)
 
 
-def _compile(model: Model, mesh: DeviceMesh | None, options: CompileOptions) -> Model:
+def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> Model:
     policies = find_policies(model, options.mp_policy)
     trace_composable_checkpoints(model)
     ignored = validate.ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
-    _check_extensions({p: p_names for p, p_names in names.items() if p not in ignored}, options)
-    device = validate.device(model, ignored)
     units = find_units(model, options.auto_wrap_policy, ignored)
-    mesh, device = _find_mesh(mesh, device)
-    parallel = DataParallelMesh.of(mesh) if mesh is not None else None
-    if options.cuda_graphs:
-        check_cuda_graphs(options, device)
-    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
-    dims = shard_dims(options.shard_placement_fn, names, ignored, parallel)
+    if options.backend == "xla":
+        from graph_fsdp.xla.compile import place_on_xla
+
+        place = place_on_xla(mesh, names, options)
+    else:
+        place = place_on_ranks(model, mesh, names, ignored, options)
+    ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
     put_values = initial_values(
         model,
         {module for unit in units if unit.parameters for module in unit.modules.values()},
-        parallel,
-        device,
+        place.mesh,
+        place.values_on,
         sync_module_states=options.sync_module_states,
         param_init_fn=options.param_init_fn,
-        shard_dims=dims,
+        shard_dims=place.shard_dims,
         checkpoint=options.files,
     )
-    options.warn_of_copies_on(device)
-    reshard, size = options.reshard_size(parallel.world_size if parallel is not None else 1)
-    spec = model_spec(units, names, parallel, policies, dims)
-    spec = dataclasses.replace(spec, offload=options.offload(device))
-    groups = parallel.group_shapes() if parallel is not None else {"": GroupShape(1)}
+    options.warn_of_copies_on(place.device)
+    spec = model_spec(units, names, place.mesh, policies, place.shard_dims)
+    spec = dataclasses.replace(spec, offload=options.offload(place.device))
+    reshard, size = options.reshard_size(spec.world_size)
+    groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
     if size:
-        assert parallel is not None
-        spec = dataclasses.replace(spec, reshard_group=parallel.subgroup(size).group_name, reshard_size=size)
+        assert ranks is not None
+        spec = dataclasses.replace(spec, reshard_group=ranks.subgroup(size).group_name, reshard_size=size)
         groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
-    pipeline = options.pipeline
-    cost = cost_model(pipeline, groups, device, options.backend)
-    spec = pipeline.arrange(spec, cost)
+    cost = cost_model(place.pipeline, groups, place.device, options.backend)
+    spec = place.pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
-    spec, extensions = extend(spec, originals, owners, parallel, policies.around, device)
+    spec, extensions = extend(spec, originals, owners, ranks, policies.around, place.device)
     for name in extensions:  # nothing of the model refers to the new one yet
         p_names = names.pop(originals[name])
         originals[name] = plain(originals[name])
         names[originals[name]] = p_names
-    storage = Storage(model, spec, originals, names, parallel, device)
+    storage = place.storage(model, spec, originals, names, place.mesh, place.device)
     if storage.has_memory:
         put_values(storage)
-    engine = Engine(
+    engine = place.engine(
         original_forward(model),
         spec,
         storage,
-        pipeline,
-        BACKENDS[options.backend](),
+        place.pipeline,
+        place.backend,
         cost,
         reshard_after_forward=reshard,
         fullgraph=options.fullgraph,
-        dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
-        whole=options.regions == "whole",
-        cuda_graphs=model_graphs(model, storage) if options.cuda_graphs else None,
+        dynamic=place.dynamic,
+        whole=place.whole,
+        cuda_graphs=model_graphs(model, storage) if options.cuda_graphs and isinstance(storage, Storage) else None,
     )
     engine.extensions = extensions
-    storage.install(options.fullgraph)
+    storage.install(model, options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
+    place.before_compiled(model)
     become_compiled(model, engine, policies, units)
     return model
-
-
-def _check_extensions(names: dict[nn.Parameter, list[str]], options: CompileOptions) -> None:
-    check_extensions(
-        names,
-        offload_policy=options.offloads,
-        sync_module_states=options.sync_module_states,
-        reshard_after_forward_as_a_number=options.reshards_to_groups,
-        regions_whole=options.regions == "whole",
-        shard_placement_fn=options.shard_placement_fn is not None,
-        checkpoint=options.checkpoint is not None,
-    )
-
-
-def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[DeviceMesh | None, torch.device]:
-    """The mesh, and the device of this rank's shards. ``device``: of the model; None if it is on the meta device."""
-    if mesh is not None:
-        mesh = validate.mesh(mesh, device)
-        return mesh, _device_of_type(mesh.device_type, device)
-    if not dist.is_initialized() and validate.world_size_of_environment() > 1:
-        dist.init_process_group()
-    if not dist.is_initialized():
-        return None, device if device is not None else _device_of_type(default_device_type())
-    device_type = first_ranks_device_type(device)
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    return validate.mesh(mesh, device), _device_of_type(device_type, device)
-
-
-def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
-    """``device`` if it is of this type, else the process's current one of the type."""
-    if device is not None and device.type == device_type:
-        return device
-    return torch.empty(0, device=device_type).device  # with its index

@@ -22,7 +22,9 @@ rows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,8 +46,8 @@ OTHER_NAMES = frozenset({"tp", "tensor", "model", "pp", "ep"})
 START_TIMEOUT_SECONDS = 1800.0
 
 
-class Groups(Protocol):
-    """Of a mesh what the passes are told, whatever its devices are."""
+class Mesh(Protocol):
+    """What shares a model: ``DataParallelMesh``, of ranks, and ``XlaMesh`` (``graph_fsdp/xla/mesh.py``)."""
 
     @property
     def world_size(self) -> int:
@@ -63,9 +65,27 @@ class Groups(Protocol):
     def replicate_group(self) -> str:
         """Name of the group of replicas, "" if there are none."""
 
+    def group_shapes(self) -> dict[str, GroupShape]:
+        """Group name → where its ranks lie, for the cost model."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the processes that agree on what they do."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the values that ``broadcast`` gives to all."""
+
+    def broadcast(self, value: Tensor) -> None:
+        """Overwrite ``value``, contiguous, by that of the mesh's first rank."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A time in which no other rank runs in this process, which as a rule has one."""
+        return contextlib.nullcontext()
+
 
 @dataclass(frozen=True)
-class DataParallelMesh:
+class DataParallelMesh(Mesh):
     """A mesh of one or two dimensions, and what each is for; None where no dimension is for it."""
 
     mesh: DeviceMesh

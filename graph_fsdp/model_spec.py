@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graph_fsdp import compat
-from graph_fsdp.mesh import Groups
+from graph_fsdp.mesh import Mesh
 from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.parameters.mixed_precision import ModulePolicies
 from graph_fsdp.passes import CostModel, GroupShape, PassPipeline, find_hardware
@@ -21,7 +21,7 @@ from graph_fsdp.units import Unit
 def model_spec(
     units: Sequence[Unit],
     names: Mapping[nn.Parameter, list[str]],
-    mesh: Groups | None,
+    mesh: Mesh | None,
     policies: ModulePolicies,
     shard_dims: Mapping[str, int],
 ) -> ModelSpec:

@@ -41,7 +41,6 @@ from graph_fsdp.runtime.comm import collectives
 aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default
 _functional = torch.ops._c10d_functional
-_wait = _functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,14 @@ class FunctionalGraph:
     inputs: tuple[int | ShardSlice, ...]
 
 
-def lower(graph: Graph, grouped: bool | None = None, slices: bool = True) -> FunctionalGraph:
-    """Lower a graph that has been through all passes. It stays as it is. ``slices``: shards lie in a storage, of which
-    gathers send slices; else the shards are packed in the graph, and its inputs are the scheduled graph's.
+def lower(graph: Graph, grouped: bool | None = None) -> FunctionalGraph:
+    """Lower a graph that has been through all passes. It stays as it is.
 
     ``grouped``: the messages of a gather are launched as one ``all_gather_into_tensor_coalesced``; None where the
     process group of the graph's device can do that without a copy, as NCCL can and gloo cannot.
     """
     with torch.no_grad():
-        return _Lowering(graph, grouped, slices).run()
+        return Lowering(graph, grouped).run()
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,12 @@ class _Messages:
     parts: list[fx.Node]
 
 
-class _Lowering:
-    def __init__(self, graph: Graph, grouped: bool | None, sliced: bool) -> None:
+class Lowering:
+    """A scheduled graph that is lowered. ``runtime/xla/lower.py`` has its own collectives, inputs and outputs.
+    ``sliced``: shards lie in a storage, of which gathers send slices; else they are packed in the graph, and its inputs
+    are the scheduled graph's."""
+
+    def __init__(self, graph: Graph, grouped: bool | None = None, sliced: bool = True) -> None:
         self.graph, self.grouped, self.sliced = graph, grouped, sliced
         self.fx_graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
@@ -119,6 +121,18 @@ class _Lowering:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
         node.meta["val"] = VALUES.of(node)
         return node
+
+    def all_gather(self, shard: fx.Node, world_size: int, group: str, name: str) -> fx.Node:
+        return self.call(_functional.all_gather_into_tensor.default, shard, world_size, group, name=name)
+
+    def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
+        return self.call(_functional.reduce_scatter_tensor.default, packed, op, world_size, group, name=name)
+
+    def all_reduce(self, value: fx.Node, op: str, group: str, name: str) -> fx.Node:
+        return self.call(_functional.all_reduce.default, value, op, group, name=name)
+
+    def wait(self, value: fx.Node, name: str) -> fx.Node:
+        return self.call(_functional.wait_tensor.default, value, name=name)
 
     def _first(self, node: fx.Node) -> Any:
         """What takes the place of a node's first argument."""
@@ -169,13 +183,12 @@ class _Lowering:
         if grouped and len(shards) > 1:
             together = self.call(_functional.all_gather_into_tensor_coalesced.default, shards, *group, name=node.name)
             return _Messages(layout, [self.call(operator.getitem, together, i) for i in range(len(shards))])
-        gather = _functional.all_gather_into_tensor.default
-        return _Messages(layout, [self.call(gather, shard, *group, name=node.name) for shard in shards])
+        return _Messages(layout, [self.all_gather(shard, *group, node.name) for shard in shards])
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
         pending = self._first(node)
         assert isinstance(pending, _Messages)
-        buffer = _Messages(pending.layout, [self.call(_wait, part, name=node.name) for part in pending.parts])
+        buffer = _Messages(pending.layout, [self.wait(part, node.name) for part in pending.parts])
         (first, *others) = buffer.layout.messages
         whole = not others and first.lands_in_place and first.numel == buffer.layout.length
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
@@ -248,28 +261,25 @@ class _Lowering:
             rows = [self._rank_major(self.values[grad], node, world) for grad in message]
             packed = self.call(aten.reshape.default, self._joined(rows, dim=1), [-1])
             packed = self._divided(packed, before)
-            started.append(
-                self.call(_functional.reduce_scatter_tensor.default, packed, op, world, name, name=node.name)
-            )
+            started.append(self.reduce_scatter(packed, op, world, name, node.name))
         return started
 
     def all_reduce_start(self, node: fx.Node) -> fx.Node:
         op, before, _ = _mean(node)
         grads = [self.call(aten.reshape.default, self.values[g], [-1]) for g in dialect.argument(node, "grads")]
         packed = self._divided(self._joined([self._of_dtype(grad, node) for grad in grads], dim=0), before)
-        return self.call(_functional.all_reduce.default, packed, op, dialect.group_of(node), name=node.name)
+        return self.all_reduce(packed, op, dialect.group_of(node), node.name)
 
     def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
-        op, group = _mean(node)[0], dialect.group_of(node)
-        return self.call(_functional.all_reduce.default, self._first(node), op, group, name=node.name)
+        return self.all_reduce(self._first(node), _mean(node)[0], dialect.group_of(node), node.name)
 
     def reduce_wait(self, node: fx.Node) -> fx.Node:
         start: Any = node.args[0]
         if start.target is dialect.reduce_scatter_start:
-            parts = [self.call(_wait, part, name=node.name) for part in self.values[start]]
+            parts = [self.wait(part, node.name) for part in self.values[start]]
             reduced = self._spread(parts, reduced_begins(start), start.meta["val"].numel())
         else:
-            reduced = self.call(_wait, self.values[start], name=node.name)
+            reduced = self.wait(self.values[start], node.name)
         return self._divided(reduced, _mean(start)[2])
 
     def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
@@ -291,14 +301,14 @@ class _Lowering:
         return value if divisor is None else self.call(aten.div.Tensor, value, divisor)
 
 
-_LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], Any]] = {
-    dialect.all_gather_start: _Lowering.gather_start,
-    dialect.all_gather_wait: _Lowering.gather_wait,
-    dialect.keep_shard: _Lowering.keep_shard,
-    dialect.reduce_scatter_start: _Lowering.reduce_scatter_start,
-    dialect.all_reduce_start: _Lowering.all_reduce_start,
-    dialect.all_reduce_shard_start: _Lowering.all_reduce_shard_start,
-    dialect.reduce_wait: _Lowering.reduce_wait,
+_LOWERINGS: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
+    dialect.all_gather_start: Lowering.gather_start,
+    dialect.all_gather_wait: Lowering.gather_wait,
+    dialect.keep_shard: Lowering.keep_shard,
+    dialect.reduce_scatter_start: Lowering.reduce_scatter_start,
+    dialect.all_reduce_start: Lowering.all_reduce_start,
+    dialect.all_reduce_shard_start: Lowering.all_reduce_shard_start,
+    dialect.reduce_wait: Lowering.reduce_wait,
 }
 _OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp.SUM: "sum"}
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand, overload, replaced
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm import custom_collectives
 from graph_fsdp.runtime.comm.collectives import Pending, ReduceScatter
 from graph_fsdp.runtime.comm.copies import CopyPlan
@@ -146,12 +146,12 @@ class _Line:
 
     def _arguments(self) -> dict[str, Any]:
         """The operator's, with fake tensors."""
-        args, kwargs = replaced(self.node.args, self.node.kwargs, lambda node: node.meta["val"])
-        return arguments_of(overload(self.node), args, kwargs)
+        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda node: node.meta["val"])
+        return arguments_of(self.node.target, args, kwargs)
 
     def _bound(self) -> Callable[[Any], Any]:
         """What runs the operator on what it takes first."""
-        return bound(FUNCTIONS[overload(self.node)], self._arguments())
+        return bound(FUNCTIONS[self.node.target], self._arguments())
 
     def _given(self) -> str:
         """The tensor, or the list of them, that the operator takes first."""

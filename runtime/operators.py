@@ -18,6 +18,7 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.passes.ir.operands import by_name
 from graph_fsdp.runtime.comm import collectives, copies
 from graph_fsdp.runtime.comm.collectives import Pending
 
@@ -29,9 +30,7 @@ _GROUPS = ("group", "replicate_group")
 def arguments_of(target: compat.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name: process groups in place of their names, and besides the ``layout`` of a
     bucket and the ``mean`` that a reduction makes. Tensors may be fake."""
-    described = compat.schema_arguments(target)
-    given = {argument.name: argument.default_value for argument in described}
-    given.update(zip(list(given), args, strict=False), **kwargs)
+    given = by_name(target, args, kwargs)
     given.update({name: compat.resolve_group(given[name]) for name in _GROUPS if given.get(name)})
     if "summed" in given:
         dtype = given["dtype"] if "dtype" in given else given["shard"].dtype

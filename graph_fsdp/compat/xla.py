@@ -109,10 +109,12 @@ def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
     xlac()._xla_mark_sharding(tensor, op_sharding(devices, tiles, tensor.dim()))
 
 
-def annotated(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    """A copy of it, sharded so."""
+def annotated(tensor: Tensor, sharding: Any) -> Tensor:
+    """A copy of it, sharded as torch_xla describes it; None: whole on each device."""
     copy = tensor.clone()
-    xlac()._xla_annotate_custom_sharding(copy, op_sharding(devices, tiles, tensor.dim()))
+    if sharding is None:
+        sharding = xlac().OpSharding([], [], [], spmd().ShardingType.REPLICATED)
+    xlac()._xla_annotate_custom_sharding(copy, sharding)
     return copy
 
 
@@ -168,14 +170,14 @@ def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
 # --- inside of a graph
 
 
-def enter_manual(x: Tensor, devices: tuple[int, ...], tiles: int) -> Tensor:
-    return xlac()._spmd_full_to_shard_shape(annotated(x, devices, tiles))
+def enter_manual(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
+    return xlac()._spmd_full_to_shard_shape(annotated(x, op_sharding(tuple(devices), tiles, x.dim())))
 
 
-def exit_manual(x: Tensor, shape: Sequence[int], devices: tuple[int, ...], tiles: int) -> Tensor:
+def exit_manual(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
     copy, manual = x.clone(), xlac().OpSharding([], [], [], spmd().ShardingType.MANUAL)
     xlac()._mark_manual_sharding(copy, manual)
-    sharding = op_sharding(devices, tiles, len(shape))
+    sharding = op_sharding(tuple(devices), tiles, len(shape))
     return xlac()._spmd_shard_to_full_shape(copy, sharding, list(shape), x.dtype)
 
 

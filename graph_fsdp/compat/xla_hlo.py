@@ -4,7 +4,7 @@
 |---|---|---|
 | ``_XLAC._get_xla_tensors_hlo`` | 2.0 on | none: an error |
 | ``XLA_DUMP_POST_OPTIMIZATIONS`` | 2.0 on | the text is not optimized: an error |
-| ``_XLAC._get_xla_op_sharding``, ``_XLAC._xla_annotate_custom_sharding`` | 2.1, 2.3 on | none |
+| ``_XLAC._get_xla_op_sharding`` | 2.1 on | none |
 | ``_XLAC._xla_sync_multi`` | 1.13 on | none |
 """
 
@@ -22,20 +22,6 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.compat.xla import xlac
 
 _DUMP = "XLA_DUMP_POST_OPTIMIZATIONS"
-
-
-def annotate(value: Tensor, op_sharding: Any) -> None:
-    """Give a value that is not computed yet a sharding: a constraint for the partitioner."""
-    xlac()._xla_annotate_custom_sharding(value, op_sharding)
-
-
-def annotated(value: Tensor, op_sharding: Any) -> Tensor:
-    """A copy of it, sharded so, or, where that is None, whole on each device."""
-    copy = value.clone()
-    if op_sharding is None:
-        op_sharding = xlac().OpSharding([], [], [], compat_xla.spmd().ShardingType.REPLICATED)
-    annotate(copy, op_sharding)
-    return copy
 
 
 @dataclass(frozen=True)
@@ -65,9 +51,7 @@ def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
     for value in descriptions(inputs):  # of those among them that are descriptions already, themselves
         if isinstance(value, Like):
             zeros = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-            if value.sharding is not None:
-                annotate(zeros, value.sharding)
-            fresh.append(zeros)
+            fresh.append(zeros if value.sharding is None else compat_xla.annotated(zeros, value.sharding))
         else:
             fresh.append(value)
     tensors = [value for value in fresh if isinstance(value, Tensor)]

@@ -34,7 +34,7 @@ from graph_fsdp.module.gradients import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
-from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
@@ -71,7 +71,7 @@ class Engine:
         self,
         forward: Callable[..., Any],
         spec: ModelSpec,
-        storage: Storage,
+        storage: Shards,
         pipeline: PassPipeline,
         backend: Backend,
         cost: CostModel | None = None,
@@ -104,7 +104,7 @@ class Engine:
         self.number = next(_engines)  # in this process
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, whole)
-        self._compiled: dict[tuple[Settings, Entry, bool], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Settings, Entry, bool, Any], Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(weakref.proxy(self))
@@ -143,7 +143,7 @@ class Engine:
         self.unsharded.before_forward()
         inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
         hooks = self.structure.has_hooks
-        is_first = (self.settings, entry, hooks) not in self._compiled
+        is_first = (self.settings, entry, hooks, self._layout) not in self._compiled
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.storage.placeholders_registered())
             stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
@@ -182,7 +182,7 @@ class Engine:
         """
         if self.settings.unsharded != self.unsharded.units:
             self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-        key = (self.settings, entry, hooks)
+        key = (self.settings, entry, hooks, self._layout)
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), self.settings, entry)
             function = own_code(entry.function, self._fullgraph)
@@ -281,17 +281,26 @@ class Engine:
         raise PassesHaveRun(graphs, context)
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
-        program: Program | WholeProgram
-        if self.whole:
-            program = WholeProgram(graph, self.regions, self.counter)
-        else:
-            graphs = program_graphs(self, graph, context, captured.index)
-            program = Program(graph, self.regions, self.counter, graph.slots, self.kept, self.comms, graphs)
-            if graph.phase == "backward":
-                program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
+        program = self._make_program(graph, context, captured)
+        graph = program.graph
+        graph.cost = context.cost
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
         captured.add_program(graph, context, program, profile)
         self.programs[captured.index, graph.phase] = program
+        return self._runnable(program, context)
+
+    def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
+        if self.whole:
+            return WholeProgram(graph, self.regions, self.counter)
+        graphs = program_graphs(self, graph, context, captured.index)
+        program = Program(graph, self.regions, self.counter, graph.slots, self.kept, self.comms, graphs)
+        if graph.phase == "backward":
+            program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
+        return program
+
+    def _runnable(self, program: Program | WholeProgram, context: PassContext) -> Callable[[list[Any]], Any]:
+        """``program``, with what has to be done before and after a run of it."""
+        graph = program.graph
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = graph.absent.around(runnable, graph)

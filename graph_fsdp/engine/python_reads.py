@@ -32,7 +32,8 @@ from graph_fsdp.engine.entry import Entry
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.placeholder import calling_line
-from graph_fsdp.parameters.shards import Linked, ShardedParameter, connected_shards
+from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.shards import Linked, connected_shards
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
-from graph_fsdp.parameters.shards import ShardedParameter, Storage
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.tensor_parallel import as_model_uses_it
 from graph_fsdp.passes import PassContext
 
@@ -30,7 +30,7 @@ Compile: TypeAlias = Callable[[fx.GraphModule, list[Any], dict[int, ShardedParam
 _OF_DYNAMO = ("grapharg", "example_value")
 
 
-def find_parameters(module: fx.GraphModule, storage: Storage) -> dict[int, ShardedParameter]:
+def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, ShardedParameter]:
     """Which inputs of the graph that Dynamo has just traced are placeholders of parameters."""
     found = {}
     for index, node in enumerate(_inputs(module)):
@@ -65,7 +65,7 @@ def substitute_shards(
 class TracedGraph:
     """A graph of Dynamo's, before the passes, and its programs by the parameters that it runs with."""
 
-    def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Storage) -> None:
+    def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Shards) -> None:
         """To be called in a Dynamo backend, before ``module`` is changed."""
         self._storage, self._parameters = storage, parameters
         self._module = _copied(module)

@@ -19,11 +19,11 @@ from graph_fsdp.errors import CheckpointError, MetaDeviceError
 from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, materialise, tensor_names
 from graph_fsdp.initialise.safetensors_files import Safetensors, SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
-from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh
-from graph_fsdp.parameters.shards import Storage
+from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh, Mesh
+from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared
 
-FillStorage: TypeAlias = Callable[[Storage], None]
+FillStorage: TypeAlias = Callable[[Shards], None]
 
 # Models started so far per mesh: its ranks count alike.
 _starts: Counter[tuple[int, ...]] = Counter()
@@ -32,7 +32,7 @@ _starts: Counter[tuple[int, ...]] = Counter()
 def initial_values(
     model: nn.Module,
     units: Collection[nn.Module],
-    mesh: DataParallelMesh | None,
+    mesh: Mesh | None,
     device: torch.device,
     *,
     sync_module_states: bool,
@@ -87,7 +87,7 @@ def initial_values(
     if pieces:
         steps.insert(0, functools.partial(materialise, pieces, names, mesh, device))
 
-    def fill(storage: Storage) -> None:
+    def fill(storage: Shards) -> None:
         for step in steps:
             step(storage)
 
@@ -114,7 +114,7 @@ def checkpoint_facts(files: SafetensorsFiles, matched: Matched) -> list[str]:
     return [f"of the checkpoint {key!r} {list(entry.shape)} {entry.dtype}" for key, entry in entries]
 
 
-def agree_on_values(mesh: DataParallelMesh | None, facts: list[str], problem: Exception | None) -> None:
+def agree_on_values(mesh: Mesh | None, facts: list[str], problem: Exception | None) -> None:
     """Raise ``problem``, and on the other ranks that this one has it; or that the ranks' ``facts`` differ."""
     if mesh is not None and is_shared(mesh.ranks):
         index = _starts[mesh.ranks]
@@ -155,7 +155,7 @@ def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
                 ) from error
 
 
-def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, storage: Storage) -> None:
+def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, storage: Shards) -> None:
     wanted: list[tuple[str, Tensor]] = []
     for tensor, key in matched.key_of.items():
         parameter = storage.by_placeholder.get(id(tensor))
@@ -173,31 +173,34 @@ def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, stora
     files.read(wanted)
 
 
-def _move_buffers(model: nn.Module, device: torch.device, storage: Storage) -> None:
+def _move_buffers(model: nn.Module, device: torch.device, storage: Shards) -> None:
     """A model on the CPU is sharded onto an accelerator: its buffers go there too."""
     for buffer in model.buffers():
         if buffer.device.type == "cpu" != device.type:
             storage.keep_whole(buffer, buffer.detach().to(device))
 
 
-def _synchronise(names: Mapping[Tensor, str], mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
+def _synchronise(names: Mapping[Tensor, str], mesh: Mesh, device: torch.device, storage: Shards) -> None:
     with torch.no_grad():
         for tensor in names:
             _receive(tensor, mesh, device, storage)
 
 
-def _receive(tensor: Tensor, mesh: DataParallelMesh, device: torch.device, storage: Storage) -> None:
+def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) -> None:
     """The first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
     parameter = storage.by_placeholder.get(id(tensor))
     tensor = compat.local_part(tensor)
     value = tensor.detach().to(device).contiguous() if mesh.is_first else None
-    if parameter is None:
+    if parameter is None or not storage.reads_in_place:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():
             mesh.broadcast(received)
-        if value is None or tensor.device != device:
+        if parameter is not None:
+            storage.fill(parameter, received)
+        elif value is None or tensor.device != device:
             storage.keep_whole(tensor, received)
         return
+    assert isinstance(mesh, DataParallelMesh)
     shard = parameter.input.to(device).contiguous()  # a process group of the device knows no shards on the CPU
     if parameter.spec.replicated:
         if value is not None:

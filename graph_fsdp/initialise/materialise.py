@@ -28,8 +28,9 @@ from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
 from graph_fsdp.initialise.random_numbers import first_ranks_random_numbers
 from graph_fsdp.initialise.written import Writes
-from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.parameters.shards import Storage, described
+from graph_fsdp.mesh import Mesh
+from graph_fsdp.parameters.sharded import Shards
+from graph_fsdp.parameters.shards import described
 from graph_fsdp.units import modules_on_path
 
 ParamInitFn = Callable[[nn.Module], Any]
@@ -89,9 +90,9 @@ def find_pieces(
 def materialise(
     pieces: Sequence[Piece],
     names: Mapping[Tensor, str],
-    mesh: DataParallelMesh | None,
+    mesh: Mesh | None,
     device: torch.device,
-    storage: Storage,
+    storage: Shards,
 ) -> None:
     """Initialise the pieces one after the other, and put this rank's shards into the storage.
 
@@ -105,7 +106,7 @@ def materialise(
 
 
 def _initialise(
-    piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Storage, writes: Writes
+    piece: Piece, names: Mapping[Tensor, str], device: torch.device, storage: Shards, writes: Writes
 ) -> None:
     registered = [(table, module, leaf, tensor) for module in piece.modules for table, leaf, tensor in _entries(module)]
     stand_ins: dict[Tensor, Tensor] = {}

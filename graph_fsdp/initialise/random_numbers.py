@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.mesh import Mesh
 
 
 @contextlib.contextmanager
-def first_ranks_random_numbers(mesh: DataParallelMesh | None, device: torch.device) -> Iterator[None]:
+def first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
     """Every rank draws what the mesh's first rank draws. Afterwards the first rank's generators, and those of ranks
     that were in the same state, are where the draws have brought them, as if the model had been built there; the others
     are where they were, as all are after an error."""
@@ -24,15 +24,16 @@ def first_ranks_random_numbers(mesh: DataParallelMesh | None, device: torch.devi
             mesh.broadcast(sent)
             state.copy_(sent)
     keep = all(map(torch.equal, own, states))
-    _set_random_states(states, device)
-    try:
-        yield
-    except BaseException:
-        keep = False
-        raise
-    finally:
-        if not keep:
-            _set_random_states(own, device)
+    with mesh.turn() if mesh is not None else contextlib.nullcontext():
+        _set_random_states(states, device)
+        try:
+            yield
+        except BaseException:
+            keep = False
+            raise
+        finally:
+            if not keep:
+                _set_random_states(own, device)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

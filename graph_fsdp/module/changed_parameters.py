@@ -20,7 +20,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 
 if TYPE_CHECKING:
-    from graph_fsdp.parameters.shards import ShardedParameter
+    from graph_fsdp.parameters.sharded import ShardedParameter
 
 _storage = torch.Tensor.untyped_storage
 

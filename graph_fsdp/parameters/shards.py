@@ -18,10 +18,8 @@ values before each forward (``refresh``).
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -32,39 +30,17 @@ from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module.changed_parameters import AssignedData, check_tied, checked_replacement
-from graph_fsdp.parameters.placeholder import guard, set_guarded
+from graph_fsdp.parameters.placeholder import guard
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
 from graph_fsdp.parameters.tensor_parallel import give_memory, shard_spec
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.passes.transforms.offload import HOST
 
 
-@dataclass
-class ShardedParameter:
-    """One parameter of the model, under all its names."""
+class Storage(Shards):
+    """The shards of a rank."""
 
-    spec: ParameterSpec
-    owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
-    placeholder: nn.Parameter
-    shard: nn.Parameter
-    input: Tensor  # padded local shard as it is gathered, a view of the storage
-    rows: Tensor  # without padding, as it is used; likewise
-    local: Tensor  # the shard's own local tensor: the same memory, in a storage of its own (see ``Storage``)
-    filled: bool = False  # it has the parameter's values
-    whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
-
-    @property
-    def registered(self) -> nn.Parameter:
-        """What modules hold while no forward runs."""
-        return self.shard if self.whole is None else self.whole
-
-
-class Storage:
-    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail.
-
-    In between, whoever gives the model other values than its own puts them in: ``fill`` and ``keep_whole``.
-    """
-
-    reads_in_place = True  # a file's rows can be read into the shards
+    reads_in_place = True
 
     def __init__(
         self,
@@ -75,16 +51,13 @@ class Storage:
         mesh: DataParallelMesh | None,
         device: torch.device,
     ) -> None:
-        self.spec, self.mesh = spec, mesh
+        super().__init__(spec, mesh, device)
         self.rank = mesh.shard_rank if mesh is not None else 0
         offsets, sizes = _layout(spec)
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
         # Not zeroed: on the CPU, pages are then taken as shards are filled, while the originals give theirs back.
-        self.device = device  # of gathered parameters
         self.buffers = {dtype: self._allocate_shards(n, dtype) for dtype, n in sizes.items()}
-        self.parameters: dict[str, ShardedParameter] = {}
-        self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
         for name, p in spec.parameters.items():
             original = originals[name]
             begin = offsets[name]
@@ -95,16 +68,13 @@ class Storage:
             if self.has_memory:
                 end = begin + local.numel()
                 self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
-            owners = tuple(_owner(model, full_name) for full_name in names[original])
+            owners = owners_of(model, names[original])
             self.parameters[name] = ShardedParameter(
                 p, owners, original, self._make_shard(p, original, local), p.as_stored(padded), rows, local
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
         self._assigned = AssignedData(self.parameters.values())
-        self.active = False
-        self.refusal: Callable[[Sequence[str]], str] = _refused  # of memory to placeholders (python_reads.py)
-        self.unguarded_in_forward = False
 
     def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         offload = self.spec.offload
@@ -146,11 +116,7 @@ class Storage:
         """A copy of this rank's part of a whole parameter, as a DTensor like its shard."""
         return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
-    def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
-        """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
-        self._whole.append((tensor, value))
-
-    def install(self, fullgraph: bool) -> None:
+    def install(self, model: nn.Module, fullgraph: bool) -> None:
         """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
         memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
         and placeholders need no guard while its forward runs."""
@@ -158,7 +124,7 @@ class Storage:
         for p in self.parameters.values():
             if self.has_memory and not p.filled:
                 self.fill(p, p.placeholder)
-            _register(p, p.shard)
+            p.register(p.shard)
             allocate = torch.empty if self.has_memory else compat.without_memory
             empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=self.device)
             if self.has_memory:
@@ -171,49 +137,6 @@ class Storage:
             else:
                 _set_memory(tensor, value)
         self._whole.clear()
-
-    @contextlib.contextmanager
-    def placeholders_registered(self) -> Iterator[None]:
-        """For the time of a forward: modules hold placeholders. Whatever happens, they hold shards afterwards."""
-        self.active = True
-        try:
-            for p in self.parameters.values():
-                if self.unguarded_in_forward:
-                    set_guarded(p.placeholder, False)
-                _register(p, p.placeholder)
-            yield
-        finally:
-            for p in self.parameters.values():
-                if self.unguarded_in_forward:
-                    set_guarded(p.placeholder, True)
-                _register(p, p.registered)
-            self.active = False
-
-    def without_placeholders(self, outputs: Any) -> Any:
-        """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
-        with compat.without_torch_function():
-            return compat.tree_map_only(nn.Parameter, self._without_placeholder, outputs)
-
-    def _without_placeholder(self, p: nn.Parameter) -> nn.Parameter:
-        found = self.by_placeholder.get(id(p))
-        return p if found is None else found.registered
-
-    def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
-        """``whole`` stands in the modules from now on; None: the shard."""
-        p.whole = whole
-        _register(p, p.registered)
-
-    def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
-        """What stands in the modules for an unsharded parameter: it may have been replaced."""
-        found: Any = p.whole
-        plain = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
-        if not plain or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
-            raise ParameterChangedError(
-                f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a plain "
-                f"parameter of shape {tuple(p.spec.shape)} on {p.input.device} has to stand there"
-            )
-        whole: nn.Parameter = found
-        return whole
 
     def refresh(self) -> None:
         """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
@@ -331,10 +254,6 @@ def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
     return compat.make_dtensor(compat.with_storage_of_its_own(used), p.shard)
 
 
-def _refused(names: Sequence[str]) -> str:
-    return "the model is not compiled yet"
-
-
 def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
     """Parameter name → element at which its chunk starts in its dtype's buffer, and the buffers' sizes."""
     offsets: dict[str, int] = {}
@@ -361,16 +280,6 @@ def _set_memory(tensor: Tensor, value: Tensor) -> None:
         compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
     else:
         tensor.data = value
-
-
-def _register(p: ShardedParameter, value: nn.Parameter) -> None:
-    for module, leaf in p.owners:
-        module._parameters[leaf] = value
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
 
 
 def described(value: Tensor) -> str:

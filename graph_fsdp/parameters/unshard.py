@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
-from graph_fsdp.parameters.shards import Linked, ShardedParameter, Storage
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards
+from graph_fsdp.parameters.shards import Linked
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.runtime import GatheredBytes
@@ -49,7 +50,7 @@ class _Gathering:
 class UnshardedUnits:
     """Which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
 
-    def __init__(self, storage: Storage, counter: GatheredBytes, schedules: Schedules) -> None:
+    def __init__(self, storage: Shards, counter: GatheredBytes, schedules: Schedules) -> None:
         self.storage, self.counter, self._schedules = storage, counter, schedules
         self.members: dict[str, list[ShardedParameter]] = {}
         for p in storage.parameters.values():

@@ -17,8 +17,7 @@ __all__ = ["ShardMetadata", "full_state_dict", "shard_batch", "shard_metadata"]
 def shard_batch(batch: Any, mesh: Any = None) -> Any:
     """Give each device of ``mesh`` its rows of every tensor in ``batch``, a tree of tensors on the CPU or on XLA, with
     the rows first. Tensors without dimensions stay whole. ``mesh``: as for ``graph_fsdp.compile``."""
-    parallel, device = mesh if isinstance(mesh, XlaMesh) else XlaMesh.of(mesh), compat_xla.device()
-    place = parallel.batch
+    place, device = XlaMesh.of(mesh).batch, compat_xla.device()
 
     def shard(tensor: Tensor) -> Tensor:
         tensor = compat_xla.plain(tensor).to(device)

@@ -73,8 +73,8 @@ def to_host(tensor: Tensor) -> Tensor:
     if not compat_xla.is_divided(tensor):
         return tensor.cpu()
     # Devices of other replicas have the same parts.
-    shards = {shard.offset: shard for shard in compat_xla.device_shards(tensor) if _has_rows(shard)}
-    parts: Tensor = Parts(tensor.shape, tensor.dtype, {offset: _unpadded(shard) for offset, shard in shards.items()})
+    held = {shard.offset: _unpadded(shard) for shard in compat_xla.device_shards(tensor) if _has_rows(shard)}
+    parts: Tensor = Parts(tensor.shape, tensor.dtype, held)
     return parts
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,58 +24,107 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.entry import Entry
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes import Graph, PassContext, memory_profile
+from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.backends.xla import XlaBackend
-from graph_fsdp.runtime.xla.lower import Exit, ProgramInput, lower, varying_nodes
-from graph_fsdp.runtime.xla.placement import Placement, read_placement
+from graph_fsdp.runtime.xla.lower import Crossing, Lowered, lower, varying_nodes
+from graph_fsdp.runtime.xla.placement import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.checkpoint import XlaTensors
 from graph_fsdp.xla.storage import LocalViews, XlaStorage
 
+_Crossings: TypeAlias = tuple[Sequence[Crossing | None], Sequence[Crossing | None]]  # of a graph's inputs and outputs
 
+
+@dataclass
 class _Capture:
     """What forward and backward of one captured graph have to know of each other."""
 
-    def __init__(self, placements: list[Placement | None], shapes: list[tuple[int, ...] | None]) -> None:
-        self.placements = placements  # of the graph's inputs; None for what is no tensor
-        self.shapes = shapes  # of parameters, as the model has them
-        self.saved: list[ProgramInput | None] = []
-        self.stacked_outputs: list[bool] = []  # of those that backward is given a gradient of
+    inputs: list[Crossing | None]  # how they enter; with a shape, the model's, where they are parameters
+    saved: list[Crossing | None] = field(default_factory=list)
+    stacked_outputs: list[bool] = field(default_factory=list)  # of those that backward is given a gradient of
 
 
 class XlaEngine(Engine):
-    """An engine whose graphs run on all XLA devices of one program."""
+    """What the engines of each ``sharding`` have in common: their graphs become programs of XLA's, which keep neither
+    step with other processes nor anything gathered that could be given back."""
 
-    storage: XlaStorage  # type: ignore[assignment]  # it has what Engine's methods call
+    storage: XlaStorage
     backend: XlaBackend
+    unavailable = "on XLA devices parameters are whole in compiled code alone"  # why units cannot be whole outside
+    program_class = XlaProgram
 
-    def __init__(self, forward: Callable[..., Any], spec: Any, storage: XlaStorage, *args: Any, **kwargs: Any) -> None:
-        super().__init__(forward, spec, cast(Storage, storage), *args, whole=True, **kwargs)
-        self.mesh = storage.xla_mesh
-        self.unsharded.refused = _unavailable()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mesh = self.storage.xla_mesh
+        self.unsharded.refused = self.unavailable
+        self._told = False  # that no input is sharded
+
+    def checkpoint_access(self) -> XlaTensors:
+        return XlaTensors(self.storage)
+
+    def tell_unsharded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn, once, that no input of the model is sharded, by the names that its forward has for them."""
+        if self._told or self.mesh.size == 1:
+            return
+        self._told = True
+        names = list(inspect.signature(function).parameters)[1:]
+        given = [*zip(names, args, strict=False), *kwargs.items()]
+        tensors = [name for name, value in given if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))]
+        if tensors:
+            warnings.warn(
+                f"no input of the model is sharded ({', '.join(tensors)}), so all devices compute the same; shard the "
+                "batch: graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
+                stacklevel=4,
+            )
+
+    def _compile_graph(
+        self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        call = Engine._compile_graph(self, settings, entry, module, example_inputs)
+
+        def on_devices(*args: Any) -> Any:
+            return call(*map(self._real, args))
+
+        return on_devices
+
+    def _real(self, value: Any) -> Any:
+        """What a program is given for an argument of its graph."""
+        on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
+        return value.to(self.storage.device) if on_cpu else value
+
+    def _lowered(self, graph: Graph, captured: CapturedGraph) -> Lowered:
+        return lower(graph, self.mesh.groups)
+
+    def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> XlaProgram:
+        lowered, on_host = self._lowered(graph, captured), self.backend.on_host_fallback
+        return self.program_class(graph, lowered, self.regions, self.counter, on_host)
+
+    def _runnable(self, program: Program | WholeProgram, context: PassContext) -> Callable[[list[Any]], Any]:
+        return program
+
+
+class LocalEngine(XlaEngine):
+    """An engine whose graphs run on all XLA devices of one program, each of which has its own rows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._views: LocalViews | None = None
         self._captures: list[_Capture] = []
-        self._functions: dict[Any, dict[Any, Callable[..., Any]]] = {}
-        self._told = False  # that no input is sharded
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         views = LocalViews(self.mesh, self.storage.device)
         args, kwargs = views.of((args, kwargs))
-        if not views.has_sharded and not self._told and self.mesh.size > 1:
-            self._told = True
-            warn_unsharded(entry.function, args, kwargs)
-        # Graphs are of the local view, whose shapes do not tell how the inputs are sharded.
-        self._compiled, self._layout = self._functions.setdefault(views.signature, {}), views.signature
+        if not views.has_sharded:
+            self.tell_unsharded(entry.function, args, kwargs)
+        self._layout = views.signature
         before, self._views = self._views, views
         try:
             return views.back(super().run(entry, module, *args, **kwargs))
         finally:
             self._views = before
-
-    def checkpoint_access(self) -> XlaTensors:
-        return XlaTensors(self.storage)
 
     def _compile_graph(
         self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
@@ -85,173 +134,109 @@ class XlaEngine(Engine):
         if self._call is not None and self._views is not None:  # what the user has called it with, for the report
             given, named = self._views.back((self._call.args, self._call.kwargs))
             self._call = replace(self._call, args=given, kwargs=named)
-        call = Engine._compile_graph(self, settings, entry, module, example_inputs)
-
-        def on_all_devices(*args: Any) -> Any:
-            return call(*map(self._real, args))
-
-        return on_all_devices
+        return XlaEngine._compile_graph(self, settings, entry, module, example_inputs)
 
     def _real(self, value: Any) -> Any:
-        """The tensor of the whole program that an argument of a graph stands for."""
-        if not isinstance(value, Tensor):
-            return value
-        found = self._views.real.get(id(value)) if self._views is not None else None
-        if found is None:
-            return value.to(self.storage.device) if value.device.type == "cpu" else value
-        return found
+        """The tensor of the whole program that an argument stands for."""
+        return super()._real(self._views.real.get(id(value), value) if self._views is not None else value)
 
     def _describe_inputs(self, module: fx.GraphModule) -> _Capture:
-        placements: list[Placement | None] = []
-        shapes: list[tuple[int, ...] | None] = []
+        inputs: list[Crossing | None] = []
         assert self._views is not None
         for node in module.graph.nodes:
             if node.op != "placeholder":
                 continue
             example = getattr(node.meta.get("grapharg"), "example", None)
             parameter = self.storage.by_placeholder.get(id(example))
-            shapes.append(None if parameter is None else tuple(parameter.spec.shape))
             if parameter is not None:
-                placements.append(self.storage.placement(parameter.spec))
+                inputs.append(Crossing(self.storage.placement(parameter.spec), shape=parameter.spec.shape))
             elif isinstance(example, Tensor):
-                placements.append(self._views.placements.get(id(example), self.mesh.whole))
+                inputs.append(Crossing(self._views.placements.get(id(example), self.mesh.whole)))
                 _check_whole(node, example, self._views)
             else:
-                placements.append(None)
-        return _Capture(placements, shapes)
+                inputs.append(None)
+        return _Capture(inputs)
 
     # --- programs
 
-    def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
-        graph.cost = context.cost
+    def _lowered(self, graph: Graph, captured: CapturedGraph) -> Lowered:
         capture = self._captures[captured.index]
-        if graph.phase == "backward":
-            entries, exits = self._backward(graph, context, capture)
-        else:
-            entries, exits = self._forward_or_inference(graph, context, capture)
-        lowered = lower(graph, self.mesh.groups, entries, exits, self.mesh.batch)
-        program = XlaProgram(
-            graph,
-            lowered,
-            entries,
-            self.regions,
-            self.counter,
-            each=self.mesh.batch,
-            on_host_fallback=self.backend.on_host_fallback,
-        )
-        captured.add_program(graph, context, program, memory_profile(graph, context))
-        self.programs[captured.index, graph.phase] = program
-        return program
+        make = self._backward if graph.phase == "backward" else self._forward_or_inference
+        return lower(graph, self.mesh.groups, *make(graph, capture), self.mesh.batch)
 
-    def _forward_or_inference(
-        self, graph: Graph, context: PassContext, capture: _Capture
-    ) -> tuple[list[ProgramInput | None], list[Exit | None]]:
-        inputs = zip(graph.placeholders, capture.placements, capture.shapes, strict=True)
-        entries = [_entry(place, node, is_shard=shape is not None) for node, place, shape in inputs]
-        varying = varying_nodes(graph, [e is not None and not e.placement.is_replicated for e in entries])
+    def _forward_or_inference(self, graph: Graph, capture: _Capture) -> _Crossings:
+        entry_of = dict(zip(graph.placeholders, capture.inputs, strict=True))
+        varying = varying_nodes(graph, capture.inputs)
         written, differentiable = compat.forward_outputs()
-        outputs: Any = graph.output.args[0]
+        outputs = operands(graph.output)
         first_saved = len(written) + len(differentiable)
-        exits: list[Exit | None] = []
+        exits: list[Crossing | None] = []
         for index, value in enumerate(outputs):
-            if not isinstance(value, fx.Node) or value.op == "placeholder":
+            if not isinstance(value, fx.Node) or value in entry_of:
                 exits.append(None)
             elif index < len(written):
-                exits.append(self._written(value, value in varying, capture.placements[written[index]]))
+                exits.append(self._written(value, value in varying, capture.inputs[written[index]]))
             elif index < first_saved:
                 exits.append(self._output(value, value in varying, index - len(written)))
             else:
-                exits.append(Exit(self.mesh.batch))
-        for value in outputs[first_saved:]:
-            if isinstance(value, fx.Node) and value.op == "placeholder":
-                capture.saved.append(entries[graph.placeholders.index(value)])
-            else:
-                capture.saved.append(_entry(self.mesh.batch, value))
+                exits.append(Crossing(self.mesh.batch))
+        saved = zip(outputs[first_saved:], exits[first_saved:], strict=True)
+        capture.saved = [entry_of.get(value, leaving) for value, leaving in saved]
         of_outputs = zip(exits[len(written) : first_saved], differentiable, strict=True)
-        capture.stacked_outputs = [e is not None and not e.placement.is_replicated for e, given in of_outputs if given]
-        return entries, exits
+        capture.stacked_outputs = [leaving is not None and leaving.is_divided for leaving, given in of_outputs if given]
+        return capture.inputs, exits
 
-    def _output(self, value: fx.Node, varies: bool, index: int) -> Exit:
+    def _output(self, value: fx.Node, varies: bool, index: int) -> Crossing:
         if not varies:
-            return Exit(self.mesh.whole)
+            return Crossing(self.mesh.whole)
         if value.meta["val"].dim():
-            return Exit(self.mesh.batch)
+            return Crossing(self.mesh.batch)
         if value.meta["val"].is_floating_point():
-            return Exit(self.mesh.whole, mean=True)
+            return Crossing(self.mesh.whole, mean=True)
         raise UnsupportedError(
             f"output {index} of the model is a single {value.meta['val'].dtype} that each device has its own of, and "
             "no mean can be taken of it; return it as a floating-point number, or one per row of the batch"
         )
 
-    def _written(self, value: fx.Node, varies: bool, place: Placement | None) -> Exit:
+    def _written(self, value: fx.Node, varies: bool, entry: Crossing | None) -> Crossing:
         """Of the new value of an input: a buffer's is the mean over devices."""
-        if place is not None and not place.is_replicated:
-            return Exit(place)
+        if entry is not None and entry.is_divided:
+            return entry
         if varies and not value.meta["val"].is_floating_point():
             raise UnsupportedError(
                 f"the model writes other values of type {value.meta['val'].dtype} into a buffer on each device, and a "
                 "buffer is the same on all; write floating-point numbers, of which the mean is kept"
             )
-        return Exit(self.mesh.whole, mean=varies)
+        return Crossing(self.mesh.whole, mean=varies)
 
-    def _backward(
-        self, graph: Graph, context: PassContext, capture: _Capture
-    ) -> tuple[list[ProgramInput | None], list[Exit | None]]:
-        nodes = graph.placeholders
-        tangents = nodes[len(capture.saved) :]
-        entries = list(capture.saved)
-        for node, stacked in zip(tangents, capture.stacked_outputs, strict=True):
-            # See [Note: gradients of the whole program].
-            entries.append(_entry(self.mesh.batch, node, self.mesh.size) if stacked else _entry(self.mesh.whole, node))
-        exits: list[Exit | None] = []
-        outputs: Any = graph.output.args[0]
-        for value, place, shape in zip(outputs, capture.placements, capture.shapes, strict=True):
-            if not isinstance(value, fx.Node):
+    def _backward(self, graph: Graph, capture: _Capture) -> _Crossings:
+        # See [Note: gradients of the whole program].
+        stacked, whole = Crossing(self.mesh.batch, scale=self.mesh.size), Crossing(self.mesh.whole)
+        entries = [*capture.saved, *(stacked if is_stacked else whole for is_stacked in capture.stacked_outputs)]
+        exits: list[Crossing | None] = []
+        for value, entry in zip(operands(graph.output), capture.inputs, strict=True):
+            if not isinstance(value, fx.Node) or entry is None:
                 exits.append(None)
-            elif shape is not None:
-                assert place is not None
-                exits.append(Exit(place, shape))
             else:
-                exits.append(self._input_gradient(place))
+                exits.append(self._input_gradient(entry.placement) if entry.shape is None else entry)
         return entries, exits
 
-    def _input_gradient(self, place: Placement | None) -> Exit:
-        assert place is not None
+    def _input_gradient(self, place: Placement) -> Crossing:
         if place.is_replicated:
-            return Exit(place, mean=True)
+            return Crossing(place, mean=True)
         if place != self.mesh.batch:
             raise UnsupportedError(
                 "an input that is sharded over a part of the mesh requires grad; shard it over all devices"
             )
-        return Exit(place, scale=1 / self.mesh.size)
-
-
-def _entry(place: Placement | None, node: fx.Node, scale: float = 1.0, is_shard: bool = False) -> ProgramInput | None:
-    value = node.meta.get("val")
-    if place is None or not isinstance(value, Tensor):
-        return None
-    return ProgramInput(place, tuple(value.shape), scale, is_shard)
-
-
-def warn_unsharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """By the names that the model's forward has for them."""
-    names = list(inspect.signature(function).parameters)[1:]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
-    tensors = [name for name, value in given if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))]
-    if tensors:
-        warnings.warn(
-            f"no input of the model is sharded ({', '.join(tensors)}), so all devices compute the same; shard the "
-            "batch: graph_fsdp.xla.shard_batch(batch, mesh), or torch_xla's MpDeviceLoader with input_sharding",
-            stacklevel=4,
-        )
+        return Crossing(place, scale=1 / self.mesh.size)
 
 
 def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:
     if id(example) in views.placements or example.device.type != "xla":
         return
-    (spec,) = compat_xla.sharding_specs([example])
-    found = read_placement(spec, views.mesh.ranks)
+    (found,) = views.mesh.placements([example])
     if found is None or not found.is_replicated:
+        (spec,) = compat_xla.sharding_specs([example])
         raise UnsupportedError(
             f"{node.name} is a tensor of shape {tuple(example.shape)} that is sharded as {spec}, and is no argument of "
             "the model: a buffer, or in an object that torch.utils._pytree does not know; pass it as an argument, in a "
@@ -271,7 +256,3 @@ def _clone_outputs(module: fx.GraphModule) -> None:
             clones[value].meta = {k: v for k, v in value.meta.items() if k not in ("grapharg", "fsdp")}
     output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))
     module.recompile()
-
-
-def _unavailable() -> str:
-    return "on XLA devices parameters are whole in compiled code alone"

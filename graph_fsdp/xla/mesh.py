@@ -13,22 +13,24 @@ Other axes must have size 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError
-from graph_fsdp.mesh import REPLICATE_NAMES, SHARD_NAMES
+from graph_fsdp.mesh import REPLICATE_NAMES, SHARD_NAMES, Mesh
 from graph_fsdp.passes import GroupShape
-from graph_fsdp.runtime.xla.placement import Placement
+from graph_fsdp.runtime.xla.placement import Placement, read_placement
 
 _REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
 
 
 @dataclass(frozen=True)
-class XlaMesh:
+class XlaMesh(Mesh):
     """``devices``: ordinals, one row per replica, and in it one device per shard."""
 
     devices: tuple[tuple[int, ...], ...]
@@ -74,12 +76,16 @@ class XlaMesh:
             raise MeshError(f"mesh has {mesh.ndim} dimensions; one shards, or the first of two replicates")
         array = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         found = cls(tuple(map(tuple, array)))
-        if len(found.ranks) != compat_xla.device_count():
+        if found.size != compat_xla.device_count():
             raise MeshError(
-                f"mesh has {len(found.ranks)} devices and the XLA program {compat_xla.device_count()}; make the mesh "
+                f"mesh has {found.size} devices and the XLA program {compat_xla.device_count()}; make the mesh "
                 "of all XLA devices: torch_xla's Mesh(range(n), (n,), ('fsdp',))"
             )
         return found
+
+    def placements(self, tensors: Sequence[Tensor]) -> list[Placement | None]:
+        """Where tensors lie; None where another dimension than the first is sharded."""
+        return [read_placement(spec, self.ordinals) for spec in compat_xla.sharding_specs(tensors)]
 
     @property
     def world_size(self) -> int:
@@ -96,6 +102,18 @@ class XlaMesh:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """One process has all devices, or there is no store through which processes could agree."""
+        return (0,)
+
+    @property
+    def is_first(self) -> bool:
+        return True
+
+    def broadcast(self, value: Tensor) -> None:
+        """One process has all devices."""
+
+    @property
+    def ordinals(self) -> tuple[int, ...]:
         """All devices."""
         return tuple(device for row in self.devices for device in row)
 
@@ -123,7 +141,7 @@ class XlaMesh:
     @property
     def whole(self) -> Placement:
         """The same on every device."""
-        return Placement(self.ranks)
+        return Placement(self.ordinals)
 
     @property
     def sharded(self) -> Placement:
@@ -134,4 +152,4 @@ class XlaMesh:
     @property
     def batch(self) -> Placement:
         """Of inputs, and of what is computed from them: each device has its own rows."""
-        return Placement(self.ranks, self.size)
+        return Placement(self.ordinals, self.size)

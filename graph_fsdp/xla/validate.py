@@ -6,13 +6,20 @@ What a mesh must be is in ``mesh.py``, operators that XLA does not have in ``run
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import validate
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.options import CompileOptions
+from graph_fsdp.parameters.extensions import is_extended
+from graph_fsdp.runtime.xla.replica import are_threads
+from graph_fsdp.xla.mesh import XlaMesh
 
 _TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"
 
@@ -26,35 +33,31 @@ def environment(replicas: bool = False) -> None:
         MeshError: torch.distributed, or a launcher, counts other processes than XLA; or this one is no replica.
     """
     check_versions(torch.__version__, _installed("torch_xla"))
-    if replicas:
-        _replica()
-        return
-    if not compat_xla.is_spmd():
-        raise UnsupportedError(
-            "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
-            "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device; or pass "
-            "sharding='replicas' in each of the processes that torch_xla.launch starts, one per device"
-        )
+    if compat_xla.is_spmd() == replicas:
+        raise UnsupportedError(_SPMD_IS_ON if replicas else _SPMD_IS_OFF)
     launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
-    check_world_sizes(launched, compat_xla.process_count())
-
-
-def _replica() -> None:
-    if compat_xla.is_spmd():
-        raise UnsupportedError(
-            "sharding='replicas' has one process run one device, and SPMD is on, with which one process runs all "
-            "devices of its host; leave out torch_xla.runtime.use_spmd(), or pass sharding='manual'"
-        )
+    if not replicas:
+        check_world_sizes(launched, compat_xla.process_count())
+        return
     found, devices = compat_xla.replica_count(), compat_xla.device_count()
-    if dist.is_initialized():
-        check_replica_counts(dist.get_world_size(), found)
-    elif validate.world_size_of_environment() > 1:
-        check_replica_counts(validate.world_size_of_environment(), found)
+    if dist.is_initialized() or launched > 1:
+        check_world_sizes(launched, found, replicas=True)
     if found != devices:
         raise MeshError(
             f"mesh: XLA has {devices} devices, and this process is no replica of theirs but a world of {found}; with "
             "sharding='replicas' start the training with torch_xla.launch(function), which calls it for each device"
         )
+
+
+_SPMD_IS_OFF = (
+    "backend='xla' has one process run all devices of its host, for which SPMD must be on; call "
+    "torch_xla.runtime.use_spmd() at the start of the program, before anything is on the device; or pass "
+    "sharding='replicas' in each of the processes that torch_xla.launch starts, one per device"
+)
+_SPMD_IS_ON = (
+    "sharding='replicas' has one process run one device, and SPMD is on, with which one process runs all devices of "
+    "its host; leave out torch_xla.runtime.use_spmd(), or pass sharding='manual'"
+)
 
 
 def check_versions(torch_version: str, xla_version: str | None) -> None:
@@ -68,24 +71,84 @@ def check_versions(torch_version: str, xla_version: str | None) -> None:
     )
 
 
-def check_world_sizes(launched: int, found: int) -> None:
-    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: of XLA."""
-    if launched != found:
-        raise MeshError(
-            f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found}, so they would not "
-            "train one model together; start one process per host, which has all of its devices (on XLA's CPU client: "
-            "python without torchrun, and CPU_NUM_DEVICES devices)"
-        )
+def check_world_sizes(launched: int, found: int, replicas: bool = False) -> None:
+    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: of XLA, or its replicas."""
+    if launched == found:
+        return
+    of_xla, cure = (f"{found} replicas", _ONE_PER_DEVICE) if replicas else (f"{found}", _ONE_PER_HOST)
+    raise MeshError(
+        f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {of_xla}, so they would not "
+        f"train one model together; {cure}"
+    )
 
 
-def check_replica_counts(launched: int, found: int) -> None:
-    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: XLA's replicas."""
-    if launched != found:
-        raise MeshError(
-            f"mesh: torch.distributed (or the launcher) counts {launched} processes and XLA {found} replicas, so they "
-            "would not train one model together; start one process per device that XLA knows of: torch_xla.launch("
-            "function), or torchrun on TPU hosts (on XLA's CPU client each process of torchrun is a world of its own)"
+_ONE_PER_HOST = (
+    "start one process per host, which has all of its devices (on XLA's CPU client: python without torchrun, and "
+    "CPU_NUM_DEVICES devices)"
+)
+_ONE_PER_DEVICE = (
+    "start one process per device that XLA knows of: torch_xla.launch(function), or torchrun on TPU hosts (on XLA's "
+    "CPU client each process of torchrun is a world of its own)"
+)
+
+
+def check_options(options: CompileOptions) -> None:
+    """What XLA devices do not have."""
+    replicas = options.sharding == "replicas"
+    if options.regions == "whole":
+        raise ValueError("regions='whole': backend='xla' compiles every graph in one piece; leave it out")
+    if not options.fullgraph and options.sharding == "manual":
+        raise UnsupportedError(
+            "fullgraph=False: with backend='xla' the graph of one device's rows cannot be left for Python and entered "
+            "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'"
         )
+    if not options.fullgraph and replicas and are_threads():
+        raise UnsupportedError(
+            "fullgraph=False with sharding='replicas': the replicas of this process are threads, which take turns to "
+            "trace, and a piece of a graph would wait in its turn for the others; leave fullgraph out, or start one "
+            "process per device"
+        )
+    refused = (
+        (options.offloads, "offload_policy: backend='xla' keeps shards on the devices; leave it out"),
+        (
+            options.reshards_to_groups,
+            f"reshard_after_forward={options.reshard_after_forward}: with backend='xla' parameters are kept whole or "
+            "sharded over all devices; pass True, False, None or 'auto'",
+        ),
+        (
+            options.shard_placement_fn is not None,
+            "shard_placement_fn: with backend='xla' parameters are sharded on dimension 0; leave it out",
+        ),
+        (
+            options.checkpointing is not None and options.checkpointing.offload,
+            "activation_checkpointing with offload: backend='xla' makes no copies to the CPU",
+        ),
+        (options.dynamic, "dynamic=True: XLA compiles static shapes, a graph for each; pass None or False"),
+        (
+            replicas and options.checkpoint is not None,
+            "checkpoint: sharding='replicas' reads no files; load the model before graph_fsdp.compile",
+        ),
+    )
+    for is_given, message in refused:
+        if is_given:
+            raise UnsupportedError(message)
+
+
+def check_parameters(names: Mapping[nn.Parameter, list[str]], mesh: XlaMesh) -> None:
+    """They are plain ones, and not divided yet: a tensor of XLA's that is cannot be given another sharding."""
+    for p, (name, *_) in names.items():
+        if is_extended(p) or isinstance(p, DTensor):
+            kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"
+            raise UnsupportedError(
+                f"parameter {name!r} is {kind}, which backend='xla' cannot gather; pass a plain model"
+            )
+        if p.device.type not in ("cpu", "xla", "meta"):
+            raise ValueError(f"parameter {name!r} is on {p.device}; move the model to the CPU or to XLA's device")
+        if p.device.type == "xla" and mesh.placements([p.detach()])[0] not in (mesh.sharded, mesh.whole):
+            raise ValueError(
+                f"parameter {name!r} is sharded as {compat_xla.sharding_specs([p.detach()])[0]} by mark_sharding; pass "
+                "the model as it was before that, or torch_xla.distributed.spmd.clear_sharding each parameter"
+            )
 
 
 def _installed(package: str) -> str | None:

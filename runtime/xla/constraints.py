@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.compat import xla_hlo as compat_xla_hlo
 from graph_fsdp.passes.transforms import constrain as constrain
 
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
@@ -41,7 +40,7 @@ def _axis(names: str) -> Any:
 
 
 def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
-    return compat_xla_hlo.annotated(value, op_sharding(mesh, tuple(axes)))
+    return compat_xla.annotated(value, op_sharding(mesh, tuple(axes)))
 
 
 _LIBRARY.impl("constrain", _constrain)

@@ -1,6 +1,6 @@
 """A scheduled graph as one program of all devices: the local view, between ``enter`` and ``exit``.
 
-The dialect becomes functional collectives first (``runtime/functional.py``), and these become XLA's:
+It is lowered as for any compiler that takes a graph whole (``runtime/functional.py``), with XLA's own collectives:
 
 | functional | becomes |
 |---|---|
@@ -17,7 +17,7 @@ activation that was computed before it in the verified order keeps the gather be
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,229 +25,217 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, is_view
-from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
+from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.runtime import functional
 from graph_fsdp.runtime.xla import operators, random
 from graph_fsdp.runtime.xla.placement import Placement
 
 aten = torch.ops.aten
-_functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class ProgramInput:
-    """How an input enters: sharded so, each value multiplied by ``scale``. ``local``: its shape on a device.
-    ``is_shard``: of a parameter."""
+class Crossing:
+    """How an input enters, or an output leaves: sharded so, each value multiplied by ``scale``. Of an output ``mean``:
+    over all devices. ``shape``: outside; None for equal parts put together."""
 
     placement: Placement
-    local: tuple[int, ...]
-    scale: float = 1.0
-    is_shard: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the input, where its parts are equal."""
-        return self.placement.global_shape(self.local)
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How an output leaves: sharded so, each value multiplied by ``scale``; ``mean``: over all devices. ``shape``: of
-    what leaves; None for equal parts put together."""
-
-    placement: Placement
-    shape: tuple[int, ...] | None = None
     scale: float = 1.0
     mean: bool = False
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether devices have other values of it."""
+        return not self.placement.is_replicated
+
+    def shape_outside(self, local: Sequence[int]) -> tuple[int, ...]:
+        return self.placement.global_shape(local) if self.shape is None else self.shape
 
 
 @dataclass(frozen=True)
 class Lowered:
     """``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
-    what has to be computed of the outputs. ``returns`` says of each output where it is: ("input", place), ("result",
-    place) or ("constant", value)."""
+    what has to be computed of the outputs. ``entries``: how each input enters, None for what is taken as it is.
+    ``returns`` says of each output where it is: ("input", place), ("result", place) or ("constant", value)."""
 
     module: fx.GraphModule
+    entries: tuple[Crossing | None, ...]
     returns: tuple[tuple[str, Any], ...]
-    seeded: bool = False
+    seeded: bool
 
 
 def lower(
     graph: Graph,
     groups: Mapping[str, list[list[int]]],
-    entries: Sequence[ProgramInput | None],
-    exits: Sequence[Exit | None],
-    each: Placement,
-    *,
-    barriers: bool = True,
+    entries: Sequence[Crossing | None] = (),
+    exits: Sequence[Crossing | None] = (),
+    each: Placement | None = None,
 ) -> Lowered:
     """Lower a graph that has been through all passes. It stays as it is. ``entries`` and ``exits``: of its inputs and
-    outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device."""
+    outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device. Without these
+    nothing enters or leaves: the program computes with its inputs as they are."""
     with torch.no_grad():
-        module = functional.lower(graph, grouped=False, slices=False).module
-        return Translation(module, groups, each, barriers).run(entries, exits)
+        return _Lowering(graph, groups, entries, exits, each).lowered()
 
 
-class Translation:
-    """Translates one graph, whose collectives are functional ones."""
+class _Values(dict[fx.Node, Any]):
+    """What takes the place of each node. An input enters before its first use."""
 
-    def __init__(
-        self, module: fx.GraphModule, groups: Mapping[str, list[list[int]]], each: Placement, barriers: bool
-    ) -> None:
-        self.module, self.groups, self.each, self.barriers = module, groups, each, barriers
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, fx.Node] = {}
-        self.entries: dict[fx.Node, ProgramInput] = {}  # of inputs that have not entered yet
-        self.activations: set[fx.Node] = set()  # what is not computed from parameters alone; of the graph translated
-        self.newest: fx.Node | None = None  # the activation that was computed last
-        self.channels = 0
+    def __init__(self, enter: Callable[[fx.Node], fx.Node]) -> None:
+        super().__init__()
+        self._enter = enter
 
-    def run(self, entries: Sequence[ProgramInput | None], exits: Sequence[Exit | None]) -> Lowered:
-        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        for node, entry in zip(placeholders, entries, strict=True):
-            self.values[node] = self.graph.placeholder(node.name)
-            if entry is not None:
-                self._give_shape(self.values[node], node, entry)
-                self.entries[node] = entry
-                if not entry.is_shard:
-                    self.activations.add(node)
-        seeds = [node for node in self.module.graph.nodes if node.target is random.seed]
-        for node in seeds:
-            self.values[node] = self.graph.placeholder("seed")
-            entry = ProgramInput(self.each, ())
-            self._give_shape(self.values[node], node, entry)
-            self.entries[node] = entry
-        for node in self.module.graph.nodes:
-            if node.op not in ("placeholder", "output"):
-                self._translate(node)
-        lowered = self._leave(placeholders, exits)
-        self.graph.eliminate_dead_code()
-        self.graph.lint()
-        return Lowered(fx.GraphModule(self.module, self.graph), lowered, bool(seeds))
-
-    def _give_shape(self, placeholder: fx.Node, local: fx.Node, entry: ProgramInput) -> None:
-        with fake_mode_of([local]):
-            value = local.meta["val"]
-            placeholder.meta["val"] = torch.empty(entry.shape, dtype=value.dtype, device=value.device)
-
-    def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = VALUES.of(node)
-        return node
-
-    def value(self, node: fx.Node) -> fx.Node:
-        """Return a value of the local view; an input enters before its first use."""
-        entry = self.entries.pop(node, None)
-        if entry is not None:
-            self.values[node] = self._enter(node, entry)
-        return self.values[node]
-
-    def _enter(self, node: fx.Node, entry: ProgramInput) -> fx.Node:
-        place = entry.placement
-        entered = self.call(operators.enter, self.values[node], list(place.devices), place.tiles, name=node.name)
-        if not entry.local and not place.is_replicated:
-            entered = self.call(aten.reshape.default, entered, [])
-        if entry.scale != 1:
-            entered = self.call(aten.mul.Tensor, entered, entry.scale)
+    def __missing__(self, node: fx.Node) -> fx.Node:
+        self[node] = entered = self._enter(node)
         return entered
 
-    def _translate(self, node: fx.Node) -> None:
-        target: Any = node.target
-        if not self.activations.isdisjoint(node.all_input_nodes):
-            self.activations.add(node)
-        if target is random.seed:
+
+class _Lowering(functional.Lowering):
+    def __init__(
+        self,
+        graph: Graph,
+        groups: Mapping[str, list[list[int]]],
+        entries: Sequence[Crossing | None],
+        exits: Sequence[Crossing | None],
+        each: Placement | None,
+    ) -> None:
+        super().__init__(graph, grouped=False, sliced=False)
+        self.groups, self.each = groups, each
+        self.places = {node: place for place, node in enumerate(graph.placeholders)}
+        self.entries: list[Crossing | None] = [*entries] or [None] * len(self.places)
+        self.exits: list[Crossing | None] = [*exits] or [None] * len(operands(graph.output))
+        self.values = _Values(self._enter)
+        self.outside: dict[fx.Node, tuple[fx.Node, Crossing]] = {}  # inputs of the program that enter
+        self.returns: list[tuple[str, Any]] = []
+        # What is not computed from parameters alone, and what of it was computed last.
+        self.activations = computed_from(graph, [node for node in self.places if not has_role(node, Role.SHARD)])
+        self.newest: fx.Node | None = None
+        self.channels = 0
+
+    def lowered(self) -> Lowered:
+        seeds = [node for node in self.graph.fx_graph.nodes if node.target is random.seed]
+        inputs = [*self.places, *seeds]
+        self.entries += [None if self.each is None else Crossing(self.each) for _ in seeds]
+        for node, entry in zip(inputs, self.entries, strict=True):
+            self._input(node, entry)
+        module = self.run().module
+        entries = tuple(self.outside[node][1] if node in self.outside else None for node in inputs)
+        return Lowered(module, entries, tuple(self.returns), bool(seeds))
+
+    # Inputs
+
+    def _inputs(self) -> tuple[int, ...]:
+        return ()  # they are there
+
+    def _input(self, node: fx.Node, entry: Crossing | None) -> None:
+        placeholder = self.fx_graph.placeholder(node.name)
+        placeholder.meta["val"] = value = node.meta.get("val")
+        if entry is None or not isinstance(value, Tensor):
+            self.values[node] = placeholder
             return
-        if target is _functional.wait_tensor.default:
-            self.values[node] = self._argument(node, 0)
-        elif target is _functional.all_gather_into_tensor.default:
-            self.values[node] = self._gather(node)
-        elif target is _functional.reduce_scatter_tensor.default:
-            source, op, _, group = node.args
-            reduced = self._collective(operators.reduce_scatter, source, group, node.name)
-            self.values[node] = self._mean(reduced, op, group)
-        elif target is _functional.all_reduce.default:
-            source, op, group = node.args
-            reduced = self._collective(operators.all_reduce, source, group, node.name)
-            self.values[node] = self._mean(reduced, op, group)
-        else:
-            copy = self.graph.node_copy(node, self.value)
-            self.values[node] = copy
-            value = copy.meta.get("val")
-            if (
-                node in self.activations
-                and isinstance(value, Tensor)
-                and value.is_floating_point()
-                and not is_view(node)
-            ):
-                self.newest = copy
+        with fake_mode_of([node]):
+            placeholder.meta["val"] = value.new_empty(entry.shape_outside(value.shape))
+        self.outside[node] = placeholder, entry
 
-    def _argument(self, node: fx.Node, index: int) -> fx.Node:
-        source = node.args[index]
-        assert isinstance(source, fx.Node)
-        return self.value(source)
+    def _enter(self, node: fx.Node) -> fx.Node:
+        placeholder, entry = self.outside[node]
+        place = entry.placement
+        entered = self.call(operators.enter, placeholder, list(place.devices), place.tiles, name=node.name)
+        if not node.meta["val"].dim() and entry.is_divided:
+            entered = self.call(aten.reshape.default, entered, [])
+        return entered if entry.scale == 1 else self.call(aten.mul.Tensor, entered, entry.scale)
 
-    def _groups(self, group: Any) -> tuple[list[int], int]:
+    # Nodes
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node.target is random.seed:
+            seed: fx.Node = self.values[node]
+            return seed
+        if node.op == "output":
+            return self._leave(node)
+        copy, value = super()._copy(node), node.meta.get("val")
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        if node in self.activations and is_number and not is_view(node):
+            self.newest = copy
+        return copy
+
+    def all_gather(self, shard: fx.Node, world_size: int, group: str, name: str) -> fx.Node:
+        if self.newest is not None:  # see [Note: barriers]
+            shard = self.call(operator.getitem, self.call(operators.barrier, [shard, self.newest]), 0)
+        self.channels += 1
+        return self.call(operators.all_gather, shard, *self._groups(group), self.channels, name=name)
+
+    def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
+        return self._reduced(operators.reduce_scatter, packed, op, *self._groups(group), name)
+
+    def all_reduce(self, value: fx.Node, op: str, group: str, name: str) -> fx.Node:
+        return self._reduced(operators.all_reduce, value, op, *self._groups(group), name)
+
+    def wait(self, value: fx.Node, name: str) -> fx.Node:
+        return value
+
+    def _reduced(
+        self, target: Any, value: fx.Node, op: str, devices: list[int], size: int, name: str | None = None
+    ) -> fx.Node:
+        total = self.call(target, value, devices, size, name=name)
+        return self.call(aten.div.Tensor, total, float(size)) if op == "avg" else total
+
+    def _groups(self, group: str) -> tuple[list[int], int]:
         groups = self.groups[group]
         return [device for members in groups for device in members], len(groups[0])
 
-    def _gather(self, node: fx.Node) -> fx.Node:
-        source = self._argument(node, 0)
-        if self.barriers and self.newest is not None:  # see [Note: barriers]
-            source = self.call(operator.getitem, self.call(operators.barrier, [source, self.newest]), 0)
-        self.channels += 1
-        return self.call(operators.all_gather, source, *self._groups(node.args[2]), self.channels, name=node.name)
-
-    def _collective(self, target: Any, source: Any, group: Any, name: str) -> fx.Node:
-        return self.call(target, self.value(source), *self._groups(group), name=name)
-
-    def _mean(self, reduced: fx.Node, op: Any, group: Any) -> fx.Node:
-        return self.call(aten.div.Tensor, reduced, float(self._groups(group)[1])) if op == "avg" else reduced
-
     # Outputs
 
-    def _leave(self, placeholders: list[fx.Node], exits: Sequence[Exit | None]) -> tuple[tuple[str, Any], ...]:
-        output = next(node for node in reversed(self.module.graph.nodes) if node.op == "output")
-        values: Any = output.args[0]
+    def _leave(self, node: fx.Node) -> fx.Node:
         results: list[fx.Node] = []
-        left: dict[tuple[fx.Node, Exit], int] = {}
-        returns: list[tuple[str, Any]] = []
-        for value, leaving in zip(values, exits, strict=True):
+        left: dict[tuple[fx.Node, Crossing | None], int] = {}
+        for value, leaving in zip(operands(node), self.exits, strict=True):
             if not isinstance(value, fx.Node):
-                returns.append(("constant", value))
-            elif leaving is None:
-                returns.append(("input", placeholders.index(value)))
+                self.returns.append(("constant", value))
+            elif leaving is None and value in self.places:
+                self.returns.append(("input", self.places[value]))
             else:
-                key = (value, leaving)
-                if key not in left:
-                    left[key] = len(results)
-                    results.append(self._exit(self.value(value), leaving))
-                returns.append(("result", left[key]))
-        self.graph.output(tuple(results))
-        return tuple(returns)
+                if (value, leaving) not in left:
+                    left[value, leaving] = len(results)
+                    results.append(self._exit(self.values[value], leaving))
+                self.returns.append(("result", left[value, leaving]))
+        output: fx.Node = self.fx_graph.output(tuple(results))
+        self.fx_graph.eliminate_dead_code()
+        self.fx_graph.lint()
+        return output
 
-    def _exit(self, value: fx.Node, leaving: Exit) -> fx.Node:
+    def _exit(self, value: fx.Node, leaving: Crossing | None) -> fx.Node:
+        if leaving is None:
+            return self.call(aten.clone.default, value)  # each result is a tensor of its own
         place = leaving.placement
         if leaving.mean:
-            devices = list(place.devices)
-            value = self.call(operators.all_reduce, value, devices, len(devices))
-            value = self.call(aten.div.Tensor, value, float(len(devices)))
+            value = self._reduced(operators.all_reduce, value, "avg", list(place.devices), len(place.devices))
         if leaving.scale != 1:
             value = self.call(aten.mul.Tensor, value, leaving.scale)
-        if not value.meta["val"].dim() and not place.is_replicated:
+        if not value.meta["val"].dim() and leaving.is_divided:
             value = self.call(aten.reshape.default, value, [1])
-        shape = leaving.shape if leaving.shape is not None else place.global_shape(value.meta["val"].shape)
-        return self.call(operators.exit, value, list(shape), list(place.devices), place.tiles)
+        shape = list(leaving.shape_outside(value.meta["val"].shape))
+        return self.call(operators.exit, value, shape, list(place.devices), place.tiles)
 
 
-def varying_nodes(graph: Graph, inputs: Sequence[bool]) -> set[fx.Node]:
-    """What can differ between devices, of a graph whose ``inputs`` do or do not: all that is computed from such, but
-    for what is gathered. Random numbers are each device's own."""
-    found = {node for node, varies in zip(graph.placeholders, inputs, strict=True) if varies}
+def varying_nodes(graph: Graph, entries: Sequence[Crossing | None]) -> set[fx.Node]:
+    """What can differ between devices: all that is computed from inputs that do, but for what is gathered. Random
+    numbers are each device's own."""
+    inputs = zip(graph.placeholders, entries, strict=True)
+    varying = [node for node, entry in inputs if entry is not None and entry.is_divided]
+    return computed_from(graph, [*varying, *filter(is_random, graph.fx_graph.nodes)])
+
+
+def computed_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that is computed from them, but for what is gathered."""
+    found = set(sources)
     for node in graph.fx_graph.nodes:
         if node.op in ("placeholder", "output") or node.target in (dialect.all_gather_start, dialect.all_gather_wait):
             continue
-        if is_random(node) or not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

@@ -15,7 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,90 +25,54 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.runtime.xla.placement import Placement
 
 _LIBRARY = torch.library.Library("graph_fsdp_xla", "DEF")
-for _schema in (
+
+
+def define(schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = (), **functions: Any) -> Any:
+    """Define an operator; ``functions``: what runs it, by dispatch key. ``fake``: likewise without values."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
+    torch.library.register_fake(f"graph_fsdp_xla::{name}", fake, lib=_LIBRARY)
+    for key, function in functions.items():
+        _LIBRARY.impl(name, function, key)
+    return getattr(torch.ops.graph_fsdp_xla, name).default
+
+
+def _in_groups(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` is given a list for each group."""
+
+    def run(x: Tensor, groups: Sequence[int], size: int, *channel: int) -> Any:
+        return function(x, [list(groups[i : i + size]) for i in range(0, len(groups), size)], *channel)
+
+    return run
+
+
+enter = define(
     "enter(Tensor x, int[] devices, int tiles) -> Tensor",
+    lambda x, devices, tiles: x.new_empty(Placement(tuple(devices), tiles).local_shape(x.shape)),
+    XLA=compat_xla.enter_manual,
+)
+exit = define(
     "exit(Tensor x, int[] shape, int[] devices, int tiles) -> Tensor",
+    lambda x, shape, devices, tiles: x.new_empty(shape),
+    XLA=compat_xla.exit_manual,
+)
+all_gather = define(
     "all_gather(Tensor x, int[] groups, int size, int channel) -> Tensor",
+    lambda x, groups, size, channel: x.new_empty([x.shape[0] * size, *x.shape[1:]]),
+    XLA=_in_groups(compat_xla.all_gather),
+)
+reduce_scatter = define(
     "reduce_scatter(Tensor x, int[] groups, int size) -> Tensor",
+    lambda x, groups, size: x.new_empty([x.shape[0] // size, *x.shape[1:]]),
+    XLA=_in_groups(compat_xla.reduce_scatter),
+)
+all_reduce = define(
     "all_reduce(Tensor x, int[] groups, int size) -> Tensor",
+    lambda x, groups, size: torch.empty_like(x),
+    XLA=_in_groups(compat_xla.all_reduce),
+)
+barrier = define(
     "barrier(Tensor[] xs) -> Tensor[]",
-):
-    _LIBRARY.define(_schema)
-
-_ops = torch.ops.graph_fsdp_xla
-enter = _ops.enter.default
-exit = _ops.exit.default
-all_gather = _ops.all_gather.default
-reduce_scatter = _ops.reduce_scatter.default
-all_reduce = _ops.all_reduce.default
-barrier = _ops.barrier.default
-COLLECTIVES = frozenset({all_gather, reduce_scatter, all_reduce})
-
-
-def _groups(groups: Sequence[int], size: int) -> list[list[int]]:
-    return [list(groups[i : i + size]) for i in range(0, len(groups), size)]
-
-
-def _enter(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
-    return compat_xla.enter_manual(x, tuple(devices), tiles)
-
-
-def _exit(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
-    return compat_xla.exit_manual(x, shape, tuple(devices), tiles)
-
-
-def _all_gather(x: Tensor, groups: Sequence[int], size: int, channel: int) -> Tensor:
-    return compat_xla.all_gather(x, _groups(groups, size), channel)
-
-
-def _reduce_scatter(x: Tensor, groups: Sequence[int], size: int) -> Tensor:
-    return compat_xla.reduce_scatter(x, _groups(groups, size))
-
-
-def _all_reduce(x: Tensor, groups: Sequence[int], size: int) -> Tensor:
-    return compat_xla.all_reduce(x, _groups(groups, size))
-
-
-def _barrier(xs: Sequence[Tensor]) -> list[Tensor]:
-    return compat_xla.barrier(xs)
-
-
-for _name, _function in (
-    ("enter", _enter),
-    ("exit", _exit),
-    ("all_gather", _all_gather),
-    ("reduce_scatter", _reduce_scatter),
-    ("all_reduce", _all_reduce),
-    ("barrier", _barrier),
-):
-    _LIBRARY.impl(_name, _function, "XLA")
-
-
-@torch.library.register_fake("graph_fsdp_xla::enter", lib=_LIBRARY)
-def _(x: Tensor, devices: Sequence[int], tiles: int) -> Tensor:
-    return x.new_empty(Placement(tuple(devices), tiles).local_shape(x.shape))
-
-
-@torch.library.register_fake("graph_fsdp_xla::exit", lib=_LIBRARY)
-def _(x: Tensor, shape: Sequence[int], devices: Sequence[int], tiles: int) -> Tensor:
-    return x.new_empty(list(shape))
-
-
-@torch.library.register_fake("graph_fsdp_xla::all_gather", lib=_LIBRARY)
-def _(x: Tensor, groups: Sequence[int], size: int, channel: int) -> Tensor:
-    return x.new_empty([x.shape[0] * size, *x.shape[1:]])
-
-
-@torch.library.register_fake("graph_fsdp_xla::reduce_scatter", lib=_LIBRARY)
-def _(x: Tensor, groups: Sequence[int], size: int) -> Tensor:
-    return x.new_empty([x.shape[0] // size, *x.shape[1:]])
-
-
-@torch.library.register_fake("graph_fsdp_xla::all_reduce", lib=_LIBRARY)
-def _(x: Tensor, groups: Sequence[int], size: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("graph_fsdp_xla::barrier", lib=_LIBRARY)
-def _(xs: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(x) for x in xs]
+    lambda xs: [torch.empty_like(x) for x in xs],
+    XLA=compat_xla.barrier,
+)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 _TILED = re.compile(
     r"^\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}$"
@@ -49,20 +50,24 @@ def read_placement(spec: str, devices: tuple[int, ...]) -> Placement | None:
         return Placement(devices)
     if math.prod(tiles[1:]) != 1:
         return None
-    order = _numbers(found[4]) if found[4] else _iota(_numbers(found[2]), _numbers(found[3]) if found[3] else None)
+    order = _numbers(found[4]) if found[4] else _iota(found[2], found[3])
     assert len(order) == tiles[0] * copies
     return Placement(tuple(order), tiles[0])
+
+
+def same_placement(spec: str, other: str) -> bool:
+    """Whether XLA writes of two tensors that they are sharded alike; it has several ways to write some."""
+    found = read_placement(spec, ())
+    return spec == other or (found is not None and found == read_placement(other, ()))
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _iota(shape: list[int], permutation: list[int] | None) -> list[int]:
+def _iota(shape: str, permutation: str | None) -> list[int]:
     """``iota(prod(shape))``, reshaped, transposed, flattened: how XLA writes the devices of large meshes."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    dims = permutation if permutation is not None else list(range(len(shape)))
-    return [
-        sum(i * strides[d] for i, d in zip(index, dims, strict=True))
-        for index in itertools.product(*(range(shape[d]) for d in dims))
-    ]
+    sizes = _numbers(shape)
+    devices = torch.arange(math.prod(sizes)).reshape(sizes)
+    order: list[int] = (devices.permute(_numbers(permutation)) if permutation else devices).flatten().tolist()
+    return order

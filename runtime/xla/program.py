@@ -10,10 +10,11 @@ is found to be computed from must be these.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
-from graph_fsdp.runtime.xla.lower import Lowered, ProgramInput
-from graph_fsdp.runtime.xla.placement import Placement, read_placement
+from graph_fsdp.runtime.xla.lower import Lowered
+from graph_fsdp.runtime.xla.placement import same_placement
 
 
 class BakedInputError(RuntimeError):
     """XLA would not read an argument of a graph again in later runs."""
 
+
+Run: TypeAlias = Callable[[list[Any]], list[Tensor]]  # of a program that is compiled, with all its inputs
 
 FIRST_RUN = "first run"
 DROPPED = "torch_xla had dropped it for newer programs (XLA_COMPILATION_CACHE_SIZE)"
@@ -53,85 +56,74 @@ class Compilation:
 
 class XlaProgram(WholeProgram):
     """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: those by XLA, in order. A graph with operators that run on the host is not compiled but runs
-    lazily, each time anew."""
-
-    can_run_on_host = False  # what each device runs by itself cannot
+    ``compilations``: those by XLA, in order. ``on_host``: what becomes of operators that would run on the host; a graph
+    with such is not compiled but runs lazily, each time anew, if it ``can_run_on_host``: what each device runs by
+    itself cannot."""
 
     def __init__(
         self,
         graph: Graph,
         lowered: Lowered,
-        entries: Sequence[ProgramInput | None],
         cache: RegionCache,
         counter: GatheredBytes,
+        on_host: OnHostFallback,
         *,
-        each: Placement | None = None,
-        on_host_fallback: OnHostFallback = "error",
+        can_run_on_host: bool = False,
     ) -> None:
         self._boxed_call = True  # see Program
         self.cache = cache
         cache.regions += 1
-        self.graph, self.lowered, self.entries, self.counter = graph, lowered, list(entries), counter
+        self.graph, self.lowered, self.counter = graph, lowered, counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
-        self.each, self.on_host_fallback = each, on_host_fallback
-        if lowered.seeded:
-            assert each is not None
-            self.entries.append(ProgramInput(each, ()))
+        self.on_host, self.can_run_on_host = on_host, can_run_on_host
         self.compilations: list[Compilation] = []
-        self._compiled: tuple[Any, list[int | Tensor]] | None = None
-        self._descriptions: list[Any] = []  # of the inputs
-        self._on_host = False  # whether operators of it are
+        self._compiled: Run | None = None
+        self._taken: list[Any] = []  # descriptions of the inputs as the program takes them
 
     def __call__(self, args: list[Any]) -> Any:
-        for kind, count in self.collectives.items():
-            self.counter.count(kind, count)
         inputs = list(args)
         args.clear()
         if self.lowered.seeded:
             inputs.append(self._seeds())
         results: list[Tensor] = []
         if any(kind == "result" for kind, _ in self.lowered.returns):
-            if self._compiled is None and not self._on_host:
+            if self._compiled is None:
                 self._compiled = self._compile(inputs, FIRST_RUN)
             inputs = self._placed(inputs)
-            results = self._run(inputs)
+            results = self._run(self._compiled, inputs)
+        for kind, count in self.collectives.items():
+            self.counter.count(kind, count)
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
-    def _run(self, inputs: list[Any]) -> list[Tensor]:
-        if self._compiled is None:
-            return list(self.lowered.module(*inputs))
+    def _run(self, compiled: Run, inputs: list[Any]) -> list[Tensor]:
         try:
-            return self._replay(inputs)
+            return compiled(inputs)
         except compat_xla.ProgramDroppedError:
-            self._compiled = self._compile(inputs, DROPPED)
-        return self._replay(inputs)
-
-    def _replay(self, inputs: list[Any]) -> list[Tensor]:
-        assert self._compiled is not None
-        key, places = self._compiled
-        return compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
+            self._compiled = compiled = self._compile(inputs, DROPPED)
+        return compiled(inputs)
 
     def _seeds(self) -> Tensor:
-        """One number for each device, from the CPU's generator. Consecutive ones are as good as any: hashed."""
-        assert self.each is not None
-        first = torch.randint(2**31 - 1, ())
-        numbers = (first + torch.arange(len(self.each.devices))).to(torch.int32).to(compat_xla.device())
-        compat_xla.mark_sharding(numbers, self.each.devices, self.each.tiles)
+        """One number for each device that draws by itself, from the CPU's generator. Consecutive ones are as good as
+        any: hashed. So replicas that have called ``torch.manual_seed`` alike draw differently."""
+        entry = self.lowered.entries[-1]
+        each = torch.arange(len(entry.placement.devices)) if entry is not None else compat_xla.ordinal()
+        numbers = (torch.randint(2**31 - 1, ()) + each).to(torch.int32).to(compat_xla.device())
+        if entry is not None:
+            compat_xla.mark_sharding(numbers, entry.placement.devices, entry.placement.tiles)
         return numbers
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
         """In memory, and sharded as the program takes them."""
-        places = [(i, entry.placement) for i, entry in enumerate(self.entries) if entry is not None]
-        tensors = [inputs[i] for i, _ in places]
-        if compat_xla.pending(tensors):  # all that is pending, or an optimizer's state would be computed once more
+        tensors = {place: value for place, value in enumerate(inputs) if isinstance(value, Tensor)}
+        if compat_xla.pending([*tensors.values()]):  # all of it, or an optimizer's state would be computed once more
             compat_xla.sync(wait=True)
         moved = False
-        for (i, expected), spec in zip(places, compat_xla.sharding_specs(tensors), strict=True):
-            if not _agrees(spec, expected, inputs[i].dim()):
-                inputs[i], moved = compat_xla.annotated(inputs[i], expected.devices, expected.tiles), True
+        for (place, value), spec in zip(tensors.items(), compat_xla.sharding_specs([*tensors.values()]), strict=True):
+            taken = self._taken[place]
+            if not same_placement(spec, taken.spec):
+                inputs[place], moved = compat_xla.annotated(value, taken.sharding), True
         if moved:
             compat_xla.sync(wait=True)
         return inputs
@@ -139,26 +131,24 @@ class XlaProgram(WholeProgram):
     # --- compiling
 
     def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Tensors like the program's inputs that share memory with nothing."""
-        made = list(inputs)
-        for i, entry in enumerate(self.entries):
+        """Tensors like the program's inputs that share memory with nothing, sharded as they enter, or else as these."""
+        described = compat_xla_hlo.descriptions(inputs)
+        for place, entry in enumerate(self.lowered.entries):
             if entry is not None:
-                zeros = torch.zeros(inputs[i].shape, dtype=inputs[i].dtype, device=inputs[i].device)
-                made[i] = compat_xla.annotated(zeros, entry.placement.devices, entry.placement.tiles)
-        compat_xla.sync(wait=True)
-        return made
+                dims = len(described[place].shape)
+                sharding = compat_xla.op_sharding(entry.placement.devices, entry.placement.tiles, dims)
+                described[place] = replace(described[place], sharding=sharding)
+        return compat_xla_hlo.fresh_inputs(described)
 
-    def _compile(self, inputs: Sequence[Any], cause: str) -> tuple[Any, list[int | Tensor]] | None:
-        """What ``run_compiled`` takes; None for a graph with operators that run on the host."""
+    def _compile(self, inputs: Sequence[Any], cause: str) -> Run:
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
         on_host = find_host_fallbacks(self.lowered.module.graph)
-        report(on_host, self.on_host_fallback, can_run=self.can_run_on_host)
+        report(on_host, self.on_host, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
-        self._descriptions = compat_xla_hlo.descriptions(fresh)
+        self._taken = compat_xla_hlo.descriptions(fresh)
         if on_host:
-            self._on_host = True
-            return None
+            return lambda given: list(self.lowered.module(*given))
         try:
             with torch.no_grad(), compat_xla.lazily():
                 outputs = list(self.lowered.module(*fresh))
@@ -168,14 +158,14 @@ class XlaProgram(WholeProgram):
             compat_xla.drop_pending()
         self.cache.compiled += 1
         self.compilations.append(Compilation(cause, time.perf_counter() - begin))
-        return key, places
+        return functools.partial(_replay, key, places)
 
     def hlo(self) -> OptimizedHlo:
         """What XLA made of the graph, compiled once more for its text."""
-        if self._compiled is None:
+        if not self.compilations:
             raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
         begin = time.perf_counter()
-        found = optimized_hlo(self.lowered.module, self._descriptions)
+        found = optimized_hlo(self.lowered.module, self._taken)
         self.compilations.append(Compilation(FOR_ITS_TEXT, time.perf_counter() - begin))
         return replace(found, scheduled=scheduled_collectives(self.graph))
 
@@ -183,18 +173,13 @@ class XlaProgram(WholeProgram):
         """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
         parameters of numbers, so that graphs that differ in them are one program). See [Note: compiled once]."""
         place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
-        found: list[int | Tensor] = []
-        constants = []
-        for tensor_id, value in zip(*compat_xla.graph_inputs(outputs), strict=True):
-            if tensor_id not in place_of:
-                constants.append(value)
-            found.append(place_of.get(tensor_id, value))
+        sources = zip(*compat_xla.graph_inputs(outputs), strict=True)
+        found: list[int | Tensor] = [place_of.get(tensor_id, value) for tensor_id, value in sources]
         read = {place for place in found if isinstance(place, int)}
+        constants = [value for value in found if isinstance(value, Tensor)]
         placeholders = [node for node in self.lowered.module.graph.nodes if node.op == "placeholder"]
         for i, node in enumerate(placeholders):
-            if not node.users or i in read:
-                continue
-            if any(_is_like(value, fresh[i]) for value in constants):
+            if node.users and i not in read and any(_is_like(value, fresh[i]) for value in constants):
                 raise BakedInputError(
                     f"the {self.graph.phase} graph's argument {node.name} of shape {tuple(fresh[i].shape)} is not "
                     "among what XLA reads when the graph runs, and a constant of that shape is: later steps would use "
@@ -203,15 +188,12 @@ class XlaProgram(WholeProgram):
         return found
 
 
+def _replay(key: Any, places: Sequence[int | Tensor], inputs: list[Any]) -> list[Tensor]:
+    return compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
+
+
 def _is_like(constant: Tensor, fresh: Tensor) -> bool:
     """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
     mean in ``nll_loss_backward``.)"""
     alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
     return alike and not bool(constant.cpu().any())
-
-
-def _agrees(spec: str, expected: Placement, dims: int) -> bool:
-    found = read_placement(spec, expected.devices)
-    if found is None:
-        return False
-    return found.is_replicated if expected.is_replicated or dims == 0 else found == expected

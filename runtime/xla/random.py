@@ -10,6 +10,7 @@ Numbers are a hash of the element's index: two rounds of MurmurHash3's finaliser
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,29 +21,9 @@ from torch import Tensor, fx
 from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes.ir.effects import is_random
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of
+from graph_fsdp.runtime.xla.operators import define
 
 aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("graph_fsdp_xla", "FRAGMENT")
-_LIBRARY.define("seed(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-_LIBRARY.define("uniform(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor")
-_LIBRARY.define("normal(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor")
-seed = torch.ops.graph_fsdp_xla.seed.default
-uniform = torch.ops.graph_fsdp_xla.uniform.default
-normal = torch.ops.graph_fsdp_xla.normal.default
-
-
-def _seed(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
-
-
-def _like(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return seed.new_empty(shape, dtype=dtype)
-
-
-torch.library.register_fake("graph_fsdp_xla::seed", _seed, lib=_LIBRARY)
-torch.library.register_fake("graph_fsdp_xla::uniform", _like, lib=_LIBRARY)
-torch.library.register_fake("graph_fsdp_xla::normal", _like, lib=_LIBRARY)
 
 
 def _int32(value: int) -> int:
@@ -86,9 +67,18 @@ def _normal(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype)
     return (radius * torch.cos(angle)).reshape(list(shape)).to(dtype)
 
 
-for _key in ("XLA", "CPU"):
-    _LIBRARY.impl("uniform", _uniform, _key)
-    _LIBRARY.impl("normal", _normal, _key)
+def _seed(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
+
+
+def _like(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return seed.new_empty(shape, dtype=dtype)
+
+
+_DRAWS = "(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor"
+seed = define("seed(Device device) -> Tensor", _seed, tags=(torch.Tag.nondeterministic_seeded,))
+uniform = define(f"uniform{_DRAWS}", _like, XLA=_uniform, CPU=_uniform)
+normal = define(f"normal{_DRAWS}", _like, XLA=_normal, CPU=_normal)
 
 
 def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
@@ -108,64 +98,51 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
         seeds.meta["val"] = _seed(device)
     seeds.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for number, node in enumerate(drawing):
-        replace = _REPLACEMENTS.get(node.target)
-        if replace is None:
+        if node.target not in _REPLACEMENTS:
             raise NotImplementedError(
                 f"{node.target} draws random numbers, and backend='xla' has uniform and normal ones alone; draw with "
                 "torch.rand, torch.randn or torch.bernoulli"
             )
-        with module.graph.inserting_before(node):
-            before = node.prev
-            made = replace(module.graph, node, seeds, number)
-        new = before.next
-        while new is not node:
-            new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-            new.meta["val"] = VALUES.of(new)
-            new = new.next
-        node.replace_all_uses_with(made)
+        node.replace_all_uses_with(_REPLACEMENTS[node.target](node, seeds, number))
         module.graph.erase_node(node)
     module.recompile()
     return module
 
 
-def _drawn(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int, operator: Any = uniform) -> fx.Node:
+def _call(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call in the place of a part of what ``node`` does."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args, kwargs)
+    made.meta = dict(node.meta)
+    made.meta["val"] = VALUES.of(made)
+    return made
+
+
+def _drawn(operator: Any, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     value = node.meta["val"]
     dtype = value.dtype if value.is_floating_point() else torch.float32
-    return graph.call_function(operator, (seeds, number, list(value.shape), dtype))
+    return _call(node, operator, seeds, number, list(value.shape), dtype)
 
 
-def _rand(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
-    return _drawn(graph, node, seeds, number)
-
-
-def _randn(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
-    return _drawn(graph, node, seeds, number, normal)
-
-
-def _bernoulli(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+def _bernoulli(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """Of a tensor of probabilities, or of a tensor of the result's shape and one probability."""
-    drawn = graph.call_function(uniform, (seeds, number, list(node.meta["val"].shape), torch.float32))
+    drawn = _call(node, uniform, seeds, number, list(node.meta["val"].shape), torch.float32)
     probability = node.args[1] if len(node.args) > 1 else node.args[0]
-    is_one = not isinstance(probability, fx.Node)
-    true = graph.call_function(aten.lt.Scalar if is_one else aten.lt.Tensor, (drawn, probability))
-    return graph.call_function(aten._to_copy.default, (true,), {"dtype": node.meta["val"].dtype})
+    less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
+    return _call(node, aten._to_copy.default, _call(node, less, drawn, probability), dtype=node.meta["val"].dtype)
 
 
-def _between(graph: fx.Graph, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
+def _between(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
     """``uniform(x, low, high)``."""
     given: Any = node.args[1:]
     low, high = given if len(given) == 2 else (given[0] if given else 0.0, 1.0)
-    drawn = _drawn(graph, node, seeds, number)
-    scaled = graph.call_function(aten.mul.Tensor, (drawn, high - low))
-    return graph.call_function(aten.add.Tensor, (scaled, low))
+    scaled = _call(node, aten.mul.Tensor, _drawn(uniform, node, seeds, number), high - low)
+    return _call(node, aten.add.Tensor, scaled, low)
 
 
-_REPLACEMENTS: dict[Any, Callable[[fx.Graph, fx.Node, fx.Node, int], fx.Node]] = {
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn,
-    aten.bernoulli.default: _bernoulli,
-    aten.bernoulli.p: _bernoulli,
+_REPLACEMENTS: dict[Any, Callable[[fx.Node, fx.Node, int], fx.Node]] = {
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), functools.partial(_drawn, uniform)),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default), functools.partial(_drawn, normal)),
+    **dict.fromkeys((aten.bernoulli.default, aten.bernoulli.p), _bernoulli),
     aten.uniform.default: _between,
 }

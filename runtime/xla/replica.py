@@ -1,7 +1,6 @@
-"""A scheduled graph as the program of one replica: a process, or on XLA's CPU client a thread, with one device.
+"""A lowered graph as the program of one replica: a process, or on XLA's CPU client a thread, with one device.
 
-The lowering is that of ``lower.py``, and so are the collectives. Only nothing enters or leaves: a replica's tensors are
-what the local view of a graph has.
+Nothing enters or leaves it: a replica's tensors are what the local view of a graph has.
 
 [Note: threads]
 On a TPU a replica is a process. On XLA's CPU client the replicas are threads of one process, and torch_xla's
@@ -20,38 +19,31 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.compat import xla_hlo as compat_xla_hlo
-from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.runtime import functional
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo
-from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
-from graph_fsdp.runtime.xla.lower import Exit, Lowered, ProgramInput, Translation
-from graph_fsdp.runtime.xla.placement import Placement
-from graph_fsdp.runtime.xla.program import XlaProgram
-
-aten = torch.ops.aten
+from graph_fsdp.runtime.xla.program import Run, XlaProgram
 
 _turn = threading.RLock()
 _turns = threading.local()  # of this thread, that it has now
 _PATIENCE_SECONDS = 300.0
-_OWN = Placement((0,))  # the replica's device, which is all that its program knows
+
+
+@functools.cache
+def are_threads() -> bool:
+    """Whether there are several replicas in this process."""
+    return compat_xla.local_device_count() > 1
 
 
 @contextlib.contextmanager
 def own_turn() -> Iterator[None]:
     """No other replica of this process traces or compiles for this time; see the note above."""
-    if compat_xla.local_device_count() == 1:
+    if not are_threads():
         yield
         return
     compat_xla.sync(wait=True)
@@ -82,7 +74,7 @@ def all_here() -> None:
     Raises:
         RankDisagreement: one of them did not come.
     """
-    if compat_xla.local_device_count() == 1:
+    if not are_threads():
         return
     try:
         _all_threads().wait(_PATIENCE_SECONDS)
@@ -93,77 +85,26 @@ def all_here() -> None:
         ) from None
 
 
-class _ReplicaTranslation(Translation):
-    def _enter(self, node: fx.Node, entry: ProgramInput) -> fx.Node:
-        return self.values[node]
-
-    def _exit(self, value: fx.Node, leaving: Exit) -> fx.Node:
-        return self.call(aten.clone.default, value)  # each result is a tensor of its own
-
-
-def lower_replica(graph: Graph, groups: Mapping[str, list[list[int]]]) -> tuple[Lowered, list[ProgramInput | None]]:
-    """Lower a graph that has been through all passes, which stays as it is; and how its inputs enter."""
-    entries: list[ProgramInput | None] = []
-    for node in graph.placeholders:
-        value = node.meta.get("val")
-        shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        entries.append(None if shape is None else ProgramInput(_OWN, shape, is_shard=has_role(node, Role.SHARD)))
-    outputs: Any = graph.output.args[0]
-    exits = [Exit(_OWN) if isinstance(v, fx.Node) and v.op != "placeholder" else None for v in outputs]
-    with torch.no_grad():
-        module = functional.lower(graph, grouped=False, slices=False).module
-        return _ReplicaTranslation(module, groups, _OWN, barriers=True).run(entries, exits), entries
-
-
 class ReplicaProgram(XlaProgram):
     """What one replica runs. All replicas run it at the same time."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        groups: Mapping[str, list[list[int]]],
-        cache: RegionCache,
-        counter: GatheredBytes,
-        on_host_fallback: OnHostFallback = "error",
-    ) -> None:
-        lowered, entries = lower_replica(graph, groups)
-        super().__init__(graph, lowered, entries, cache, counter, each=_OWN, on_host_fallback=on_host_fallback)
-        self.waits = compat_xla.local_device_count() > 1  # with Python's lock held, a replica would stop the others
-
-    def _seeds(self) -> Tensor:
-        """Another one on each replica, also where all of them have called ``torch.manual_seed`` alike: hashed."""
-        number = (torch.randint(2**31 - 1, ()) + compat_xla.ordinal()).to(torch.int32)
-        return number.to(compat_xla.device())
-
     def _placed(self, inputs: list[Any]) -> list[Any]:
-        if self.waits or compat_xla.pending([value for value in inputs if isinstance(value, Tensor)]):
+        if are_threads():  # with Python's lock held, a replica would stop the others
             compat_xla.sync(wait=True)
-        return inputs
+        return super()._placed(inputs)
 
-    def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        return compat_xla_hlo.fresh_inputs(inputs)
-
-    def __call__(self, args: list[Any]) -> Any:
-        try:
-            return super().__call__(args)
-        except Compiled:  # and not run
-            for kind, count in self.collectives.items():
-                self.counter.count(kind, -count)
-            raise
-
-    def _compile(self, inputs: Sequence[Any], *cause: Any) -> tuple[Any, list[int | Tensor]] | None:
+    def _compile(self, inputs: Sequence[Any], cause: str) -> Run:
         with own_turn():
-            self._compiled = super()._compile(inputs, *cause)
-        if self.waits and _has_turn():
+            self._compiled = compiled = super()._compile(inputs, cause)
+        if are_threads() and _has_turn():
             raise Compiled
-        if self.waits:
-            all_here()
-        return self._compiled
+        all_here()
+        return compiled
 
-    def _run(self, inputs: list[Any]) -> list[Tensor]:
-        if self.waits and not _has_turn():  # backward
+    def _run(self, compiled: Run, inputs: list[Any]) -> list[Tensor]:
+        if not _has_turn():  # backward
             all_here()
-        return super()._run(inputs)
+        return super()._run(compiled, inputs)
 
     def hlo(self) -> OptimizedHlo:
         with own_turn():

@@ -1,0 +1,143 @@
+"""What a compiled model has in the place of its parameters, on whatever devices: the interface of ``Storage``
+(``shards.py``), for ranks, and of ``XlaStorage`` (``graph_fsdp/xla/storage.py``)."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.placeholder import set_guarded
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
+
+
+@dataclass
+class ShardedParameter:
+    """One parameter of the model, under all its names."""
+
+    spec: ParameterSpec
+    owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
+    placeholder: nn.Parameter
+    shard: nn.Parameter
+    input: Tensor  # padded local shard as it is gathered, a view of the storage
+    rows: Tensor  # without padding, as it is used; likewise
+    local: Tensor  # the shard's own local tensor: the same memory, in a storage of its own (see ``Storage``)
+    filled: bool = False  # it has the parameter's values
+    whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """What modules hold while no forward runs."""
+        return self.shard if self.whole is None else self.whole
+
+    def register(self, value: nn.Parameter) -> None:
+        """Modules hold ``value`` from now on."""
+        for module, leaf in self.owners:
+            module._parameters[leaf] = value
+
+
+class Shards(ABC):
+    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail.
+
+    In between, whoever gives the model other values than its own puts them in: ``fill`` and ``keep_whole``.
+    """
+
+    reads_in_place: bool  # whether a file's rows can be read into the shards
+
+    def __init__(self, spec: ModelSpec, mesh: DataParallelMesh | None, device: torch.device) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.device = device  # of gathered parameters
+        self.has_memory = True
+        self.parameters: dict[str, ShardedParameter] = {}
+        self.by_placeholder: dict[int, ShardedParameter] = {}
+        self.active = False
+        self.refusal: Callable[[Sequence[str]], str] = _refused  # of memory to placeholders (python_reads.py)
+        self.unguarded_in_forward = False
+        self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
+
+    @abstractmethod
+    def fill(self, p: ShardedParameter, full: Tensor) -> None:
+        """Shard the value of a whole parameter, which may be on another device."""
+
+    def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
+        """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
+        self._whole.append((tensor, value))
+
+    @abstractmethod
+    def install(self, model: nn.Module, fullgraph: bool) -> None:
+        """Fill the shards that are not filled yet with the originals' values, and let the model hold them. With
+        ``fullgraph``, nothing of the model runs outside of compiled code."""
+
+    @abstractmethod
+    def inputs_after_refresh(self) -> dict[str, Tensor]:
+        """Parameter name → the shard that the graphs take, connected to the parameter's ``grad``."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take over what the user did to parameters since the last forward.
+
+        Raises:
+            ParameterChangedError: it cannot be taken over.
+        """
+
+    @contextlib.contextmanager
+    def placeholders_registered(self) -> Iterator[None]:
+        """For the time of a forward: modules hold placeholders. Whatever happens, they hold shards afterwards."""
+        self.active = True
+        try:
+            for p in self.parameters.values():
+                if self.unguarded_in_forward:
+                    set_guarded(p.placeholder, False)
+                p.register(p.placeholder)
+            yield
+        finally:
+            for p in self.parameters.values():
+                if self.unguarded_in_forward:
+                    set_guarded(p.placeholder, True)
+                p.register(p.registered)
+            self.active = False
+
+    def without_placeholders(self, outputs: Any) -> Any:
+        """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
+        with compat.without_torch_function():
+            return compat.tree_map_only(nn.Parameter, self._without_placeholder, outputs)
+
+    def _without_placeholder(self, p: nn.Parameter) -> nn.Parameter:
+        found = self.by_placeholder.get(id(p))
+        return p if found is None else found.registered
+
+    def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
+        """``whole`` stands in the modules from now on; None: the shard."""
+        p.whole = whole
+        p.register(p.registered)
+
+    def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
+        """What stands in the modules for an unsharded parameter: it may have been replaced."""
+        found: Any = p.whole
+        plain = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
+        if not plain or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
+            raise ParameterChangedError(
+                f"parameter {p.spec.name!r} was replaced by {type(found).__name__} while it was unsharded; a plain "
+                f"parameter of shape {tuple(p.spec.shape)} on {p.input.device} has to stand there"
+            )
+        whole: nn.Parameter = found
+        return whole
+
+
+def owners_of(model: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, str], ...]:
+    """The modules that hold a parameter of these names, and its name in each."""
+    found = (name.rpartition(".") for name in names)
+    return tuple((model.get_submodule(path), leaf) for path, _, leaf in found)
+
+
+def _refused(names: Sequence[str]) -> str:
+    return "the model is not compiled yet"
