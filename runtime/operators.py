@@ -27,7 +27,7 @@ _LIBRARY = torch.library.Library("graph_fsdp", "IMPL")
 _GROUPS = ("group", "replicate_group")
 
 
-def arguments_of(target: compat.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name: process groups in place of their names, and besides the ``layout`` of a
     bucket and the ``mean`` that a reduction makes. Tensors may be fake."""
     given = by_name(target, args, kwargs)
@@ -107,7 +107,7 @@ def _finish(buffer: Tensor) -> Tensor:
 
 
 # A function's first argument is the operator's; the others have the names of ``arguments_of``.
-FUNCTIONS: dict[compat.OpOverload[..., Any], Callable[..., Any]] = {
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
     dialect.gather_param: _gather_param,
     dialect.reduce_grad: _reduce_grad,
     dialect.all_gather_start: collectives.start_all_gather,
