@@ -179,7 +179,9 @@ class Lowering:
         if source.meta["val"].dtype is not dtype:
             source = self.call(_cast, source, dtype)
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
-        grouped = self.grouped if self.grouped is not None else compat.launches_groups(source.meta["val"].device)
+        grouped = self.grouped
+        if grouped is None:
+            grouped = compat.launches_groups(compat.resolve_group(group[1]), source.meta["val"].device)
         if grouped and len(shards) > 1:
             together = self.call(_functional.all_gather_into_tensor_coalesced.default, shards, *group, name=node.name)
             return _Messages(layout, [self.call(operator.getitem, together, i) for i in range(len(shards))])

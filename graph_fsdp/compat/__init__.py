@@ -63,7 +63,7 @@ whole test-suite was run.
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
 | ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
-| ``distributed_c10d._coalescing_manager`` | grouped collectives on CUDA and XPU; never run there | 2.9 to 2.15 |
+| ``distributed_c10d._coalescing_manager``, ``_world`` | grouped collectives on CUDA and XPU; never run | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
 | ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |

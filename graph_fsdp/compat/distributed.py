@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _coalescing_manager,
+    _get_default_store,
+    _resolve_process_group,
+    _world,
+)
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -53,9 +58,14 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def launches_groups(device: torch.device) -> bool:
-    """Whether the process groups of a device launch several collectives as one."""
-    return device.type in ("cuda", "xpu")
+def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a process group runs collectives of a device's tensors by gloo."""
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a process group launches several collectives of a device's tensors as one."""
+    return device.type in ("cuda", "xpu") and not uses_gloo(group, device)
 
 
 def grouped(
@@ -66,10 +76,14 @@ def grouped(
 ) -> list[dist.Work | Any]:
     """Start a collective for each (target, source) pair, as one group where the process group can (NCCL, xccl), else
     one after the other; what to wait for."""
-    if len(pairs) > 1 and launches_groups(pairs[0][1].device):
-        with _coalescing_manager(group=group, async_ops=True) as manager:
-            for target, source in pairs:
-                collective(target, source, group=group, **options)
+    if len(pairs) > 1 and launches_groups(group, pairs[0][1].device):
+        try:
+            with _coalescing_manager(group=group, async_ops=True) as manager:
+                for target, source in pairs:
+                    collective(target, source, group=group, **options)
+        except BaseException:
+            _world.pg_coalesce_state.pop(group, None)  # or every later group of collectives is refused
+            raise
         return [manager]
     return [collective(target, source, group=group, async_op=True, **options) for target, source in pairs]
 

@@ -71,9 +71,11 @@ def inductor_compile(
     """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
 
     Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
-    taken for another's; and each output must be marked user-visible, or Inductor may change its strides.
+    taken for another's; and each output must be marked user-visible, or Inductor may change its strides. CUDA graphs
+    are the program's (``compile(cuda_graphs=True)``): Inductor makes none, whatever ``config.triton.cudagraphs`` says.
     """
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
 
     from graph_fsdp.compat.inductor_scheduler import graph_order
 
@@ -82,4 +84,6 @@ def inductor_compile(
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
     with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
-        return compile_fx_inner(module, inputs, is_backward=is_backward, is_inference=is_inference)
+        return compile_fx_inner(
+            module, inputs, is_backward=is_backward, is_inference=is_inference, cudagraphs=BoxedBool(False)
+        )

@@ -123,7 +123,7 @@ def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.Process
 
 def _is_pair(group: dist.ProcessGroup, device: torch.device) -> bool:
     """See [Note: two ranks on gloo]."""
-    return group.size() == 2 and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return group.size() == 2 and device.type == "cpu" and compat.uses_gloo(group, device)
 
 
 def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[Any]:
