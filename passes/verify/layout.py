@@ -39,13 +39,15 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
             if [bucket.offsets.get(name) for name in found] != offsets:
                 fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
         due = [] if given.custom else bucket.message_arguments(scale)
-        _check_messages(node, context.settings.custom_all_gather, "gathered", due, fail)
+        invariant = "a bucket is gathered in the same messages on all ranks"
+        _check_messages(node, context.settings.custom_all_gather, due, invariant, fail)
     elif node.target is dialect.reduce_scatter_start and "bucketed" in graph.facts:
         names = node.meta["fsdp"].params
         bucket = context.bucket_of(names[0])
         parameters = [context.model.parameters[name] for name in names]
         due = [] if dialect.is_custom(node) else bucket.reduced_in(parameters)
-        _check_messages(node, context.settings.custom_reduce_scatter, "reduced", due, fail)
+        invariant = "a bucket is reduced in the same messages on all ranks"
+        _check_messages(node, context.settings.custom_reduce_scatter, due, invariant, fail)
     elif has_role(node, Role.KEEP_SHARD):
         _kept_layout(node, 1, context, fail)
     elif has_role(node, Role.UNPACK):
@@ -60,13 +62,12 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
             fail(invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}")
 
 
-def _check_messages(node: fx.Node, custom: bool, verb: str, due: list[int], fail: Fail) -> None:
+def _check_messages(node: fx.Node, custom: bool, due: list[int], invariant: str, fail: Fail) -> None:
     given = arguments(node)
     if given.custom != custom:
         fail("collectives are those that the user has set", node, f"{node} has custom={given.custom}")
     if (found := list(given.messages)) != due:
-        wrong = f"{node} has messages {found}, its bucket {due}"
-        fail(f"a bucket is {verb} in the same messages on all ranks", node, wrong)
+        fail(invariant, node, f"{node} has messages {found}, its bucket {due}")
 
 
 def _kept_layout(node: fx.Node, scale: int, context: PassContext, fail: Fail) -> None:

@@ -24,6 +24,7 @@ from simulated_link import INSTANT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import graph_fsdp
@@ -106,7 +107,8 @@ def train(shard: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
         optimizer.zero_grad()
     with torch.no_grad():
         seen.append(model(torch.randn(4, 16, generator=generator)))
-    return [*seen, *(p.detach().to_local().clone() for p in model.parameters())]  # type: ignore[attr-defined]
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [*seen, *(shard.detach().clone() for shard in shards)]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
