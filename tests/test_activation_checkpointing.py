@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpointed_models import Net, backward_order, saved, traced
 from expecttest import assert_expected_inline
+from models import GPT
 from printed import calls
 
 from graph_fsdp import ActivationCheckpointing
@@ -126,3 +127,12 @@ def test_copies_that_come_back_are_started_one_region_ahead() -> None:
         assert groups == 1, "a region lies between, and what is communicated behind it"
         seen += 1
     assert seen == 8  # two of each unit but the last, and what goes from one to the next
+
+
+@pytest.mark.parametrize(("dropout", "draw"), [(0.0, 0), (0.1, 6)])
+def test_only_what_draws_random_numbers_keeps_a_state_of_the_generator(dropout: float, draw: int) -> None:
+    # Torch tags attention as random whatever its dropout is. A block with dropout draws in attention and twice behind.
+    found = traced("unit", lambda: GPT(depth=2, dropout=dropout), torch.zeros(32, 8, dtype=torch.int64))
+    for graph in (found.forward, found.backward):
+        texts = [str(node.target) for node in graph.nodes]
+        assert sum("rng_state" in text for text in texts) == draw

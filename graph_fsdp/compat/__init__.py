@@ -17,6 +17,7 @@ whole test-suite was run.
 | ``_guards.TracingContext``, ``_guards.tracing`` | fake mode of the capture; a fresh context per region | 2.9 to 2.15 |
 | ``Node.meta["partitioner_tag"]`` | what of a joint graph is backward | 2.9, 2.13 |
 | ``_functorch.partitioners.min_cut_rematerialization_partition`` | joint graph → forward, backward | 2.9 to 2.15 |
+| ``_functorch.partitioners.functionalize_rng_ops`` | random states of operators that draw alone | 2.13 |
 | ``_functorch.config.activation_memory_budget``, ``_functorch.partitioners.choose_saved_values_set`` |
   how much of its saved activations the partitioner keeps; no tuples among them | 2.9, 2.13 |
 | ``GraphModule._param_name_to_source``, ``Node._dynamo_source`` | Dynamo's sources of inputs | 2.9, 2.13 |

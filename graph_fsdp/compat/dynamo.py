@@ -38,6 +38,25 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 
 @contextlib.contextmanager
+def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator[None]:
+    """The partitioner keeps a state of the generator for each recomputed operator that torch tags as random. With this,
+    for those alone of which ``draws`` is true."""
+    functionalize = partitioners.functionalize_rng_ops
+
+    def functionalized(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        tagged = [node for node in joint.graph.nodes if "recompute" in node.meta and not draws(node)]
+        tags = {node: node.meta.pop("recompute") for node in tagged}
+        try:
+            return functionalize(joint, *args, **kwargs)
+        finally:
+            for node, tag in tags.items():
+                node.meta["recompute"] = tag
+
+    with unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalized):
+        yield
+
+
+@contextlib.contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
     """The partitioner saves as much for backward; 1 is what it does without being asked."""
     if budget == 1:  # what the user may have set is left alone

@@ -13,6 +13,7 @@ from graph_fsdp import compat
 from graph_fsdp.engine.entry import Entry
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
@@ -78,7 +79,8 @@ class AotTrace:
         absent = find_absent(joint_graph, context, engine.kept) if engine.backend.name != "xla" else None
         kind = self._kind(joint_graph)
         begin = time.perf_counter()
-        with compat.activation_memory_budget(joint_graph.activation_memory_budget):
+        budget = joint_graph.activation_memory_budget
+        with compat.activation_memory_budget(budget), compat.random_states_only_where(draws):
             forward, backward = compat.min_cut_rematerialization_partition(
                 joint, joint_inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )
