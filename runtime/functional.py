@@ -210,7 +210,7 @@ class Lowering:
         """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
         chunk = _chunk_at(messages.layout, begin)
         first = begin - messages.layout.world_size * chunk.begin
-        return self._part(self._rows(messages, chunk), first, first + end - begin, name)
+        return self._part(self._rows(messages, chunk), first, end - begin, name)
 
     def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
         """A chunk of the bucket's shard, of all ranks, one rank behind the other."""
