@@ -120,7 +120,7 @@ def test_what_is_lowered_gives_the_same_bits(two_ranks: list[Outcomes], setting:
     check_equal(two_ranks, setting)
 
 
-@pytest.mark.parametrize("setting", mostly_long(ON_FOUR, ["hybrid"]))
+@pytest.mark.parametrize("setting", mostly_long(ON_FOUR, ["hybrid", "resharded to two, uneven, bfloat16"]))
 def test_what_is_lowered_gives_the_same_bits_on_four_ranks(four_ranks: list[Outcomes], setting: str) -> None:
     check_equal(four_ranks, setting)
 
