@@ -25,7 +25,7 @@ from torch.optim import AdamW
 import graph_fsdp
 from graph_fsdp import RankDisagreement
 from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassError, Role, default_pipeline
-from graph_fsdp.runtime.ranks.agreement import agree
+from graph_fsdp.runtime.ranks.agreement import agree, compare, write_once
 
 FACTS = Facts(__name__)
 
@@ -349,3 +349,22 @@ def test_a_rank_may_have_a_model_of_its_own() -> None:
 @pytest.mark.parametrize("name", FACTS.names)
 def test_on_two_ranks(ranks: Failures, name: str) -> None:
     check(ranks, name)
+
+
+def come(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A rank of two that waits for nobody; its verdict."""
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    return compare(store, "here", (0, 1), "mine", lambda _: "together", lambda late: f"without {late}", 0.0)
+
+
+def test_the_first_verdict_counts_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    assert come(store, 0, monkeypatch) == "without [1]"
+    write_once(store, "here/verdict", "together")  # of a rank that comes as another one gives up
+    assert come(store, 1, monkeypatch) == "without [1]"
+
+
+def test_ranks_that_all_came_need_no_verdict_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("here/1", "mine")  # it was killed before it could compare
+    assert come(store, 0, monkeypatch) == "together"

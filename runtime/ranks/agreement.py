@@ -25,6 +25,7 @@ TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
 _POLL_SECONDS = 0.02
 _RANKS_IN_MESSAGE = 16
+_AGREED = "agreed"
 # Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
 _ALONE = frozenset({"fake", "simulated"})
 
@@ -66,7 +67,7 @@ def agree(
         mine = values[ranks[0]]
         different = [rank for rank, value in values.items() if value[0] != mine[0]]
         if not different:
-            return ""
+            return _AGREED
         at, theirs, own = first_difference(values[different[0]][1:], mine[1:])
         return (
             f"ranks {listed(different)} are about to run another program than rank {ranks[0]} ({key!r}): entry "
@@ -79,7 +80,7 @@ def agree(
     verdict = compare(
         store, prefix, ranks, own, judge, lambda late: _did_not_come(late, key, timeout), timeout, refused
     )
-    if verdict:
+    if verdict != _AGREED:
         raise RankDisagreement(verdict)
 
 
@@ -93,19 +94,24 @@ def compare(
     timeout: float,
     refused: Refused | None = None,
 ) -> str:
-    """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all. The last one
-    to come makes it with ``judge``: a rank's share of the work does not grow with their number, but for that one. It is
-    ``missing``, of ranks that did not come, where they are not all there after ``timeout`` seconds."""
+    """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all, which is not
+    empty. The last one to come makes it with ``judge``: a rank's share of the work does not grow with their number, but
+    for that one. It is ``missing``, of ranks that did not come, where they are not all there after ``timeout`` seconds.
+    A rank that comes at that moment may reach another verdict: the first that is written counts, for every rank."""
     verdict, names = f"{prefix}/verdict", [f"{prefix}/{rank}" for rank in ranks]
     store.set(f"{prefix}/{dist.get_rank()}", mine)
-    if store.add(f"{prefix}/arrived", 1) == len(ranks) and not store.check([verdict]):
-        published = (value.decode() for value in store.multi_get(names))
-        store.set(verdict, judge(dict(zip(ranks, published, strict=True))))
-    while wait(store, [verdict], timeout, refused):
+    if store.add(f"{prefix}/arrived", 1) < len(ranks):
+        wait(store, [verdict], timeout, refused)
+    if not store.check([verdict]):
         late = [rank for rank, name in zip(ranks, names, strict=True) if not store.check([name])]
-        if late:  # or the last one is about to judge
-            store.set(verdict, missing(late))
+        published = [] if late else [value.decode() for value in store.multi_get(names)]
+        write_once(store, verdict, missing(late) if late else judge(dict(zip(ranks, published, strict=True))))
     return store.get(verdict).decode()
+
+
+def write_once(store: dist.Store, name: str, value: str) -> None:
+    """Write ``value``, which is not empty, unless something stands there: of two ranks that write, one does."""
+    store.compare_set(name, "", value)
 
 
 def publish(key: str, value: str, ranks: Sequence[int]) -> None:

@@ -39,7 +39,15 @@ import torch.distributed as dist
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import agreement
-from graph_fsdp.runtime.ranks.agreement import RankDisagreement, compare, first_difference, listed, prefix_of, read
+from graph_fsdp.runtime.ranks.agreement import (
+    RankDisagreement,
+    compare,
+    first_difference,
+    listed,
+    prefix_of,
+    read,
+    write_once,
+)
 from graph_fsdp.runtime.ranks.failure import (
     CollectiveFailed,
     Failure,
@@ -275,7 +283,7 @@ class Lockstep:
     def _announce(self, position: int, message: str) -> None:
         """A verdict for every rank that is, or comes, here; not all of them may go on together, as they may where all
         came and no rank has started anything."""
-        self.store.set(f"{self._prefix(position)}/verdict", json.dumps([False, message]))
+        write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
         verdict = read(self.store, f"{self._prefix(position)}/verdict")
