@@ -12,6 +12,7 @@ import torch
 from models import GPT
 from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch.distributed.tensor import DTensor
 
 import graph_fsdp
@@ -59,6 +60,28 @@ def test_all_kernels_of_a_model_are_in_few_libraries_and_compute_the_same(librar
     kernels = sum(path.read_text().count("async_compile.cpp_pybinding(") for path in libraries.rglob("*.py"))
     built = list(libraries.rglob("*.main.so"))
     assert kernels >= 6 and len(built) <= max(1, min(get_compile_threads(), kernels // 6))
+
+
+@pytest.mark.long
+def test_a_process_with_other_vectors_does_not_take_what_the_cache_has(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled_graphs(capability: str | None) -> int:
+        """Compile a model as a process does that is told which instructions it has; how many graphs are kept then."""
+        if capability is not None:
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        else:
+            monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        torch._dynamo.reset()
+        model = nn.LayerNorm(40)
+        graph_fsdp.compile(model)
+        model(torch.ones(2, 40))
+        return len([path for path in (libraries / "fxgraph").rglob("*") if path.is_file()])
+
+    first = compiled_graphs("default")
+    assert first > 0 and compiled_graphs("default") == first, "it is in the cache"
+    if valid_vec_isa_list():
+        assert compiled_graphs(None) == 2 * first
 
 
 def test_a_kernel_that_is_wrong_among_others_is_built_by_itself(

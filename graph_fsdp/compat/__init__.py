@@ -37,6 +37,7 @@ whole test-suite was run.
 | ``_inductor.decomposition.select_decomp_table``, ``_inductor.lowering`` that one of them uses |
   Inductor's decompositions | 2.9 to 2.15 |
 | ``_inductor.runtime.cache_dir_utils``, ``_inductor.config`` | the user's cache that ranks share | 2.9, 2.13 |
+| ``_inductor.cpu_vec_isa.pick_vec_isa`` | the width of vectors, which that cache's key lacks | 2.9, 2.13 |
 | ``fx._lazy_graph_module._use_lazy_graph_module``, ``_make_graph_module`` |
   code of graphs that nobody reads, the partitioner's too, is not written | 2.9, 2.13 |
 | ``_subclasses.fake_tensor.FakeTensor(mode, meta, device)``, ``in_kernel_invocation_manager`` |

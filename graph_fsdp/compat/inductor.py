@@ -83,7 +83,26 @@ def inductor_compile(
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
-    with tracing(TracingContext(mode)), graph_order() if keep_order else contextlib.nullcontext():
+    order = graph_order() if keep_order else contextlib.nullcontext()
+    with tracing(TracingContext(mode)), order, _vectors_named(module):
         return compile_fx_inner(
             module, inputs, is_backward=is_backward, is_inference=is_inference, cudagraphs=BoxedBool(False)
         )
+
+
+def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Inductor's cache of graphs gives this host what was written for vectors as wide as its own.
+
+    The C++ that is kept for a graph steps by the width of the vectors that it was written for, and each host compiles
+    it for its own. The cache's key has the setting ``cpp.simdlen`` but not the width, which is found where the setting
+    is None: a host with other vectors that shares the folder, or a process with ``ATEN_CPU_CAPABILITY``, would compute
+    wrong numbers. So the setting says what would be found.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    on_host = any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
+    if not on_host or config.cpp.simdlen is not None:
+        return contextlib.nullcontext()
+    return config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
