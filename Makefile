@@ -4,6 +4,7 @@
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
+# make gpu        checks of this machine's accelerator, right and fast; without one a rehearsal on the CPU. PART=A, B, C
 # make replay     what of all graphs, programs and reports of a corpus has changed since AGAINST (default: HEAD)
 # make compatibility  models and trainers of other libraries, in an environment of its own; writes the same page
 # make docs           the site of the documentation, into build/site
@@ -35,7 +36,7 @@ BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 LIBRARIES := timm transformers diffusers accelerate peft trl datasets
 
-.PHONY: train test test-long test-all test-xla test-package test-matrix compatibility replay docs lint types clean
+.PHONY: train test test-long test-all test-xla test-package test-matrix compatibility gpu replay docs lint types clean
 
 train: $(VENV)/.train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -71,6 +72,9 @@ replay: $(VENV)/.installed
 test-matrix: $(VENV)/.installed
 	$(BIN)/python benchmarks/compatibility.py $(addprefix --pair ,$(PAIRS))
 	$(BIN)/python benchmarks/update_docs.py
+
+gpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_checks.py $(PART) $(ARGS)
 
 # ARGS="--only Llama"   those only. Some 40 minutes on two cores.
 compatibility: .venv-libraries/.installed

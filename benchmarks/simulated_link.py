@@ -126,11 +126,14 @@ class StreamWork(dist.Work):
 
 
 class StreamLane:
-    """Its streams have a high priority: a collective does not wait for a free multiprocessor."""
+    """Its streams have a high priority, unless ``priority`` says another: a collective does not wait for a free
+    multiprocessor."""
+
+    priority = -1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.link, self.copies = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
+        self.link, self.copies = (torch.Stream(device, priority=self.priority) for _ in range(2))
         self.spin = _spin_kernel(device)
         self.cycles_per_second = self._calibrate()
 

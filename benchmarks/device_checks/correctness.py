@@ -1,0 +1,275 @@
+"""Part A: what the device computes, beside FSDP2 and beside the same without communication."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import PROCESS_GROUPS, ROOT, start_ranks
+from implementations import Setup, fsdp2, ours
+from simulated_group import simulated_group
+from simulated_link import INSTANT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from workloads import Workload, loss_of
+
+import graph_fsdp
+from device_checks import CannotRun, Figures, check
+from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.runtime.comm.collectives import start_all_gather
+
+RANKS, STEPS = 8, 3
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Relative differences that rounding explains, by the dtype of compute. Operator by operator the CPU has equal bits; on
+# other devices attention's backward adds in an order of its own.
+EAGER, INDUCTOR = {None: 1e-5, torch.bfloat16: 2e-2}, {None: 1e-4, torch.bfloat16: 2e-2}
+
+
+def llama_of(device: torch.device, layers: int = 4) -> Workload:
+    """A Llama of few layers; small on the CPU, where this is a rehearsal."""
+    if device.type == "cpu":
+        return Workload("llama", layers=2, width=64, heads=4, vocab=128, batch=1, length=32)
+    return Workload("llama", layers=layers, width=1024, heads=8, vocab=4096, batch=2, length=1024)
+
+
+@check("A", 60)
+def versions(device: torch.device) -> Figures:
+    """What is installed, and what the device is."""
+    found: Figures = {"torch": torch.__version__, "python": sys.version.split()[0], "device": device.type}
+    found |= {name: bool(importlib.util.find_spec(name)) for name in ("triton", "transformers", "pytest", "expecttest")}
+    if device.type == "cuda":
+        nccl: Any = torch.cuda.nccl
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl.version()))}
+        found |= {"name": torch.cuda.get_device_name(device), "memory": torch.cuda.mem_get_info(device)[1]}
+    return found
+
+
+@check("A", 90)
+def gathers_on_one_rank(device: torch.device) -> Figures:
+    """The process group that users have gathers a bucket of 1 and of 8 messages: late starts, inputs overwritten.
+
+    A mesh of one rank runs no collective, so the runtime's own start and wait are called here.
+    """
+    figures: Figures = {}
+    with one_rank(device) as group:
+        for messages in (1, 8):
+            for source, target in (
+                (torch.float32, torch.float32),
+                (torch.float32, torch.bfloat16),
+                (torch.float8_e4m3fn, torch.float8_e4m3fn),
+            ):
+                gathers_once(device, group, messages, source, target)
+                figures[f"{messages} messages, {source} to {target}"] = "equal"
+    return figures
+
+
+@contextlib.contextmanager
+def one_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    store = dist.HashStore()
+    dist.init_process_group(PROCESS_GROUPS[device.type], store=store, rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def gathers_once(
+    device: torch.device, group: dist.ProcessGroup, messages: int, source: torch.dtype, target: torch.dtype
+) -> None:
+    chunk = 1 << (14 if device.type != "cpu" else 6)
+    length = chunk * messages
+    bounds = [bound for message in range(messages) for bound in (message * chunk, chunk)]
+    halves = [half for message in range(messages) for half in (message * chunk, message * chunk + chunk // 2)]
+    layout = GatherLayout.make(halves, [chunk // 2] * len(halves), length, 1, bounds)
+    values = torch.randn(length, device=device).to(source)
+    expected = values.to(target) if source is not target else values.clone()
+    shard = values.clone()
+    delay(device)  # the gather is launched while the stream is busy with what comes before
+    pending = start_all_gather([shard], layout, target, group)
+    result = torch.empty_like(pending.buffer)
+    pending.finish()
+    delay(device)
+    result.copy_(pending.buffer)
+    shard.zero_()  # the next step's optimizer writes the shards
+    found, wanted = result.view(torch.uint8), expected.view(torch.uint8)
+    assert torch.equal(found, wanted), f"{messages} messages, {source} to {target}: the bytes gathered are others"
+
+
+def delay(device: torch.device) -> None:
+    """Keep the current stream busy for some milliseconds."""
+    if device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unit": {"activation_checkpointing": "unit"},
+    "selective": {"activation_checkpointing": "selective"},
+    "activations on the CPU": {"activation_checkpointing": "offload"},
+    "bfloat16": {"mp_policy": BFLOAT16},
+    "bfloat16, selective": {"mp_policy": BFLOAT16, "activation_checkpointing": "selective"},
+    "ZeRO-2": {"reshard_after_forward": False},
+    "accumulation": {},
+    "parameters on the CPU": {"offload_policy": CPUOffloadPolicy()},
+}
+
+
+@check("A", 200)
+def eager_beside_fsdp2(device: torch.device) -> Figures:
+    """Losses and gradients of a Llama on a simulated group of 8, operator by operator: FSDP2's."""
+    return {name: beside_fsdp2(device, name, options, "eager") for name, options in VARIANTS.items()}
+
+
+@check("A", 400)
+def inductor_beside_fsdp2(device: torch.device) -> Figures:
+    """The same with Inductor, within rounding; on CUDA with CUDA graphs, too."""
+    variants = dict(VARIANTS)
+    if device.type == "cuda":
+        variants |= {"CUDA graphs": {"cuda_graphs": True}, "whole graphs": {"regions": "whole"}}
+    else:
+        variants = {"plain": {}}
+    return {name: beside_fsdp2(device, name, options, "inductor") for name, options in variants.items()}
+
+
+def beside_fsdp2(device: torch.device, name: str, options: dict[str, Any], backend: str) -> float:
+    """The largest relative difference of a loss, or of a gradient's norm. Raises where it is more than rounding."""
+    policy = options.get("mp_policy", MixedPrecisionPolicy())
+    reshard = options.get("reshard_after_forward")
+    rest = {key: value for key, value in options.items() if key not in ("mp_policy", "reshard_after_forward")}
+    workload, built = llama_of(device), []
+    with simulated_group(RANKS, INSTANT):
+        setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)), policy, reshard)
+        for build in (fsdp2, ours(**rest, backend=backend)):
+            where = torch.device("cpu") if "offload_policy" in rest and build is not fsdp2 else device
+            built.append(trained(build(workload.make(where), setup), workload, device, name == "accumulation"))
+            torch._dynamo.reset()
+    theirs, found = built
+    differences = [abs(a - b) / max(abs(a), 1.0) for a, b in zip(theirs, found, strict=True)]
+    worst = max(differences)
+    limit = (EAGER if backend == "eager" else INDUCTOR)[policy.param_dtype]
+    if backend == "eager" and device.type == "cpu":
+        limit = 0.0
+    assert worst <= limit, f"{name}, {backend}: {worst:.2g} from FSDP2's losses and gradients, {limit:g} is rounding"
+    return worst
+
+
+def trained(model: nn.Module, workload: Workload, device: torch.device, accumulates: bool) -> list[float]:
+    """Losses of some steps of SGD, and the norms of the first step's gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses: list[Tensor] = []
+    norms: list[Tensor] = []
+    for step in range(STEPS):
+        for micro in range(2 if accumulates else 1):
+            if accumulates:
+                model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
+            loss = loss_of(model(**workload.tokens(2 * step + micro, 0, device)))
+            loss.backward()
+            losses.append(loss.detach())
+        if not norms:
+            norms = [torch.linalg.vector_norm(local(p.grad)) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.item() for value in [*losses, *norms]]
+
+
+def local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+@check("A", 240)
+def equal_layers_share_compilations(device: torch.device) -> Figures:
+    """As many compiled regions at 4 layers as at 8, with checkpointing too."""
+    layers = (4, 5) if device.type == "cpu" else (4, 8)
+    backend = "eager" if device.type == "cpu" else "inductor"
+    figures: Figures = {}
+    for options in ({}, {"activation_checkpointing": "unit"}, {"activation_checkpointing": "selective"}):
+        counts = []
+        for count in layers:
+            workload = dataclasses.replace(llama_of(device), layers=count)
+            with simulated_group(RANKS, INSTANT):
+                setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+                model = ours(backend=backend, **options)(workload.make(device), setup)
+                loss_of(model(**workload.tokens(0, 0, device))).backward()
+                counts.append(graph_fsdp.inspect(model).compiled_regions)
+            torch._dynamo.reset()
+        name = options.get("activation_checkpointing", "plain")
+        figures[name] = counts
+        assert counts[0] == counts[1], f"{name}: {counts} regions are compiled at {layers} layers"
+    return figures
+
+
+@check("A", 120, needs="cuda")
+def a_warm_step_does_not_wait_for_the_device(device: torch.device) -> Figures:
+    """No operation of a warm step makes the host wait (``torch.cuda.set_sync_debug_mode("error")``)."""
+    workload = llama_of(device)
+    with simulated_group(RANKS, INSTANT):
+        setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+        model = ours()(workload.make(device), setup)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        batches = [workload.tokens(step, 0, device) for step in range(4)]
+        for batch in batches[:3]:
+            loss_of(model(**batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("error")
+        loss_of(model(**batches[3])).backward()
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return {}
+
+
+@check("A", 150, needs="cuda")
+def torchs_sanitizer_finds_no_race(device: torch.device) -> Figures:
+    """Steps under ``torch.cuda._sanitizer``, which follows every kernel's streams and events."""
+    program = "from device_checks import correctness as c; import torch; c.steps_for_the_sanitizer()"
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    folder = str(ROOT / "benchmarks")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, environment.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return {}
+
+
+def steps_for_the_sanitizer() -> None:
+    device = torch.device("cuda", 0)
+    workload = dataclasses.replace(llama_of(device), layers=2, width=256, length=128)
+    for options in ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "offload"}):
+        with simulated_group(RANKS, INSTANT):
+            setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+            model = ours(backend="eager", **options)(workload.make(device), setup)
+            trained(model, workload, device, accumulates=False)
+
+
+@check("A", 200, needs="cuda")
+def tests_that_need_an_accelerator(device: torch.device) -> Figures:
+    """Those of the project's tests that are skipped without one, and those of streams and CUDA graphs."""
+    if missing := [name for name in ("pytest", "expecttest") if not importlib.util.find_spec(name)]:
+        raise CannotRun(f"{' and '.join(missing)} is not installed")
+    files = ("test_simulated_cluster.py", "test_meta.py", "test_offload_device.py", "test_device_path.py")
+    paths = [str(ROOT / "tests" / file) for file in files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    last = done.stdout.strip().splitlines()[-1:] or [""]
+    assert done.returncode == 0, done.stdout[-3000:]
+    return {"pytest": last[0]}
+
+
+@check("A", 150)
+def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
+    """Two processes share the device, and gloo moves its tensors: two steps as one process takes them."""
+    script = str(Path(__file__).with_name("two_ranks.py"))
+    code = start_ranks(script, [device.type, "gloo"], 2, device.type)
+    assert code == 0, f"the ranks ended with {code}"
+    return {}
