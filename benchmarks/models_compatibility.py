@@ -37,25 +37,20 @@ LIBRARIES = ("timm", "transformers", "diffusers")
 SECONDS = 300.0  # a model has; most take ten
 IMPLEMENTATIONS = ("torch.compile", "FSDP2", "graph_fsdp")
 TRAINS = ("fullgraph", "fullgraph=False")
-SAMPLE_ON_TWO_RANKS = (
-    "LlamaForCausalLM",
-    "MixtralForCausalLM",
-    "MambaForCausalLM",
-    "BartForConditionalGeneration",
-    "Wav2Vec2ForCTC",
-    "CLIPModel",
-)
+SAMPLE_ON_TWO_RANKS = ("LlamaForCausalLM", "MixtralForCausalLM", "BartForConditionalGeneration", "Wav2Vec2ForCTC")
 SAMPLE_ALONE = (
+    "MambaForCausalLM",
     "Gemma3ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "BertForMaskedLM",
     "SwitchTransformersForConditionalGeneration",
-    "ViTForImageClassification",
     "Qwen2VLForConditionalGeneration",
 )
 ON_TWO_RANKS = (
     *SAMPLE_ON_TWO_RANKS,
     *SAMPLE_ALONE,
+    "CLIPModel",
+    "Qwen3NextForCausalLM",
+    "BertForMaskedLM",
+    "ViTForImageClassification",
     "resnet10t",
     "vit_tiny_patch16_224",
     "UNet2DModel",
