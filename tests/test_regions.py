@@ -26,7 +26,7 @@ import graph_fsdp
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
 from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, cut, region_digest, region_key, run_as_graph
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, cut, region_key, run_as_graph
 from graph_fsdp.runtime.regions.share_compilation import divide
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def test_regions_of_other_nodes_that_compute_the_same_are_equal() -> None:
         unary()(c)
 
     assert key_of(unary()) == key_of(unary()) == key_of(preceded)
-    assert region_digest(key_of(unary())) == region_digest(key_of(preceded))
+    assert key_of(unary()).digest == key_of(preceded).digest
 
 
 def test_inputs_are_ordered_by_their_first_use() -> None:
@@ -113,7 +113,7 @@ def test_inputs_are_ordered_by_their_first_use() -> None:
 )
 def test_what_distinguishes_regions(other: Build) -> None:
     assert key_of(other) != key_of(unary())
-    assert region_digest(key_of(other)) != region_digest(key_of(unary()))
+    assert key_of(other).digest != key_of(unary()).digest
 
 
 def test_regions_of_forward_and_backward_are_not_equal() -> None:

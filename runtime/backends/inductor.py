@@ -11,9 +11,8 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions.private_files import own_folder
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, region_digest
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
+from graph_fsdp.runtime.regions.share_compilation import divide, own_folder
 
 
 class InductorBackend(Backend):
@@ -31,7 +30,7 @@ class InductorBackend(Backend):
         """The ranks of a host share Inductor's cache on its disk, and compile about the same regions at the same time:
         each compiles a part of them, and finds the rest in the cache."""
         directory, keys = _cache_directory(), _dissimilar_first(regions)
-        tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
+        tasks = [(key.digest, partial(self.compile_region, regions[key], key.kind)) for key in keys]
         with compat.built_together():
             if directory is None:
                 return super().compile_regions(regions)

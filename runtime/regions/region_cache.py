@@ -26,7 +26,7 @@ class RegionCache:
         self.regions = 0
         self.compiled = 0
         self._cache: dict[RegionKey, Compiled] = {}
-        self._alive: list[Region] = []  # keys know constants by their ids
+        self._alive: list[Region] = []  # keys know operators and constants by their ids
 
     def prepare(self, graphs: Iterable[Graph]) -> None:
         """Compile what the programs of these graphs will ask for, all at once: a backend can then divide the work."""
@@ -76,7 +76,7 @@ def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
         other
         for other in counts
         if other.kind == key.kind
-        and other.body == key.body
+        and (other.body, other.called) == (key.body, key.called)
         and mine < set(other.returned)
         and counts[other] >= counts[key]
     ]

@@ -179,41 +179,37 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
 
 @dataclass(frozen=True)
 class RegionKey:
-    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs;
-    ``returned``: which nodes of it."""
+    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs, as a digest;
+    ``called``: the ids of the operators and constants in it; ``returned``: which nodes of it."""
 
     kind: str
-    body: Hashable
+    body: str
+    called: tuple[int, ...]
     returned: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
+        return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
 
 
 def region_key(region: Region, kind: str) -> RegionKey:
-    def target(node: fx.Node) -> Hashable:
-        constant = node.op == "get_attr"
-        return _Constant(id(_attribute(region.owner, str(node.target)))) if constant else node.target
+    called: list[int] = []
+
+    def target(node: fx.Node) -> str:
+        value = _attribute(region.owner, str(node.target)) if node.op == "get_attr" else node.target
+        called.append(id(value))
+        if node.op == "get_attr":
+            return "constant"
+        if isinstance(value, compat.OpOverload):
+            return str(value)
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
     parts, index = canonical_form(region.inputs, region.body, lambda node: _value_key(node.meta.get("val")), target)
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
-    return RegionKey(kind, _Parts(parts), tuple(index[node] for node in region.outputs))
-
-
-@dataclass(frozen=True)
-class _Constant:
-    identity: int
-
-
-class _Parts:
-    """A long tuple that is hashed once."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Parts) and self._hash == other._hash and self.parts == other.parts
+    body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+    return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs))
 
 
 def _attribute(module: fx.GraphModule, target: str) -> Any:
@@ -239,23 +235,6 @@ def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
         first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
         for index, (node, value) in enumerate((node, node.meta.get("val")) for node in inputs)
     )
-
-
-def region_digest(key: RegionKey) -> str:
-    """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
-    assert isinstance(key.body, _Parts)
-    lines = [key.kind, str(key.returned), *map(_text, key.body.parts)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))})"
-    if isinstance(value, _Constant):
-        return "constant"
-    if callable(value) and not isinstance(value, compat.OpOverload):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-    return str(value)
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
