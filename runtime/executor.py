@@ -22,8 +22,7 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame
 from graph_fsdp.runtime.generate import generate
 from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.observe.observer import Event, MakeObserver, ObservedFrame, observed
-from graph_fsdp.runtime.observe.ranges import ranges, recording
+from graph_fsdp.runtime.observe.observer import Event, MakeObserver, observed, ranges, recording, seen_by
 from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
@@ -70,21 +69,14 @@ class Program:
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
         """``run``: this program's function, or one of the same code with other regions."""
         open_range = recording()
-        if open_range is None and not self._observers:
-            frame = Frame(self.counter, slots, self.kept)
-            return _to_the_end(run, frame, frame, args)
-        # Bytes and collectives of runs that are measured are not counted: reports tell of training.
-        frame = Frame(GatheredBytes() if self._observers else self.counter, slots, self.kept)
         observers = [make(self) for make in self._observers]
         if open_range is not None:
             observers.append(ranges(open_range, self.graph.phase))
-        seen: Any = frame
-        for observer in observers:
-            run, seen = observed(run, self.kernels, observer), ObservedFrame(seen, observer)
-        call = functools.partial(_to_the_end, run, frame, seen, args)
-        for observer in observers:
-            call = functools.partial(observer, Event("run"), call)
-        return call()
+        if observers:
+            run = observed(run, self.kernels, observers)
+        # Bytes and collectives of runs that are measured are not counted: reports tell of training.
+        frame = Frame(GatheredBytes() if self._observers else self.counter, slots, self.kept, observers)
+        return seen_by(observers, Event("run"), _to_the_end, run, frame, args)
 
     @contextlib.contextmanager
     def observed_by(self, make: MakeObserver) -> Iterator[None]:
@@ -104,10 +96,9 @@ class Program:
         return {i: unit_of(step) for i, step in steps if isinstance(step, Region) and not step.is_view_only}
 
 
-def _to_the_end(run: Callable[..., Any], frame: Frame, seen: Any, args: list[Any]) -> Any:
-    """``seen``: the frame as ``run`` is given it."""
+def _to_the_end(run: Callable[..., Any], frame: Frame, args: list[Any]) -> Any:
     try:
-        outputs = run(seen, args)
+        outputs = run(frame, args)
     except BaseException as error:
         frame.close(error)
         raise

@@ -5,25 +5,22 @@ Every value is dropped after its last use.
 
 from __future__ import annotations
 
-import functools
 import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.runtime.comm import custom_collectives
 from graph_fsdp.runtime.comm.collectives import Pending, ReduceScatter
-from graph_fsdp.runtime.comm.copies import CopyPlan
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
-from graph_fsdp.runtime.frame import GatherPlan, ReducePlan
+from graph_fsdp.runtime.frame import CopyPlan, GatherPlan, ReducePlan
 from graph_fsdp.runtime.kept_gradients import begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.region_cache import RegionCache
@@ -124,7 +121,7 @@ class _Line:
     def gather_start(self) -> str:
         given, record = self._arguments(), self.node.meta["fsdp"]
         what = (given["layout"], given["dtype"], given["group"], record.escapes, record.slot, record.landing_slot)
-        plan = GatherPlan(*self._step("gather"), *what, self.comms if given["custom"] else None)
+        plan = GatherPlan(*self._step("gather"), *what, self._comms(given))
         return f"frame.gather_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
 
     def reduce_start(self) -> str:
@@ -138,11 +135,11 @@ class _Line:
         if self.node.target is not dialect.reduce_scatter_start:
             return self._bound()
         given = self._arguments()
-        reduction: ReduceScatter = bound(ReduceScatter, given)(given["grads"])
-        if not given["custom"]:
-            return reduction.start
-        assert self.comms is not None
-        return functools.partial(_reduce_by, self.comms, reduction)
+        reduction: ReduceScatter = bound(ReduceScatter, {**given, "comms": self._comms(given)})(given["grads"])
+        return reduction.start
+
+    def _comms(self, given: Mapping[str, Any]) -> Comms | None:
+        return self.comms if given["custom"] else None
 
     def _arguments(self) -> dict[str, Any]:
         """The operator's, with fake tensors."""
@@ -193,12 +190,6 @@ def _place_of_node(node: fx.Node) -> str:
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
-
-
-def _reduce_by(comms: Comms, reduction: ReduceScatter, grads: list[Tensor]) -> Pending:
-    if comms.reduce_scatter is None:  # taken away between forward and backward
-        return reduction.start(grads)
-    return custom_collectives.start_reduce_scatter(reduction, grads, comms.reduce_scatter)
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:

@@ -15,7 +15,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.functional import ShardSlice, lower
-from graph_fsdp.runtime.observe.ranges import recording
+from graph_fsdp.runtime.observe.observer import recording
 from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.regions.regions import Compiled
 from graph_fsdp.runtime.slots import GatheredBytes

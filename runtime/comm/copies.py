@@ -16,7 +16,7 @@ Where the device is the CPU, a copy is a copy, done when it is started.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,18 +24,9 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan, shard_slice
+from graph_fsdp.runtime.comm.collectives import Pending, shard_slice
 
 Use = Literal["activations", "fetch", "offload"]
-
-
-@dataclass(frozen=True)
-class CopyPlan(StartPlan):
-    """The static part of one copy, of kind "fetch" or "offload". ``start`` takes the shards, or the gradients.
-    ``ends_with_run``: see [Note: writes after a run]."""
-
-    start: Callable[[list[Tensor]], Copy]
-    ends_with_run: bool
 
 
 @dataclass(eq=False)

@@ -21,9 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graph_fsdp import compat
-from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives
-from graph_fsdp.runtime.comm.collectives import Pending, ReduceScatter
 
 
 class Comm(Protocol):
@@ -42,42 +39,6 @@ class Comms:
 
     all_gather: Comm | None = None
     reduce_scatter: Comm | None = None
-
-
-def start_all_gather(
-    shards: Sequence[Tensor],
-    layout: GatherLayout,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    comm: Comm,
-    buffer: Tensor,
-) -> Pending:
-    """As ``collectives.start_all_gather``, of a layout of one message."""
-    source, length, world = collectives.shard_slice(shards, layout), layout.length, layout.world_size
-    output = comm.allocate((world * length,), dtype=dtype, device=source.device)
-    own = output.narrow(0, group.rank() * length, length)
-    own.copy_(source)
-    work = comm(output_tensor=output, input_tensor=own, group=group, async_op=True)
-
-    def finish() -> None:
-        if work is not None:
-            work.wait()
-        collectives.unpack(output, buffer, layout.messages[0], world)
-
-    return Pending(buffer, finish)
-
-
-def start_reduce_scatter(reduction: ReduceScatter, grads: Sequence[Tensor], comm: Comm) -> Pending:
-    """As ``reduction.start``, in one message."""
-    world, numel, dtype, device = reduction.world, reduction.length, reduction.dtype, grads[0].device
-    sent = comm.allocate((world * numel,), dtype=dtype, device=device)
-    compat.chunk_cat(list(grads), dim=0, num_chunks=world, out=sent.view(world, numel))
-    if reduction.before is not None:
-        sent.div_(reduction.before)
-    out = comm.allocate((numel,), dtype=dtype, device=device)
-    work = comm(output_tensor=out, input_tensor=sent, group=reduction.group, op=reduction.op, async_op=True)
-    works = [] if work is None else [work]
-    return Pending(out, collectives.finish_reduction(works, out, reduction.after, keep_alive=sent))
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,42 @@
 """Watching programs run: one way for times, for schedules as they ran, and for ranges in other tools' timelines.
 
 An observer is made for each run of a program that is watched, and sees its compute regions, the starts of collectives
-and copies, and the waits for them. A run that nobody watches has nothing of this in it.
+and copies, and the waits for them.
+
+Ranges are what an observer of this file makes, in the timelines of torch.profiler and of Nsight Systems: what a program
+does, named by unit and phase.
+
+    FSDP::forward                               a run of a program
+    FSDP::compute layers.3 (forward)            a compute region; the units are those whose parameters it reads
+    FSDP::gather layers.3 (forward)             the start of a collective, by its bucket; ``reduce``, ``fetch`` …
+    FSDP::wait gather layers.3 (forward)        the wait for it, and the unpacking
+
+Whether anybody records is asked once per run. A range is torch.profiler's ``record_function`` where a profiler of torch
+records; under ``torch.autograd.profiler.emit_nvtx`` torch makes NVTX ranges of these. In a process that nsys has
+started, and that no profiler of torch records, it is an NVTX range. (nsys tells its processes by
+``NSYS_PROFILING_SESSION_ID``.)
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch.profiler import record_function
 
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
-from graph_fsdp.runtime.frame import Frame
-from graph_fsdp.runtime.kept_gradients import KeepPlan
+from graph_fsdp import compat
 
 T = TypeVar("T")
 What: TypeAlias = Literal["run", "region", "start", "wait", "call"]
-
-_OFFLOAD, _RELOAD = StartPlan(None, "", "offload activation"), StartPlan(None, "", "reload activation")
+OpenRange: TypeAlias = Callable[[str], AbstractContextManager[Any]]
+# A torch without CUDA has no NVTX to call.
+_UNDER_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ and torch.version.cuda is not None
 
 
 @dataclass(frozen=True)
@@ -45,60 +59,37 @@ class Observer(Protocol):
 MakeObserver = Callable[[Any], Observer]  # of the program that begins a run
 
 
-class ObservedFrame:
-    """A run's frame, what it does seen by an observer."""
-
-    def __init__(self, frame: Frame | ObservedFrame, observer: Observer) -> None:
-        self._frame, self._observer = frame, observer
-        self._plans: dict[Pending, StartPlan] = {}  # of what is under way
-        # What takes no time is not seen.
-        self.free: Callable[[Tensor], None] = frame.free
-        self.keep: Callable[[KeepPlan, Tensor], None] = frame.keep
-
-    def gather_start(self, plan: StartPlan, shards: list[Tensor]) -> Pending:
-        return self._start(plan, self._frame.gather_start, plan, shards)
-
-    def reduce_start(self, plan: StartPlan, grads: list[Tensor] | Tensor) -> Pending:
-        return self._start(plan, self._frame.reduce_start, plan, grads)
-
-    def copy_start(self, plan: StartPlan, tensors: list[Tensor]) -> Pending:
-        return self._start(plan, self._frame.copy_start, plan, tensors)
-
-    def offload(self, value: Tensor) -> Pending:
-        return self._start(_OFFLOAD, self._frame.offload, value)
-
-    def reload(self, host: Tensor, device: torch.device) -> Pending:
-        return self._start(_RELOAD, self._frame.reload, host, device)
-
-    def _start(self, plan: StartPlan, start: Callable[..., Pending], *given: Any) -> Pending:
-        pending = self._see(Event("start", plan.step, plan.kind, plan.bucket), start, *given)
-        self._plans[pending] = plan
-        return pending
-
-    def wait(self, pending: Pending) -> Tensor:
-        plan = self._plans.pop(pending)
-        return self._see(Event("wait", plan.step, f"wait {plan.kind}", plan.bucket), self._frame.wait, pending)
-
-    def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
-        return self._see(Event("call", name="reduce payloads"), self._frame.reduce_payloads, reduce, values)
-
-    def hook(self, unit: str, buffer: Tensor) -> Tensor:
-        return self._see(Event("call", name="hook", whose=unit or "root"), self._frame.hook, unit, buffer)
-
-    def _see(self, event: Event, call: Callable[..., T], *given: Any) -> T:
-        bound: Callable[[], T] = functools.partial(call, *given)
-        return self._observer(event, bound)
+def seen_by(observers: Sequence[Observer], event: Event, call: Callable[..., T], *given: Any) -> T:
+    """Call a function in the sight of observers, the last one outermost."""
+    seen: Callable[[], T] = functools.partial(call, *given)
+    for observer in observers:
+        seen = functools.partial(observer, event, seen)
+    return seen()
 
 
-def observed(run: Callable[..., Any], regions: Mapping[int, str], observer: Observer) -> Callable[..., Any]:
-    """A program's function, its ``regions`` seen by an observer: place → units."""
+def observed(run: Callable[..., Any], regions: Mapping[int, str], observers: Sequence[Observer]) -> Callable[..., Any]:
+    """A program's function, its ``regions`` seen by observers: place → units."""
     assert isinstance(run, types.FunctionType)  # all functions of a program are: made from one code
     seen = dict(run.__globals__)
     for index, units in regions.items():
-        event = Event("region", index, "compute", units)
-        seen[f"region_{index}"] = functools.partial(_region, observer, event, seen[f"region_{index}"])
+        name, event = f"region_{index}", Event("region", index, "compute", units)
+        seen[name] = functools.partial(seen_by, observers, event, seen[name])
     return types.FunctionType(run.__code__, seen)
 
 
-def _region(observer: Observer, event: Event, function: Callable[[list[Any]], T], inputs: list[Any]) -> T:
-    return observer(event, functools.partial(function, inputs))
+def recording() -> OpenRange | None:
+    """How a range is opened, by its name; None while nobody records."""
+    if compat.profiler_is_active():
+        return record_function
+    return torch.cuda.nvtx.range if _UNDER_NSYS else None
+
+
+def ranges(open_range: OpenRange, phase: str) -> Observer:
+    """Make the observer that opens a range for each event of a run."""
+
+    def see(event: Event, call: Callable[[], T]) -> T:
+        words = (event.name, event.whose, f"({phase})") if event.name else (phase,)
+        with open_range(f"FSDP::{' '.join(filter(None, words))}"):
+            return call()
+
+    return see
