@@ -15,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -38,6 +39,23 @@ class RankDisagreement(RuntimeError):
 
 def digest(entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class RunnableProgram:
+    """A program as ranks know it, or what else runs collectives. ``collectives``: each with its sizes, in order."""
+
+    model: str
+    phase: str
+    collectives: tuple[str, ...]
+    what: str = "graph"
+
+    @property
+    def key(self) -> str:
+        return f"{self.phase} {self.what} of {self.model} {digest(self.collectives)[:16]}"
+
+    def __str__(self) -> str:
+        return f"the {self.phase} {self.what} of {self.model}"
 
 
 def is_shared(ranks: Sequence[int]) -> bool:

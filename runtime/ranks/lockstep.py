@@ -31,37 +31,18 @@ import datetime
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks import agreement
-from graph_fsdp.runtime.ranks.agreement import (
-    RankDisagreement,
-    compare,
-    first_difference,
-    listed,
-    prefix_of,
-    read,
-    write_once,
-)
-from graph_fsdp.runtime.ranks.failure import (
-    CollectiveFailed,
-    Failure,
-    Failures,
-    RankFailure,
-    described,
-    ended,
-    gone,
-    is_of_process_group,
-    place,
-    running_place,
-)
-from graph_fsdp.runtime.ranks.long_waits import LongWaits, interrupted
-from graph_fsdp.runtime.ranks.runnable_program import RunnableProgram
+from graph_fsdp.runtime.ranks import agreement, failure
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, read
+from graph_fsdp.runtime.ranks.failure import CollectiveFailed, Failure, RankFailure
+
+Runnable: TypeAlias = Callable[[list[Any]], Any]
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
 # A process group ends by itself what a rank that is gone takes part in; seldom one of gloo's has waited for ever.
@@ -82,7 +63,7 @@ class Lockstep:
         self.ranks, self.store = tuple(ranks), store
         self.position = 0  # programs begun; the same on all ranks
         self.comparisons = 0
-        self._base = prefix_of(ranks, "program")
+        self._base = agreement.prefix_of(ranks, "program")
         self._programs: dict[str, RunnableProgram] = {}
         self._past: tuple[str, ...] = ()
         self._predictions: dict[tuple[str, ...], str] = {}
@@ -90,12 +71,11 @@ class Lockstep:
         self._program: Callable[[], Any] = lambda: None  # that program
         self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
         self._stopped = ""  # where the program raised that began last
-        self.failures = Failures(ranks, store, self._base)
+        self.failures = failure.Failures(ranks, store, self._base)
         self.failures.publish_process()
         self._compared = -1  # position of the last comparison
         self._compiled = 0  # how often this rank has waited for others to compile
         self._compiling_since = 0.0
-        self._long_waits = LongWaits(ranks, store, self._base)
 
     def know(self, program: RunnableProgram) -> str:
         """Register a program; return the key with which it is given to ``begin``."""
@@ -129,6 +109,32 @@ class Lockstep:
         self._program = weakref.ref(program) if program is not None else lambda: None
         _current = self
 
+    def around(self, program: Runnable, key: str) -> Runnable:
+        """``program``, which begins when all ranks are about to run it, and tells them if it raises."""
+
+        def run(args: list[Any]) -> Any:
+            self.begin(key, program)
+            with self.telling(program):
+                return program(args)
+
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
+
+    @contextlib.contextmanager
+    def telling(self, program: Any = None) -> Iterator[None]:
+        """Around what began last, ``program``, or a part of it: where it raises, the other ranks are told.
+
+        Raises:
+            RankFailure: other ranks are the reason that it raised.
+        """
+        try:
+            yield
+        except BaseException as error:
+            cause = self._failed(error, program)
+            if cause is None:
+                raise
+            raise cause from error
+
     def compiling(self) -> None:
         """To be called before this rank waits for others to compile what they have not run before. Another rank may
         be in the program that is predicted here, and learns of it."""
@@ -143,16 +149,16 @@ class Lockstep:
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
         seconds = time.monotonic() - self._compiling_since
-        self._long_waits.tell(self.position, seconds, lambda: "the wait for others to compile with it")
+        self.failures.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 
     def look_for_others(self) -> None:
         """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
         RankFailure if it failed."""
         self._raise_again()
         here = self.position - 1
-        failure = self.failures.preventing(here)
-        if failure is not None:
-            self._fail(str(self._programs[self._running]), self._why(failure), here)
+        found = self.failures.preventing(here)
+        if found is not None:
+            self._fail(str(self._programs[self._running]), self._why(found), here)
         if self._compared == here:  # all ranks are in this program
             return
         self._raise_announced(here)
@@ -164,7 +170,11 @@ class Lockstep:
 
     def waits(self, seconds: float) -> None:
         """From within a collective, after so many seconds: the user learns of those that take long."""
-        self._long_waits.tell(self.position - 1, seconds, lambda: self._running_program(running_place(self._program())))
+
+        def what() -> str:
+            return self._running_program(failure.running_place(self._program()))
+
+        self.failures.tell(self.position - 1, seconds, what)
 
     def _other_than_here(self, here: int) -> str:
         """What another rank does in place of the program that is predicted here; nothing if none does."""
@@ -186,15 +196,14 @@ class Lockstep:
         at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
         return rank if at == str(position) else ""
 
-    def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
-        """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
-        where they are the reason, else None."""
+    def _failed(self, error: BaseException, program: Any) -> RankFailure | None:
+        """Tell the other ranks of an error; what to raise in its place where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
-        where = self._running_program(place(error, program))
-        interrupted(error, where)
-        of_others = is_of_process_group(error)
-        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
+        where = self._running_program(failure.place(error, program))
+        failure.interrupted(error, where)
+        of_others = failure.is_of_process_group(error)
+        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, failure.described(error))
         self.failures.announce(mine)
         if of_others:
             self._failure = RankFailure(self.failures.call_the_roll(mine))
@@ -212,7 +221,8 @@ class Lockstep:
         if own is not None and own.position == self.position - 1:  # the program has told
             return
         if not isinstance(error, (RankDisagreement, RankFailure)):
-            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
+            said = failure.described(error)
+            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, said))
 
     def _running_program(self, where: str) -> str:
         return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
@@ -223,15 +233,15 @@ class Lockstep:
 
     def _raise_failures(self, position: int, to_do: str) -> None:
         """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
-        failure = self.failures.preventing(position)
-        why = self._why(failure) if failure is not None else ended(self.store, self.ranks)
+        found = self.failures.preventing(position)
+        why = self._why(found) if found is not None else failure.ended(self.store, self.ranks)
         if why:
             self._fail(f"the wait for others to {to_do}", why, position)
 
-    def _why(self, failure: Failure) -> str:
+    def _why(self, found: Failure) -> str:
         """A failure that follows from others names the ranks that have ended, too."""
-        dead = gone(self.ranks) if failure.of_others else ""
-        return f"{failure}, and {dead}" if dead else str(failure)
+        dead = failure.gone(self.ranks) if found.of_others else ""
+        return f"{found}, and {dead}" if dead else str(found)
 
     def _fail(self, where: str, why: str, position: int) -> None:
         me = dist.get_rank()
@@ -262,7 +272,7 @@ class Lockstep:
 
         def refused() -> None:
             self._refuse_compiling(key)
-            self._long_waits.tell(position, time.monotonic() - begin, lambda: what)
+            self.failures.tell(position, time.monotonic() - begin, lambda: what)
 
         def missing(late: list[int]) -> str:
             return json.dumps([False, self._missing(late, key)])
@@ -270,9 +280,9 @@ class Lockstep:
         value = f"{key}\n{self._stopped}" if self._stopped else key
         try:
             where = (self.store, self._prefix(position), self.ranks)
-            compare(*where, value, self._verdict, missing, TIMEOUT_SECONDS, refused)
+            agreement.compare(*where, value, self._verdict, missing, TIMEOUT_SECONDS, refused)
         except KeyboardInterrupt as error:
-            interrupted(error, what)
+            failure.interrupted(error, what)
             raise
         self._compared = position
         self._forget(position, str(dist.get_rank()))
@@ -283,7 +293,7 @@ class Lockstep:
     def _announce(self, position: int, message: str) -> None:
         """A verdict for every rank that is, or comes, here; not all of them may go on together, as they may where all
         came and no rank has started anything."""
-        write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
+        agreement.write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
         verdict = read(self.store, f"{self._prefix(position)}/verdict")
@@ -325,15 +335,15 @@ class Lockstep:
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
         """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
         a, b = self._programs.get(theirs), self._programs.get(own)
-        text = f"ranks {listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
+        text = f"ranks {agreement.listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
         if a is None or b is None or (a.model, a.phase) != (b.model, b.phase):
             return text
-        at, in_a, in_b = first_difference(a.collectives, b.collectives)
+        at, in_a, in_b = agreement.first_difference(a.collectives, b.collectives)
         return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
 
     def _missing(self, late: list[int], key: str) -> str:
         return (
-            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(late)} to run "
+            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {agreement.listed(late)} to run "
             f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
             f"output; {_ADVICE}"
         )
@@ -381,4 +391,4 @@ def finish(work: Any, device: torch.device) -> None:
                 raise CollectiveFailed(str(error)) from error
         lockstep.look_for_others()
         lockstep.waits(time.monotonic() - begin)
-        rounds_without = rounds_without + 1 if ended(lockstep.store, lockstep.ranks) else 0
+        rounds_without = rounds_without + 1 if failure.ended(lockstep.store, lockstep.ranks) else 0
