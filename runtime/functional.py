@@ -63,14 +63,10 @@ class FunctionalGraph:
     inputs: tuple[int | ShardSlice, ...]
 
 
-def lower(graph: Graph, grouped: bool | None = None) -> FunctionalGraph:
-    """Lower a graph that has been through all passes. It stays as it is.
-
-    ``grouped``: the messages of a gather are launched as one ``all_gather_into_tensor_coalesced``; None where the
-    process group of the graph's device can do that without a copy, as NCCL can and gloo cannot.
-    """
+def lower(graph: Graph) -> FunctionalGraph:
+    """Lower a graph that has been through all passes. It stays as it is."""
     with torch.no_grad():
-        return Lowering(graph, grouped).run()
+        return Lowering(graph).run()
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,11 @@ class _Messages:
 
 
 class Lowering:
-    """A scheduled graph that is lowered. ``runtime/xla/lower.py`` has its own collectives, inputs and outputs.
-    ``sliced``: shards lie in a storage, of which gathers send slices; else they are packed in the graph, and its inputs
-    are the scheduled graph's."""
+    """A scheduled graph that is lowered. ``runtime/xla/lower.py`` has its own collectives, inputs and outputs, and
+    packs shards in the graph."""
 
-    def __init__(self, graph: Graph, grouped: bool | None = None, sliced: bool = True) -> None:
-        self.graph, self.grouped, self.sliced = graph, grouped, sliced
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.fx_graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
         self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
@@ -122,8 +117,14 @@ class Lowering:
         node.meta["val"] = VALUES.of(node)
         return node
 
-    def all_gather(self, shard: fx.Node, world_size: int, group: str, name: str) -> fx.Node:
-        return self.call(_functional.all_gather_into_tensor.default, shard, world_size, group, name=name)
+    def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
+        """A collective for each message; one for all where the process group of the graph's device can do that without
+        a copy, as NCCL can and gloo cannot."""
+        op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
+        if len(shards) == 1 or not compat.launches_groups(compat.resolve_group(group), shards[0].meta["val"].device):
+            return [self.call(op, shard, world_size, group, name=name) for shard in shards]
+        found = self.call(together, shards, world_size, group, name=name)
+        return [self.call(operator.getitem, found, i) for i in range(len(shards))]
 
     def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
         return self.call(_functional.reduce_scatter_tensor.default, packed, op, world_size, group, name=name)
@@ -154,7 +155,7 @@ class Lowering:
         """The scheduled graph's inputs, without shards that nothing but gathers reads, and the gathers' slices."""
         places = {node: place for place, node in enumerate(self.graph.placeholders)}
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
-        sliced = [start for start in starts if self.sliced and all(shard in places for shard in _shards(start))]
+        sliced = [start for start in starts if all(shard in places for shard in _shards(start))]
         inputs: list[int | ShardSlice] = []
         for node, place in places.items():
             if not node.users or any(user not in sliced for user in node.users):
@@ -174,18 +175,12 @@ class Lowering:
 
     def gather_start(self, node: fx.Node) -> _Messages:
         layout, dtype = layout_of(node), dialect.argument(node, "dtype")
-        group = (dialect.argument(node, "world_size"), dialect.group_of(node))
         source = self.slices[node] if node in self.slices else self._packed(_shards(node), layout)
         if source.meta["val"].dtype is not dtype:
             source = self.call(_cast, source, dtype)
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
-        grouped = self.grouped
-        if grouped is None:
-            grouped = compat.launches_groups(compat.resolve_group(group[1]), source.meta["val"].device)
-        if grouped and len(shards) > 1:
-            together = self.call(_functional.all_gather_into_tensor_coalesced.default, shards, *group, name=node.name)
-            return _Messages(layout, [self.call(operator.getitem, together, i) for i in range(len(shards))])
-        return _Messages(layout, [self.all_gather(shard, *group, node.name) for shard in shards])
+        world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
+        return _Messages(layout, self.all_gather(shards, world_size, group, node.name))
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
         pending = self._first(node)

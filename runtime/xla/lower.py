@@ -103,7 +103,7 @@ class _Lowering(functional.Lowering):
         exits: Sequence[Crossing | None],
         each: Placement | None,
     ) -> None:
-        super().__init__(graph, grouped=False, sliced=False)
+        super().__init__(graph)
         self.groups, self.each = groups, each
         self.places = {node: place for place, node in enumerate(graph.placeholders)}
         self.entries: list[Crossing | None] = [*entries] or [None] * len(self.places)
@@ -163,11 +163,14 @@ class _Lowering(functional.Lowering):
             self.newest = copy
         return copy
 
-    def all_gather(self, shard: fx.Node, world_size: int, group: str, name: str) -> fx.Node:
-        if self.newest is not None:  # see [Note: barriers]
-            shard = self.call(operator.getitem, self.call(operators.barrier, [shard, self.newest]), 0)
-        self.channels += 1
-        return self.call(operators.all_gather, shard, *self._groups(group), self.channels, name=name)
+    def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
+        gathered = []
+        for shard in shards:
+            if self.newest is not None:  # see [Note: barriers]
+                shard = self.call(operator.getitem, self.call(operators.barrier, [shard, self.newest]), 0)
+            self.channels += 1
+            gathered.append(self.call(operators.all_gather, shard, *self._groups(group), self.channels, name=name))
+        return gathered
 
     def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
         return self._reduced(operators.reduce_scatter, packed, op, *self._groups(group), name)
