@@ -29,8 +29,7 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.transforms.constrain import ConstrainActivations
 from graph_fsdp.report.report import CapturedGraph
-from graph_fsdp.runtime.xla.constraints import mesh_name
-from graph_fsdp.runtime.xla.global_view import lower_global
+from graph_fsdp.runtime.xla.global_view import lower_global, mesh_name
 from graph_fsdp.runtime.xla.lower import lower
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.engine import XlaEngine

@@ -20,12 +20,14 @@ Forward and backward are programs of their own, so what is gathered again in bac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
@@ -36,6 +38,8 @@ from graph_fsdp.passes.transforms.constrain import constrain
 from graph_fsdp.runtime import functional
 
 _cast = torch.ops.prims.convert_element_type.default
+_LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
+_MESHES: dict[str, Any] = {}
 
 
 def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str) -> dict[str, fx.GraphModule]:
@@ -144,3 +148,34 @@ _LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], None]] = {
     dialect.all_reduce_shard_start: _nothing,
     dialect.reduce_wait: _nothing,
 }
+
+
+def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
+    """The name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal meshes
+    have one name."""
+    import numpy
+
+    array = numpy.array(devices)
+    mesh = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, axes)
+    name = next((name for name, known in _MESHES.items() if str(known) == str(mesh)), f"mesh{len(_MESHES)}")
+    _MESHES.setdefault(name, mesh)
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
+    """What torch_xla annotates a tensor with. ``axes``: as in ``passes/transforms/constrain.py``."""
+    return _MESHES[mesh].get_op_sharding(tuple(_axis(names) for names in axes))
+
+
+def _axis(names: str) -> Any:
+    several = tuple(names.split(","))
+    return several if len(several) > 1 else names or None
+
+
+def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
+    """A copy that carries the sharding, which XLA's partitioner keeps to."""
+    return compat_xla.annotated(value, op_sharding(mesh, tuple(axes)))
+
+
+_LIBRARY.impl("constrain", _constrain)

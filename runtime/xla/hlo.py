@@ -35,12 +35,19 @@ class OptimizedHlo:
 
     @cached_property
     def collectives(self) -> dict[str, int]:
-        """Collectives by kind (``"all-gather"``), without the kinds that do not occur."""
-        return count_collectives(self.text)
+        """Collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without kinds that do not
+        occur."""
+        found = Counter(match["kind"] for match in _OPCODE.finditer(self.text))
+        return {kind: found[kind] for kind in KINDS if found[kind]}
 
     def table(self) -> str:
         """What XLA runs beside what the schedule has."""
-        return beside(self.collectives, self.scheduled)
+        found, scheduled = self.collectives, self.scheduled
+        kinds = [kind for kind in KINDS if kind in found or kind in scheduled]
+        width = max(map(len, ["collective", *kinds]))
+        lines = [f"{'collective':{width}}  {'scheduled':>9}  {'optimized':>9}"]
+        lines += [f"{kind:{width}}  {scheduled.get(kind, 0):>9}  {found.get(kind, 0):>9}" for kind in kinds]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text
@@ -59,12 +66,6 @@ def scheduled_collectives(graph: Graph) -> dict[str, int]:
     return dict(found)
 
 
-def count_collectives(text: str) -> dict[str, int]:
-    """Collective instructions in the text of an HLO module, by kind, in the order of ``KINDS``."""
-    found = Counter(match["kind"] for match in _OPCODE.finditer(text))
-    return {kind: found[kind] for kind in KINDS if found[kind]}
-
-
 def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> OptimizedHlo:
     """Compile ``function`` of XLA tensors once more, without running it, and return XLA's optimized program.
 
@@ -75,12 +76,3 @@ def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> Optimi
         RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla_hlo.optimized_text``.
     """
     return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
-
-
-def beside(collectives: Mapping[str, int], scheduled: Mapping[str, int]) -> str:
-    """Two counts by kind as a table: what XLA runs beside what the schedule has."""
-    kinds = [kind for kind in KINDS if kind in collectives or kind in scheduled]
-    width = max(map(len, ["collective", *kinds]))
-    lines = [f"{'collective':{width}}  {'scheduled':>9}  {'optimized':>9}"]
-    lines += [f"{kind:{width}}  {scheduled.get(kind, 0):>9}  {collectives.get(kind, 0):>9}" for kind in kinds]
-    return "\n".join(lines)
