@@ -1,18 +1,30 @@
-"""The only calls into CUDA graphs: capture a function, replay it.
+"""Which compute regions of a program become CUDA graphs, and the only calls that capture and replay them.
 
-The class below was never run: there was no CUDA device. Everything that decides what is captured, which memory it
-reads and when it may run again is in ``cuda_graphs.py``, and tested on the CPU with another class in its place.
+A CUDA graph is a fixed list of kernels on fixed addresses. A region becomes one where its kernels and their sizes are
+the same in every run, and what it reads lies where it lay (gathered buffers in kept slots, results of other CUDA
+graphs) or can be copied there (a batch, results of regions that are left out). That is read off the graph: ranks with
+equal graphs choose alike.
+
+``CudaCapture`` was never run: there was no CUDA device. What is captured, which memory it reads and when it may run
+again is decided elsewhere, and tested on the CPU with another class in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.regions.regions import Compiled
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir.effects import draws, mutated_inputs
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
+from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.runtime.regions.regions import Compiled, Region, Step
 
 
 class Capture(Protocol):
@@ -51,3 +63,137 @@ class CudaCapture:
 
 
 CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
+
+VIEWS = "views alone"
+
+_Roots = Mapping[fx.Node, Set[fx.Node]]
+
+
+@dataclass(frozen=True)
+class RegionChoice:
+    """``reason``: why the region is no CUDA graph; empty where it is one. ``copied``: by index, inputs that lie
+    elsewhere in each run. ``saved``: for each output, whether its memory outlives the run."""
+
+    reason: str = ""
+    copied: tuple[int, ...] = ()
+    saved: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgramChoice:
+    """``regions``: by index of the step. ``read``: placeholders that CUDA graphs read, by index; ``written``: those of
+    them that are written to, and so are never copied. ``saved``: placeholders whose memory outlives the run."""
+
+    regions: dict[int, RegionChoice]
+    read: tuple[int, ...]
+    written: frozenset[int]
+    saved: frozenset[int]
+
+    @property
+    def captured(self) -> list[int]:
+        return [index for index, choice in self.regions.items() if not choice.reason]
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Of the regions that have kernels and are left out."""
+        return {i: choice.reason for i, choice in self.regions.items() if choice.reason not in ("", VIEWS)}
+
+
+def choose(graph: Graph, steps: Sequence[Step], device_type: str, user_outputs: int) -> ProgramChoice:
+    """``user_outputs``: number of outputs that are not saved for backward. Linear in the graph."""
+    roots = graph.alias_roots()
+    outputs = graph.output.args[0]
+    assert isinstance(outputs, (list, tuple))
+    saved = _roots_of([o for o in outputs[user_outputs:] if isinstance(o, fx.Node)], roots)
+    moving: set[fx.Node] = set()  # what allocates memory that is elsewhere in each run
+    foreign = {n: _foreign(n) for n in graph.with_role(Role.GATHER_START) if _foreign(n)}
+    regions: dict[int, RegionChoice] = {}
+    read: set[fx.Node] = set()
+    written: set[fx.Node] = set()
+    for index, step in enumerate(steps):
+        if isinstance(step, fx.Node):
+            if step.target is not dialect.all_gather_start:
+                moving |= roots[step] & {step}
+            continue
+        choice = _choice(step, roots, device_type, moving, foreign, saved)
+        regions[index] = choice
+        if choice.reason == VIEWS:
+            continue
+        changed = _roots_of([n for node in step.body for n in mutated_inputs(node)], roots)
+        if choice.reason:
+            moving |= {node for node in step.nodes if node in roots[node]}
+        else:
+            read |= _roots_of(step.inputs, roots)
+            written |= changed
+    places = {node: index for index, node in enumerate(graph.placeholders)}
+    return ProgramChoice(
+        regions,
+        tuple(sorted(places[node] for node in read if node in places)),
+        frozenset(places[node] for node in written if node in places),
+        frozenset(places[node] for node in saved if node in places),
+    )
+
+
+def _choice(
+    region: Region,
+    roots: _Roots,
+    device_type: str,
+    moving: set[fx.Node],
+    foreign: dict[fx.Node, str],
+    saved: set[fx.Node],
+) -> RegionChoice:
+    if region.is_view_only:
+        return RegionChoice(VIEWS)
+    reason = _values(region, device_type) or next(filter(None, map(_operator, region.body)), "")
+    reason = reason or next((foreign[root] for n in region.inputs for root in roots[n] if root in foreign), "")
+    if reason:
+        return RegionChoice(reason)
+    copied = [index for index, node in enumerate(region.inputs) if roots[node] & moving]
+    changed = _roots_of([n for node in region.body for n in mutated_inputs(node)], roots)
+    for node in (region.inputs[index] for index in copied):
+        if roots[node] & changed:
+            return RegionChoice(f"writes to {node}, which lies elsewhere in each run")
+    for node in region.outputs:
+        if roots[node] & moving:
+            return RegionChoice(f"returns a view of what lies elsewhere in each run ({node})")
+    return RegionChoice("", tuple(copied), tuple(bool(roots[node] & saved) for node in region.outputs))
+
+
+def _values(region: Region, device_type: str) -> str:
+    for node in [*region.inputs, *region.body]:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"reads a number that is none of the graph's constants ({node})"
+        for tensor in iterate_tensors(value):
+            if compat.free_symbols(tensor):
+                return f"has sizes that are not fixed ({node})"
+            if tensor.device.type != device_type:
+                return f"has a tensor on {tensor.device.type} ({node})"
+    return ""
+
+
+def _operator(node: fx.Node) -> str:
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return f"calls other graphs ({node})"
+    tags = getattr(node.target, "tags", ())
+    if draws(node):
+        return f"draws random numbers ({node})"
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return f"makes the host wait for values ({node})"
+    if str(getattr(node.target, "namespace", "")).startswith("_c10d"):
+        return f"communicates ({node})"
+    return ""
+
+
+def _foreign(start: fx.Node) -> str:
+    """Why a gathered buffer lies elsewhere in each run, if it does. It is too large to be copied."""
+    record = start.meta["fsdp"]
+    if dialect.argument(start, "custom"):
+        return f"reads bucket {record.bucket}, which the user's own all-gather allocates"
+    if record.slot is None and not record.escapes:
+        return f"reads bucket {record.bucket}, which has no slot: the pipeline is without its pass 'slots'"
+    return ""
+
+
+def _roots_of(nodes: Sequence[fx.Node], roots: _Roots) -> set[fx.Node]:
+    return {root for node in nodes for root in roots[node]}

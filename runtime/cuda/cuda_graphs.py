@@ -1,7 +1,7 @@
 """CUDA graphs of a program's compute regions: captured once, replayed in later runs, collectives between them as ever.
 
 The first runs of a program are ordinary (compilers and libraries set themselves up). Then one run captures each region
-call that ``capturable.py`` has chosen, and later runs replay them.
+call that ``capture.py`` has chosen, and later runs replay them.
 
 [Note: memory of CUDA graphs]
 A replay reads the addresses and writes to the addresses of the capture. Whether that is right is decided before a run:
@@ -20,7 +20,7 @@ Within a run addresses follow from the program; they are compared all the same, 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import types
 import weakref
 from collections import Counter
@@ -33,8 +33,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.runtime.cuda.capturable import RegionChoice, choose
-from graph_fsdp.runtime.cuda.capture import Capture
+from graph_fsdp.runtime.cuda.capture import Capture, RegionChoice, choose
 from graph_fsdp.runtime.regions.regions import Compiled, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
 
@@ -69,6 +68,8 @@ class ModelGraphs:
 
 # Makes a tensor of a storage.
 _Layout = Callable[[torch.UntypedStorage], Tensor]
+# Makes what a replayed call returns, of its inputs and of what lends the memory at an address.
+_Result = Callable[[list[Any], Callable[[int], torch.UntypedStorage]], Any]
 
 
 def _layout(value: Tensor) -> _Layout:
@@ -87,11 +88,10 @@ class Captured:
         self.inputs: dict[int, Tensor] = {}  # by place, where what is copied lies
         self.addresses: dict[int, int] = {}  # by place, of what is not
         self.owned: dict[int, int] = {}  # address of a storage → bytes
-        self.lent: set[int] = set()
+        self.lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.copied_nbytes = 0
         self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
         self._buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
-        self._lent_so_far = itertools.count()
 
     def own(self, value: Tensor) -> None:
         self.owned[address_of(value)] = value.untyped_storage().nbytes()
@@ -111,14 +111,9 @@ class Captured:
         return self.watch(compat.storage_at(address, self.owned[address], self.device))
 
     def watch(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        number = next(self._lent_so_far)
-        self.lent.add(number)
-        # It refers to this object, and so keeps the memory of what was lent.
-        weakref.finalize(storage, self._returned, number).atexit = False
+        self.lent.add(storage)
+        weakref.finalize(storage, lambda _: None, self).atexit = False  # keeps the memory of what was lent
         return storage
-
-    def _returned(self, number: int) -> None:
-        self.lent.discard(number)
 
     def lend_buffer(self, bucket: str, nbytes: int) -> Tensor:
         if bucket not in self._buffers:
@@ -148,9 +143,7 @@ class CapturedCall:
         self._replay: Callable[[], None] | None = None
         self._copies: dict[int, Tensor] = {}
         self._addresses: list[int] = []
-        self._results: list[Any] = []
-        self._saved: list[tuple[int, list[tuple[int, _Layout]]]] = []  # (address, the results in that memory)
-        self._views: list[tuple[int, int, _Layout]] = []  # (result, the input whose memory it lies in)
+        self._results: list[_Result] = []
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         for index in self.choice.copied:
@@ -166,13 +159,8 @@ class CapturedCall:
                     "read there is not its input; leave cuda_graphs out, and report this"
                 )
         self._replay()
-        results = list(self._results)
-        for address, parts in self._saved:
-            storage = self.captured.lend(address)
-            for index, layout in parts:
-                results[index] = layout(storage)
-        for index, source, layout in self._views:
-            results[index] = layout(inputs[source].untyped_storage())
+        lend = functools.cache(self.captured.lend)  # once to all results in the same memory
+        results = [result(inputs, lend) for result in self._results]
         inputs.clear()
         return results
 
@@ -186,31 +174,31 @@ class CapturedCall:
             ) from error
         sources = {address_of(value): index for index, value in enumerate(inputs)}
         self._addresses = [value.data_ptr() for value in inputs]
-        self._results = [value if not isinstance(value, Tensor) or not address_of(value) else None for value in outputs]
-        parts: dict[int, list[int]] = {}
-        for index, value in enumerate(outputs):
-            if self._results[index] is not None or value is None:
-                continue
-            if address_of(value) in sources:
-                self._views.append((index, sources[address_of(value)], _layout(value)))
-            else:
-                captured.own(value)
-                parts.setdefault(address_of(value), []).append(index)
+        own = {address_of(o): o for o in outputs if isinstance(o, Tensor) and address_of(o) not in {0, *sources}}
+        saved = {address_of(o) for o, outlives in zip(outputs, self.choice.saved, strict=True) if outlives} & own.keys()
         with torch.inference_mode(False):
-            for address, indices in parts.items():
-                layouts = [(index, _layout(outputs[index])) for index in indices]
-                if any(self.choice.saved[index] for index in indices):
-                    self._saved.append((address, layouts))
-                    captured.watch(outputs[indices[0]].untyped_storage())
-                    continue
-                # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
-                storage = compat.storage_at(address, captured.owned[address], captured.device)
-                for index, layout in layouts:
-                    self._results[index] = layout(storage)
+            for address, value in own.items():
+                captured.own(value)
+                if address in saved:
+                    captured.watch(value.untyped_storage())
+            self._results = [self._result(value, sources, saved) for value in outputs]
         self._replay = replay
         replay()
         inputs.clear()
         return outputs
+
+    def _result(self, value: Any, sources: dict[int, int], saved: set[int]) -> _Result:
+        """``sources``: address of an input → its place; ``saved``: addresses of what outlives the run."""
+        if not isinstance(value, Tensor) or not address_of(value):
+            return lambda inputs, lend: value
+        address, layout = address_of(value), _layout(value)
+        if address in sources:
+            return lambda inputs, lend: layout(inputs[sources[address]].untyped_storage())
+        if address in saved:
+            return lambda inputs, lend: layout(lend(address))
+        # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
+        kept = layout(compat.storage_at(address, self.captured.owned[address], self.captured.device))
+        return lambda inputs, lend: kept
 
 
 class ProgramGraphs:
@@ -334,17 +322,6 @@ class ProgramGraphs:
         users = results[: self._user_outputs]
         return [*(_copy(value, _like(value)) if captured.owns(value) else value for value in users), *saved]
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes that are kept between runs, but for slots: these are the model's."""
-        if self.captured is None:
-            return {}
-        captured = self.captured
-        gathered, copied = captured.buffer_nbytes, captured.copied_nbytes
-        slots = sum(memory.nbytes for memory in captured.slots.memory)
-        results = sum(captured.owned.values()) - gathered - copied - slots
-        return {"copies of inputs": copied, "buckets gathered for backward": gathered, "results": results}
-
     def __str__(self) -> str:
         reasons = self.choice.reasons
         chosen = len(self.choice.captured)
@@ -353,7 +330,14 @@ class ProgramGraphs:
         if self.runs:
             lines.append("  runs: " + ", ".join(f"{count} {what}" for what, count in self.runs.items()))
         if self.captured is not None:
-            kept = ", ".join(f"{what} {nbytes:,}" for what, nbytes in self.nbytes.items() if nbytes)
+            captured = self.captured
+            parts = {
+                "copies of inputs": captured.copied_nbytes,
+                "buckets gathered for backward": captured.buffer_nbytes,
+            }
+            slots = sum(memory.nbytes for memory in captured.slots.memory)
+            parts["results"] = sum(captured.owned.values()) - sum(parts.values()) - slots
+            kept = ", ".join(f"{what} {nbytes:,}" for what, nbytes in parts.items() if nbytes)
             lines.append(f"  kept between runs, in bytes: {kept}; slots of all graphs {self.model.slots.nbytes:,}")
         return "\n".join(lines)
 
