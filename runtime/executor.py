@@ -20,7 +20,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame
-from graph_fsdp.runtime.generate import generate
+from graph_fsdp.runtime.generate import ProgramText
 from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.observe.observer import Event, MakeObserver, observed, ranges, recording, seen_by
 from graph_fsdp.runtime.regions.region_cache import RegionCache
@@ -52,7 +52,8 @@ class Program:
         uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
         self.slots = SlotPlan(tuple(slots), tuple(uses[slot] for slot in range(len(slots))))
         self.graphs = graphs
-        self.source, self.constants, self.places = generate(graph, cache, comms, graphs)
+        text = ProgramText(graph, cache, comms, graphs)
+        self.source, self.constants, self.places = str(text), text.constants, text.places
         self._observers: tuple[MakeObserver, ...] = ()
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)

@@ -6,8 +6,7 @@ Every value is dropped after its last use.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,166 +26,165 @@ from graph_fsdp.runtime.regions.region_cache import RegionCache
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 
 
-def generate(
-    graph: Graph, cache: RegionCache, comms: Comms | None, graphs: ProgramGraphs | None
-) -> tuple[str, dict[str, Any], dict[int, str]]:
-    """The text of a program, the constants that it names, and what each of its lines does, for error messages."""
-    names = _variable_names(graph)
-    steps = cut(graph)
-    last = _last_uses(steps, graph)
-    # CUDA graphs write to their results again.
-    owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
-    constants: dict[str, Any] = {}
-    places: dict[int, str] = {}
-    lines = [f"def run(frame, args):  # {graph.phase}"]
-    if graph.placeholders:
-        lines.append(f"    {', '.join(names[p] for p in graph.placeholders)}, = args")
-    lines.append("    args.clear()")
-    _drop(lines, [names[p] for p in graph.placeholders if p not in last])
+class ProgramText:
+    """The text of a program (``lines``), the ``constants`` that it names, and what each of its lines does, for error
+    messages (``places``). Each method that takes a node of the dialect is what an operator becomes; it returns the
+    call, and puts what that needs beside tensors into ``constants``."""
 
-    for index, step in enumerate(steps):
-        inputs = step.inputs if isinstance(step, Region) else list(dict.fromkeys(step.all_input_nodes))
-        dropped = [names[n] for n in inputs if last[n] == index]
-        if isinstance(step, Region):
-            function = f"region_{index}"
-            constants[function] = cache.compile(step, graph.phase)
-            lines.append(f"    inputs = [{', '.join(names[n] for n in step.inputs)}]")
-            _drop(lines, dropped)
-            results = "".join(f"{names[n]}, " for n in step.outputs)
-            note = f"  # {graphs.note(index)}" if graphs is not None else ""
-            lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs){note}")
-            units = unit_of(step)
-            places[len(lines)] = f"region {index}" + (f" (unit {units})" if units else "")
-            _drop(lines, [names[n] for n in step.outputs if n not in last])
-            continue
-        if line := _Line(step, index, graph, names, constants, owned, comms).line():
-            lines.append(line)
-            places[len(lines)] = _place_of_node(step)
-        _drop(lines, dropped)
-    lines.append(f"    return {_render(graph.output.args[0], names)}")
-    return "\n".join(lines) + "\n", constants, places
+    def __init__(self, graph: Graph, cache: RegionCache, comms: Comms | None, graphs: ProgramGraphs | None) -> None:
+        self.graph, self.comms, self.graphs = graph, comms, graphs
+        self.names = _variable_names(graph)
+        # CUDA graphs write to their results again.
+        self.owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
+        self.lines = [f"def run(frame, args):  # {graph.phase}"]
+        self.constants: dict[str, Any] = {}
+        self.places: dict[int, str] = {}
+        self.index = 0  # of the step that is written
+        self._write(cache)
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines) + "\n"
 
-@dataclass(frozen=True)
-class _Line:
-    """A node of the dialect that becomes a line of the program. Each method is what an operator becomes; it returns
-    the call, and puts what that needs beside tensors into ``constants``."""
+    def _write(self, cache: RegionCache) -> None:
+        steps, placeholders = cut(self.graph), self.graph.placeholders
+        last = _last_uses(steps, self.graph)
+        if placeholders:
+            self.lines.append(f"    {', '.join(self.names[p] for p in placeholders)}, = args")
+        self.lines.append("    args.clear()")
+        self._drop(p for p in placeholders if p not in last)
+        for self.index, step in enumerate(steps):
+            inputs = step.inputs if isinstance(step, Region) else list(dict.fromkeys(step.all_input_nodes))
+            dropped = [n for n in inputs if last[n] == self.index]
+            if isinstance(step, Region):
+                self.lines.append(f"    inputs = {self._render(step.inputs)}")
+                self._drop(dropped)
+                self._call_region(step, cache)
+                self._drop(n for n in step.outputs if n not in last)
+                continue
+            if called := _CALLS[step.target](self, step):
+                value = "" if step.target is dialect.free else f"{self.names[step]} = "
+                self.lines.append(f"    {value}{called}")
+                self.places[len(self.lines)] = _place_of_node(step)
+            self._drop(dropped)
+        self.lines.append(f"    return {self._render(self.graph.output.args[0])}")
 
-    node: fx.Node
-    index: int
-    graph: Graph
-    names: Mapping[fx.Node, str]
-    constants: dict[str, Any]
-    owned: frozenset[fx.Node]
-    comms: Comms | None
+    def _call_region(self, region: Region, cache: RegionCache) -> None:
+        function = self._constant("region", cache.compile(region, self.graph.phase))
+        results = "".join(f"{self.names[n]}, " for n in region.outputs)
+        note = f"  # {self.graphs.note(self.index)}" if self.graphs is not None else ""
+        self.lines.append(f"    {f'{results}= ' if results else ''}{function}(inputs){note}")
+        units = unit_of(region)
+        self.places[len(self.lines)] = f"region {self.index}" + (f" (unit {units})" if units else "")
 
-    def line(self) -> str:
-        called = _CALLS[self.node.target](self)
-        value = "" if self.node.target is dialect.free else f"{self.names[self.node]} = "
-        return f"    {value}{called}" if called else ""
+    def _drop(self, nodes: Iterable[fx.Node]) -> None:
+        if names := ", ".join(self.names[node] for node in nodes):
+            self.lines.append(f"    del {names}")
 
-    def free(self) -> str:
-        handle = operand(self.node)
+    def free(self, node: fx.Node) -> str:
+        handle = operand(node)
         # A kept buffer is given back when its last reference is dropped.
         return "" if has_role(handle, Role.KEPT) else f"frame.free({self.names[handle]})"
 
-    def wait(self) -> str:
-        return f"frame.wait({self._given()})"
+    def wait(self, node: fx.Node) -> str:
+        return f"frame.wait({self._given(node)})"
 
-    def offload(self) -> str:
-        return f"frame.offload({self._given()})"
+    def offload(self, node: fx.Node) -> str:
+        return f"frame.offload({self._given(node)})"
 
-    def reload(self) -> str:
+    def reload(self, node: fx.Node) -> str:
         self.constants["device"] = torch.device  # as its repr is written
-        return f"frame.reload({self._given()}, {dialect.argument(self.node, 'device')!r})"
+        return f"frame.reload({self._given(node)}, {dialect.argument(node, 'device')!r})"
 
-    def keep_shard(self) -> str:
-        return f"{self._constant('keep', self._bound())}({self._given()}){self._bucket()}"
+    def keep_shard(self, node: fx.Node) -> str:
+        return f"{self._constant('keep', _bound(node))}({self._given(node)}){_bucket(node)}"
 
-    def reduce_payloads(self) -> str:
-        return f"frame.reduce_payloads({self._constant('reduce', self._bound())}, {self._given()})"
+    def reduce_payloads(self, node: fx.Node) -> str:
+        return f"frame.reduce_payloads({self._constant('reduce', _bound(node))}, {self._given(node)})"
 
-    def keep(self) -> str:
-        return f"frame.keep({self._constant('keep', keep_plan(self.node, self.owned))}, {self._given()})"
+    def keep(self, node: fx.Node) -> str:
+        return f"frame.keep({self._constant('keep', keep_plan(node, self.owned))}, {self._given(node)})"
 
-    def hook(self) -> str:
-        return f"frame.hook({dialect.argument(self.node, 'unit')!r}, {self._given()})"
+    def hook(self, node: fx.Node) -> str:
+        return f"frame.hook({dialect.argument(node, 'unit')!r}, {self._given(node)})"
 
-    def copy_start(self) -> str:
-        fetches = self.node.target is dialect.fetch_start
+    def copy_start(self, node: fx.Node) -> str:
+        fetches = node.target is dialect.fetch_start
         ends_with_run = fetches and self.graph.phase != "forward"
-        plan = CopyPlan(*self._step("fetch" if fetches else "offload"), self._bound(), ends_with_run)
-        return f"frame.copy_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
+        plan = CopyPlan(*self._step(node, "fetch" if fetches else "offload"), _bound(node), ends_with_run)
+        return f"frame.copy_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
 
-    def gather_start(self) -> str:
-        given, record = self._arguments(), self.node.meta["fsdp"]
+    def gather_start(self, node: fx.Node) -> str:
+        given, record = _arguments(node), node.meta["fsdp"]
         what = (given["layout"], given["dtype"], given["group"], record.escapes, record.slot, record.landing_slot)
-        plan = GatherPlan(*self._step("gather"), *what, self._comms(given))
-        return f"frame.gather_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
+        plan = GatherPlan(*self._step(node, "gather"), *what, self.comms if given["custom"] else None)
+        return f"frame.gather_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
 
-    def reduce_start(self) -> str:
-        again = self.node.target is dialect.all_reduce_shard_start
-        begins = begins_in_shard(self.node) if again else ()
-        place = self._step("reduce over replicas" if again else "reduce")
-        plan = ReducePlan(*place, self._reduction(), self.node.meta["fsdp"].params, begins)
-        return f"frame.reduce_start({self._constant('plan', plan)}, {self._given()}){self._bucket()}"
+    def reduce_start(self, node: fx.Node) -> str:
+        again = node.target is dialect.all_reduce_shard_start
+        reduce: Callable[[Any], Pending] = _bound(node)
+        if node.target is dialect.reduce_scatter_start:
+            given = _arguments(node)
+            given["comms"] = self.comms if given["custom"] else None
+            reduce = bound(ReduceScatter, given)(given["grads"]).start
+        place = self._step(node, "reduce over replicas" if again else "reduce")
+        plan = ReducePlan(*place, reduce, node.meta["fsdp"].params, begins_in_shard(node) if again else ())
+        return f"frame.reduce_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
 
-    def _reduction(self) -> Callable[[Any], Pending]:
-        if self.node.target is not dialect.reduce_scatter_start:
-            return self._bound()
-        given = self._arguments()
-        reduction: ReduceScatter = bound(ReduceScatter, {**given, "comms": self._comms(given)})(given["grads"])
-        return reduction.start
-
-    def _comms(self, given: Mapping[str, Any]) -> Comms | None:
-        return self.comms if given["custom"] else None
-
-    def _arguments(self) -> dict[str, Any]:
-        """The operator's, with fake tensors."""
-        args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda node: node.meta["val"])
-        return arguments_of(self.node.target, args, kwargs)
-
-    def _bound(self) -> Callable[[Any], Any]:
-        """What runs the operator on what it takes first."""
-        return bound(FUNCTIONS[self.node.target], self._arguments())
-
-    def _given(self) -> str:
+    def _given(self, node: fx.Node) -> str:
         """The tensor, or the list of them, that the operator takes first."""
-        return _render(self.node.args[0], self.names)
+        return self._render(node.args[0])
 
     def _constant(self, kind: str, value: Any) -> str:
         self.constants[f"{kind}_{self.index}"] = value
         return f"{kind}_{self.index}"
 
-    def _step(self, kind: str) -> tuple[int, str, str]:
-        return self.index, self.node.meta["fsdp"].bucket, kind
+    def _step(self, node: fx.Node, kind: str) -> tuple[int, str, str]:
+        return self.index, node.meta["fsdp"].bucket, kind
 
-    def _bucket(self) -> str:
-        return f"  # {self.node.meta['fsdp'].bucket}"
+    def _render(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._render, value))}]"
+        return repr(value)
 
 
-_CALLS: dict[Any, Callable[[_Line], str]] = {
-    **dict.fromkeys(dialect.TRANSFER_WAITS, _Line.wait),
-    **dict.fromkeys(dialect.COPY_STARTS, _Line.copy_start),
-    dialect.all_gather_start: _Line.gather_start,
-    dialect.reduce_scatter_start: _Line.reduce_start,
-    dialect.all_reduce_start: _Line.reduce_start,
-    dialect.all_reduce_shard_start: _Line.reduce_start,
-    dialect.free: _Line.free,
-    dialect.keep_shard: _Line.keep_shard,
-    dialect.accumulate_grad: _Line.keep,
-    dialect.reduce_hook: _Line.hook,
-    dialect.reduce_payloads: _Line.reduce_payloads,
-    dialect.offload_activation: _Line.offload,
-    dialect.activation_offloaded: _Line.wait,
-    dialect.reload_activation: _Line.reload,
-    dialect.activation_reloaded: _Line.wait,
+_CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
+    **dict.fromkeys(dialect.TRANSFER_WAITS, ProgramText.wait),
+    **dict.fromkeys(dialect.COPY_STARTS, ProgramText.copy_start),
+    dialect.all_gather_start: ProgramText.gather_start,
+    dialect.reduce_scatter_start: ProgramText.reduce_start,
+    dialect.all_reduce_start: ProgramText.reduce_start,
+    dialect.all_reduce_shard_start: ProgramText.reduce_start,
+    dialect.free: ProgramText.free,
+    dialect.keep_shard: ProgramText.keep_shard,
+    dialect.accumulate_grad: ProgramText.keep,
+    dialect.reduce_hook: ProgramText.hook,
+    dialect.reduce_payloads: ProgramText.reduce_payloads,
+    dialect.offload_activation: ProgramText.offload,
+    dialect.activation_offloaded: ProgramText.wait,
+    dialect.reload_activation: ProgramText.reload,
+    dialect.activation_reloaded: ProgramText.wait,
 }
 CALLED = _CALLS.keys()  # operators that the executor runs
 
 
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The operator's, with fake tensors."""
+    return arguments_of(node.target, *fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]))
+
+
+def _bound(node: fx.Node) -> Callable[[Any], Any]:
+    """What runs the operator on what it takes first."""
+    return bound(FUNCTIONS[node.target], _arguments(node))
+
+
+def _bucket(node: fx.Node) -> str:
+    return f"  # {node.meta['fsdp'].bucket}"
+
+
 def _place_of_node(node: fx.Node) -> str:
-    source = operand(node) if _CALLS[node.target] is _Line.wait else node
+    source = operand(node) if _CALLS[node.target] is ProgramText.wait else node
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
@@ -207,16 +205,3 @@ def _variable_names(graph: Graph) -> dict[fx.Node, str]:
         n: f"{n.name}_" if keyword.iskeyword(n.name) or n.name in ("frame", "args", "inputs") else n.name
         for n in graph.fx_graph.nodes
     }
-
-
-def _drop(lines: list[str], names: Sequence[str]) -> None:
-    if names:
-        lines.append(f"    del {', '.join(names)}")
-
-
-def _render(value: Any, names: Mapping[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_render(v, names) for v in value) + "]"
-    return repr(value)
