@@ -22,10 +22,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -96,18 +95,11 @@ def is_of_process_group(error: BaseException) -> bool:
     return type(error) is RuntimeError and ("/gloo/" in str(error) or "Application timeout" in str(error))
 
 
-def place(error: BaseException, program: Any) -> str:
-    """Where a program (``executor.Program``) raised: the region or collective; "" where that is not known."""
-    return _place_in(reversed(list(traceback.walk_tb(error.__traceback__))), program)
-
-
-def running_place(program: Any) -> str:
-    """Where a program that called this function is now; "" where that is not known."""
-    return _place_in(traceback.walk_stack(sys._getframe()), program)
-
-
-def _place_in(frames: Iterable[tuple[FrameType, int]], program: Any) -> str:
-    """``frames``: each with its line, the innermost first."""
+def place(program: Any, error: BaseException | None = None) -> str:
+    """Where a program (``executor.Program``) raised ``error``, or without one is now, as the caller of this function:
+    the region or collective; "" where that is not known."""
+    walked = traceback.walk_stack(sys._getframe()) if error is None else traceback.walk_tb(error.__traceback__)
+    frames = list(walked) if error is None else reversed(list(walked))  # the innermost first
     code = getattr(getattr(program, "ordinary", None), "__code__", None)
     return next((program.places.get(line, "") for frame, line in frames if frame.f_code is code), "")
 

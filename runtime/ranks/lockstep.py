@@ -172,7 +172,7 @@ class Lockstep:
         """From within a collective, after so many seconds: the user learns of those that take long."""
 
         def what() -> str:
-            return self._running_program(failure.running_place(self._program()))
+            return self._running_program(failure.place(self._program()))
 
         self.failures.tell(self.position - 1, seconds, what)
 
@@ -200,7 +200,7 @@ class Lockstep:
         """Tell the other ranks of an error; what to raise in its place where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
-        where = self._running_program(failure.place(error, program))
+        where = self._running_program(failure.place(program, error))
         failure.interrupted(error, where)
         of_others = failure.is_of_process_group(error)
         mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, failure.described(error))
@@ -252,30 +252,34 @@ class Lockstep:
         self._raise_again()
 
     def _predicted(self) -> str | None:
-        for length in range(len(self._past), -1, -1):
-            found = self._predictions.get(self._past[len(self._past) - length :])
-            if found is not None:
-                return found
-        return None
+        """By the longest past that was met before."""
+        return next((self._predictions[past] for past in _ends(self._past) if past in self._predictions), None)
 
     def _learn(self, key: str) -> None:
         if len(self._predictions) > _MOST_PREDICTIONS:
             self._predictions.clear()
-        for length in range(len(self._past) + 1):
-            self._predictions[self._past[len(self._past) - length :]] = key
+        self._predictions.update(dict.fromkeys(_ends(self._past), key))
 
     def _compare(self, key: str) -> None:
         """With all other ranks."""
         self.comparisons += 1
-        position, begin = self.position, time.monotonic()
-        what = f"the wait for others to run {self._programs[key]}"
+        position, begin, me, program = self.position, time.monotonic(), dist.get_rank(), self._programs[key]
+        what = f"the wait for others to run {program}"
 
         def refused() -> None:
-            self._refuse_compiling(key)
+            # Another one that compiles here waits for this one in vain, and one that has failed does not come.
+            self._raise_failures(position, f"run {program}")
+            if rank := self._compiling_at(position):
+                text = f"rank {me} is about to run {program}, and rank {rank} {_COMPILES}; {_ADVICE}"
+                self._announce(position, text)
             self.failures.tell(position, time.monotonic() - begin, lambda: what)
 
         def missing(late: list[int]) -> str:
-            return json.dumps([False, self._missing(late, key)])
+            text = (
+                f"rank {me} waited {TIMEOUT_SECONDS:.0f} s for ranks {agreement.listed(late)} to run {program}, and "
+                f"they did not; they run another one, have failed, or hang: look at their output; {_ADVICE}"
+            )
+            return json.dumps([False, text])
 
         value = f"{key}\n{self._stopped}" if self._stopped else key
         try:
@@ -285,7 +289,7 @@ class Lockstep:
             failure.interrupted(error, what)
             raise
         self._compared = position
-        self._forget(position, str(dist.get_rank()))
+        self._forget(position, str(me))
         self._raise_announced(position)
         if self._stopped:
             self.failures.withdraw()
@@ -303,17 +307,6 @@ class Lockstep:
         if message:
             raise RankDisagreement(message)
 
-    def _refuse_compiling(self, key: str) -> None:
-        """While this rank compares: another one that compiles here waits for it in vain, and one that has failed does
-        not come."""
-        self._raise_failures(self.position, f"run {self._programs[key]}")
-        rank = self._compiling_at(self.position)
-        if rank:
-            text = (
-                f"rank {dist.get_rank()} is about to run {self._programs[key]}, and rank {rank} {_COMPILES}; {_ADVICE}"
-            )
-            self._announce(self.position, text)
-
     def _verdict(self, published: dict[int, str]) -> str:
         """Whether all ranks may go on, and what is wrong: where ranks raised in different places, or how what they are
         about to run differs. Called on the last one to come."""
@@ -326,7 +319,8 @@ class Lockstep:
         different = [rank for rank in self.ranks if values[rank][0] != key]
         text = ""
         if elsewhere:
-            told = [f"rank {rank} {_raised_in(values[rank][2])}" for rank in (first, elsewhere[0])]
+            raised = [(rank, values[rank][2]) for rank in (first, elsewhere[0])]
+            told = [f"rank {rank} {f'raised in {place}' if place else 'did not raise'}" for rank, place in raised]
             text = f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again"
         elif different:
             text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {_ADVICE}"
@@ -341,13 +335,6 @@ class Lockstep:
         at, in_a, in_b = agreement.first_difference(a.collectives, b.collectives)
         return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
 
-    def _missing(self, late: list[int], key: str) -> str:
-        return (
-            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {agreement.listed(late)} to run "
-            f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
-            f"output; {_ADVICE}"
-        )
-
     def _prefix(self, position: int) -> str:
         return f"{self._base}{position}"
 
@@ -357,8 +344,9 @@ class Lockstep:
                 self.store.delete_key(f"{self._prefix(position)}/{name}")
 
 
-def _raised_in(stopped: str) -> str:
-    return f"raised in {stopped}" if stopped else "did not raise"
+def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Its ends, from all of it to nothing."""
+    return (past[begin:] for begin in range(len(past) + 1))
 
 
 _lockstep_of: dict[tuple[int, ...], Lockstep] = {}
