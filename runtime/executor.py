@@ -22,9 +22,8 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import Frame
 from graph_fsdp.runtime.generate import ProgramText
 from graph_fsdp.runtime.kept_gradients import KeptGradients
-from graph_fsdp.runtime.observe.observer import Event, MakeObserver, observed, ranges, recording, seen_by
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
+from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, recording, seen_by
+from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan
 
 

@@ -17,7 +17,7 @@ from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
 from graph_fsdp.runtime.comm.copies import Copy
 from graph_fsdp.runtime.comm.custom_collectives import Comms
 from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients
-from graph_fsdp.runtime.observe.observer import Event, Observer, What, seen_by
+from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
 from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
 

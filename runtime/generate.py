@@ -22,8 +22,7 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import CopyPlan, GatherPlan, ReducePlan
 from graph_fsdp.runtime.kept_gradients import begins_in_shard, keep_plan, owned_gradients
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
+from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
 
 
 class ProgramText:

@@ -25,8 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 import graph_fsdp
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, cut, region_key, run_as_graph
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionCache, RegionKey, cut, region_key, run_as_graph
 from graph_fsdp.runtime.regions.share_compilation import divide
 
 aten = torch.ops.aten

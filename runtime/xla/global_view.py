@@ -35,7 +35,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
-from graph_fsdp.runtime import functional
+from graph_fsdp.runtime import whole
 
 _cast = torch.ops.prims.convert_element_type.default
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
@@ -47,8 +47,7 @@ def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str
     values here. They stay as they are. Phase → lowered graph. ``mesh``: by the name that constraints have for it;
     ``axes``: those of its axes over which rows of parameters are sharded."""
     reads = {bucket: names for graph in graphs for bucket, names in _read_of_kept(graph).items()}
-    with torch.no_grad():
-        return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run().module for graph in graphs}
+    return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run() for graph in graphs}
 
 
 def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
@@ -60,7 +59,7 @@ def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
     return {bucket: list(dict.fromkeys(names)) for bucket, names in found.items()}
 
 
-class _Lowering(functional.Lowering):
+class _Lowering(whole.Lowering):
     def __init__(self, graph: Graph, model: ModelSpec, mesh: str, axes: str, kept: dict[str, list[str]]) -> None:
         super().__init__(graph)
         self.model, self.mesh, self.axes, self.kept = model, mesh, axes, kept

@@ -41,7 +41,7 @@ from graph_fsdp.compat import xla_hlo as compat_xla_hlo
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement
-from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.regions.regions import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
 from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives
