@@ -81,23 +81,21 @@ def agree(
         return
 
     def judge(published: dict[int, str]) -> str:
-        values = {rank: json.loads(text) for rank, text in published.items()}
-        mine = values[ranks[0]]
-        different = [rank for rank, value in values.items() if value[0] != mine[0]]
+        different = [rank for rank, text in published.items() if text != published[ranks[0]]]
         if not different:
             return _AGREED
-        at, theirs, own = first_difference(values[different[0]][1:], mine[1:])
+        at, theirs, own = first_difference(*(json.loads(published[rank]) for rank in (different[0], ranks[0])))
         return (
             f"ranks {listed(different)} are about to run another program than rank {ranks[0]} ({key!r}): entry "
             f"{at} is {theirs!r} on rank {different[0]} and {own!r} on rank {ranks[0]}; use the same model, options "
             "and passes on all ranks, and let no branch depend on a rank's own data"
         )
 
-    store, prefix = compat.default_store(), prefix_of(ranks, key)
-    own = json.dumps([digest(entries), *entries])
-    verdict = compare(
-        store, prefix, ranks, own, judge, lambda late: _did_not_come(late, key, timeout), timeout, refused
-    )
+    def missing(late: list[int]) -> str:
+        return _did_not_come(late, key, timeout)
+
+    place = (compat.default_store(), prefix_of(ranks, key), ranks)
+    verdict = compare(*place, json.dumps(list(entries)), judge, missing, timeout, refused)
     if verdict != _AGREED:
         raise RankDisagreement(verdict)
 

@@ -2,13 +2,13 @@
 
 A process group says which connection broke, not which rank is the reason, and says nothing about a rank that raised
 and went on to do something else: the others wait for it. So a rank that fails in or before a program writes what
-happened into the store. A rank whose collective ends with an error calls the roll: it writes that down too, and looks
+happened into the store. A rank whose collective ends with an error writes that down too, and calls the roll: it looks
 for a short while who answers. Ranks that raised by themselves are named with their error; of those that do not answer,
 the kernel says whether their process still exists, where it runs on the same host. A rank that waits in a collective
 looks into the store now and then (``lockstep.finish``), and so answers.
 
-A rank that waits for others for long says so, once: in what it waits, and who has not come. Errors come much later:
-ranks may have good reasons to be slow, and process groups wait for minutes. Ranks that wait write down where.
+A rank that waits for others for long says so, once: in what, and who has not come. Errors come much later: ranks may
+have good reasons to be slow, and process groups wait for minutes.
 
 Nothing of this runs in a step in which nothing fails and nobody waits for long.
 """
@@ -192,12 +192,11 @@ class Failures:
                     f"{what} ({mine.error}), and the store of the process group does not answer either "
                     f"({described(error)}): the process that hosts it, rank 0 or torchrun's, has ended; {_ADVICE}"
                 )
-            if causes := "; ".join(str(failure) for failure in others if not failure.of_others):
-                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
+            causes = "; ".join(str(failure) for failure in others if not failure.of_others)
             gone = {rank: state for rank, state in states.items() if state and "runs" not in state}
-            if gone:
-                ranks = f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
-                return f"{what}, because {ranks}; {_ADVICE} ({mine.error})"
+            if causes or gone:
+                causes = causes or f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
+                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
             if not missing:
                 return (
                     f"{what} ({mine.error}), and all other ranks were in a collective, too: a connection between them "

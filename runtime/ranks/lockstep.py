@@ -7,21 +7,19 @@ decision; where two differ, a collective would wait for ever, or exchange data o
 
 To compare before every program would cost every step. So every rank predicts the next program from those that ran
 before, as a processor predicts branches: it runs the predicted one and asks nobody, or compares another one with those
-of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict alike; hence
-all run the predicted program, or all compare, or those who compare find that others do not come, and have not started
-any collective. A training loop is predicted from its fourth program on.
+of all other ranks, through the store. Predictions follow from the common past alone (of all models on these ranks), so
+all ranks predict alike: all run the predicted program, or all compare, or those who compare find that others do not
+come, and have not started any collective. A training loop is predicted from its fourth program on.
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
 looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
 other devices the host does not wait for collectives: there the rank that compares raises after ``TIMEOUT_SECONDS``, and
 the others end by the timeout of their process group, or by their launcher.
 
-Models on the same ranks share one past, so that ranks that run different models are found too.
-
 [Note: programs that raise]
-A rank that raises in the middle of a program has not started the collectives behind that place, and others may wait
-there for ever. It says so in the store, and they raise a ``RankFailure`` (``failure.py``). Where all ranks raised in
-the same place they are still in step: before its next program, a rank that raised compares that place with the others.
+A rank that raises in the middle of a program says so in the store, and those that wait in the collectives behind that
+place raise a ``RankFailure`` (``failure.py``). Where all ranks raised in the same place they are still in step: before
+its next program, a rank that raised compares that place with the others.
 """
 
 from __future__ import annotations
