@@ -1,7 +1,7 @@
 """``regions="whole"``: a scheduled graph as one compiled function, collectives and all.
 
-What the executor does between regions is in the function then: buffers are the compiler's to allocate and to free, and
-there are no slots. It is given ordinary operators and functional collectives:
+What the executor does between regions is in the function: the compiler allocates and frees buffers, and there are no
+slots. It is given ordinary operators and functional collectives:
 
 | dialect | becomes |
 |---|---|
@@ -20,8 +20,7 @@ comes before.
 
 The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
 returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
-the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed. Which chunks
-``keep_shard`` keeps depends on the rank.
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
 """
 
 from __future__ import annotations
@@ -116,6 +115,9 @@ class Lowering:
         node.meta["val"] = VALUES.of(node)
         return node
 
+    def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
+
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
         """A collective for each message; one for all where the process group of the graph's device can do that without
         a copy, as NCCL can and gloo cannot."""
@@ -169,8 +171,7 @@ class Lowering:
     def gather_start(self, node: fx.Node) -> _Messages:
         layout, dtype = layout_of(node), dialect.argument(node, "dtype")
         source = self.slices[node] if node in self.slices else self._packed(operands(node), layout)
-        if source.meta["val"].dtype is not dtype:
-            source = self.call(_cast, source, dtype)
+        source = self.cast(source, dtype)
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
         world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
         return _Messages(layout, self.all_gather(shards, world_size, group, node.name))
@@ -255,9 +256,9 @@ class Lowering:
         return started
 
     def all_reduce_start(self, node: fx.Node) -> fx.Node:
-        op, before, _ = _mean(node)
-        grads = [self.call(aten.reshape.default, self.values[g], [-1]) for g in dialect.argument(node, "grads")]
-        packed = self._divided(self._joined([self._of_dtype(grad, node) for grad in grads], dim=0), before)
+        (op, before, _), dtype = _mean(node), dialect.argument(node, "dtype")
+        flat = [self.call(aten.reshape.default, self.values[grad], [-1]) for grad in operands(node)]
+        packed = self._divided(self._joined([self.cast(grad, dtype) for grad in flat], dim=0), before)
         return self.all_reduce(packed, op, dialect.group_of(node), node.name)
 
     def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
@@ -278,11 +279,7 @@ class Lowering:
         padding = -shape[0] % world
         if padding:
             grad = self.call(aten.constant_pad_nd.default, grad, [*[0, 0] * (len(shape) - 1), 0, padding])
-        return self._of_dtype(self.call(aten.reshape.default, grad, [world, -1]), node)
-
-    def _of_dtype(self, grad: fx.Node, node: fx.Node) -> fx.Node:
-        dtype = dialect.argument(node, "dtype")
-        return grad if grad.meta["val"].dtype is dtype else self.call(_cast, grad, dtype)
+        return self.cast(self.call(aten.reshape.default, grad, [world, -1]), dialect.argument(node, "dtype"))
 
     def _joined(self, tensors: list[fx.Node], dim: int) -> fx.Node:
         return tensors[0] if len(tensors) == 1 else self.call(aten.cat.default, tensors, dim)

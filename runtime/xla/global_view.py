@@ -37,7 +37,6 @@ from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
 from graph_fsdp.runtime import whole
 
-_cast = torch.ops.prims.convert_element_type.default
 _LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
 _MESHES: dict[str, Any] = {}
 
@@ -117,35 +116,27 @@ class _Lowering(whole.Lowering):
     def gather(self, node: fx.Node) -> None:
         for shard in dialect.argument(node, "shards"):
             p = self.model.spec_of(shard.meta["fsdp"].params[0])
-            value = self._cast(self.values[shard], p.param_dtype)
+            value = self.cast(self.values[shard], p.param_dtype)
             self.parameters[p.name] = self._constrain(value, p, "", "gathered")
 
     def reduce(self, node: fx.Node) -> None:
         for name, grad in zip(node.meta["fsdp"].params, dialect.argument(node, "grads"), strict=True):
-            p, value = self.model.spec_of(name), self._cast(self.values[grad], dialect.argument(node, "dtype"))
+            p, value = self.model.spec_of(name), self.cast(self.values[grad], dialect.argument(node, "dtype"))
             value = self._constrain(value, p, self.axes, "reduced")
-            self.gradients[name] = self._cast(value, p.dtype)
+            self.gradients[name] = self.cast(value, p.dtype)
 
     def _constrain(self, value: fx.Node, p: ParameterSpec, first: str, what: str) -> fx.Node:
         """``first``: the axes over which rows are sharded."""
         axes = [first if dim == 0 else "" for dim in range(len(p.shape))]
         return self.call(constrain, value, axes, self.mesh, name=f"{p.name}_{what}".replace(".", "_"))
 
-    def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
-
-
-def _nothing(lowering: _Lowering, node: fx.Node) -> None:
-    """The constraints that are there say it."""
-
 
 _LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], None]] = {
     dialect.all_gather_start: _Lowering.gather,
-    dialect.all_gather_wait: _nothing,
     dialect.reduce_scatter_start: _Lowering.reduce,
     dialect.all_reduce_start: _Lowering.reduce,
-    dialect.all_reduce_shard_start: _nothing,
-    dialect.reduce_wait: _nothing,
+    # The constraints that are there say it.
+    **dict.fromkeys([*dialect.WAITS, dialect.all_reduce_shard_start], lambda *_: None),
 }
 
 
@@ -164,12 +155,7 @@ def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
 @functools.lru_cache(maxsize=4096)
 def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
     """What torch_xla annotates a tensor with. ``axes``: as in ``passes/transforms/constrain.py``."""
-    return _MESHES[mesh].get_op_sharding(tuple(_axis(names) for names in axes))
-
-
-def _axis(names: str) -> Any:
-    several = tuple(names.split(","))
-    return several if len(several) > 1 else names or None
+    return _MESHES[mesh].get_op_sharding(tuple(tuple(a.split(",")) if "," in a else a or None for a in axes))
 
 
 def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:

@@ -32,7 +32,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.runtime import whole
 from graph_fsdp.runtime.xla import operators, random
-from graph_fsdp.runtime.xla.placement import Placement
+from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
 
@@ -56,69 +56,49 @@ class Crossing:
         return self.placement.global_shape(local) if self.shape is None else self.shape
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
-    what has to be computed of the outputs. ``entries``: how each input enters, None for what is taken as it is.
+class Lowered(whole.Lowering):
+    """A graph that has been through all passes, lowered; it stays as it is. ``groups``: of devices, by name.
+    ``entries`` and ``exits``: of its inputs and outputs; None for what is no tensor, or is returned as it came in.
+    ``each``: a part for each device. Without these nothing enters or leaves: the program computes with its inputs as
+    they are.
+
+    ``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
+    what has to be computed of the outputs. ``entries``: how each of its inputs enters, None for what is taken as it is.
     ``returns`` says of each output where it is: ("input", place), ("result", place) or ("constant", value)."""
 
-    module: fx.GraphModule
-    entries: tuple[Crossing | None, ...]
-    returns: tuple[tuple[str, Any], ...]
-    seeded: bool
-
-
-def lower(
-    graph: Graph,
-    groups: Mapping[str, list[list[int]]],
-    entries: Sequence[Crossing | None] = (),
-    exits: Sequence[Crossing | None] = (),
-    each: Placement | None = None,
-) -> Lowered:
-    """Lower a graph that has been through all passes. It stays as it is. ``entries`` and ``exits``: of its inputs and
-    outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device. Without these
-    nothing enters or leaves: the program computes with its inputs as they are."""
-    return _Lowering(graph, groups, entries, exits, each).lowered()
-
-
-class _Lowering(whole.Lowering):
     def __init__(
         self,
         graph: Graph,
         groups: Mapping[str, list[list[int]]],
-        entries: Sequence[Crossing | None],
-        exits: Sequence[Crossing | None],
-        each: Placement | None,
+        entries: Sequence[Crossing | None] = (),
+        exits: Sequence[Crossing | None] = (),
+        each: Placement | None = None,
     ) -> None:
         super().__init__(graph)
         self.groups, self.each = groups, each
         self.places = {node: place for place, node in enumerate(graph.placeholders)}
         self.entries: list[Crossing | None] = [*entries] or [None] * len(self.places)
         self.exits: list[Crossing | None] = [*exits] or [None] * len(operands(graph.output))
+        self.seeded = False
         self.returns: list[tuple[str, Any]] = []
         # What is not computed from parameters alone, and what of it was computed last.
         self.activations = computed_from(graph, [node for node in self.places if not has_role(node, Role.SHARD)])
         self.newest: fx.Node | None = None
         self.channels = 0
-
-    @torch.no_grad()
-    def lowered(self) -> Lowered:
-        seeds = [node for node in self.graph.fx_graph.nodes if node.target is random.seed]
-        inputs = [*self.places, *seeds]
-        given = [*self.entries, *(None if self.each is None else Crossing(self.each) for _ in seeds)]
-        entries = [
-            entry if isinstance(node.meta.get("val"), Tensor) else None
-            for node, entry in zip(inputs, given, strict=True)
-        ]
-        placeholders = [self.fx_graph.placeholder(node.name) for node in inputs]
-        for node, placeholder, entry in zip(inputs, placeholders, entries, strict=True):
-            self.values[node] = self._enter(node, placeholder, entry)
-        return Lowered(self.run(), tuple(entries), tuple(self.returns), bool(seeds))
+        self.module = self.run()
 
     # Inputs
 
     def _inputs(self) -> tuple[int, ...]:
-        return ()  # they are there
+        seeds = [node for node in self.graph.fx_graph.nodes if node.target is random.seed]
+        inputs, self.seeded = [*self.places, *seeds], bool(seeds)
+        given = [*self.entries, *(None if self.each is None else Crossing(self.each) for _ in seeds)]
+        values = [isinstance(node.meta.get("val"), Tensor) for node in inputs]
+        self.entries = [entry if is_tensor else None for entry, is_tensor in zip(given, values, strict=True)]
+        placeholders = [self.fx_graph.placeholder(node.name) for node in inputs]
+        for node, placeholder, entry in zip(inputs, placeholders, self.entries, strict=True):
+            self.values[node] = self._enter(node, placeholder, entry)
+        return ()
 
     def _enter(self, node: fx.Node, placeholder: fx.Node, entry: Crossing | None) -> fx.Node:
         placeholder.meta["val"] = value = node.meta.get("val")

@@ -9,7 +9,7 @@ import torch
 from facts import Failures, check
 from xla_launch import DEVICES, XlaFacts, run_xla
 
-from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo
+from graph_fsdp.runtime.xla.program import OptimizedHlo, optimized_hlo
 
 FACTS = XlaFacts(__name__)
 
