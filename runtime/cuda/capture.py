@@ -11,9 +11,9 @@ again is decided elsewhere, and tested on the CPU with another class in its plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,32 +24,26 @@ from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.runtime.regions.regions import Compiled, Region, Step
 
 
-class Capture(Protocol):
-    """Captures functions on one device."""
-
-    def pool(self) -> Any:
-        """Memory that several captured functions share, which are replayed in the order of their capture. What a
-        result frees is used by those that are captured later; nothing goes back to the device while one exists."""
-
-    def capture(self, function: Compiled, inputs: list[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
-        """What replays ``function`` on the memory of these inputs, and its results in the pool, which have values
-        only after a replay. Whoever keeps the first keeps the memory."""
-
-
 class CudaCapture:
-    """``torch.cuda.CUDAGraph``. The process group's threads go on while one is captured, hence "thread_local"."""
+    """Captures functions on one device as ``torch.cuda.CUDAGraph``. The process group's threads go on while one is
+    captured, hence "thread_local"."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # one for all captures: the pool's memory belongs to it
 
     def pool(self) -> Any:
+        """Memory that several captured functions share, which are replayed in the order of their capture. What a
+        result frees is used by those that are captured later; nothing goes back to the device while one exists."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, function: Compiled, inputs: list[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
+        """What replays ``function`` on the memory of these inputs, and its results in the pool, which have values
+        only after a replay. Whoever keeps the first keeps the memory."""
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps its workspace from call to call: each graph takes one from the pool, and gives it back.
         compat.clear_cublas_workspaces()
@@ -62,11 +56,9 @@ class CudaCapture:
         return graph.replay, outputs
 
 
-CAPTURES: dict[str, Callable[[torch.device], Capture]] = {"cuda": CudaCapture}
+CAPTURES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaCapture}
 
 VIEWS = "views alone"
-
-_Roots = Mapping[fx.Node, Set[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -79,15 +71,37 @@ class RegionChoice:
     saved: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
 class ProgramChoice:
-    """``regions``: by index of the step. ``read``: placeholders that CUDA graphs read, by index; ``written``: those of
-    them that are written to, and so are never copied. ``saved``: placeholders whose memory outlives the run."""
+    """What of a program becomes CUDA graphs. ``regions``: by index of the step. ``read``: placeholders that CUDA graphs
+    read, by index; ``written``: those of them that are written to, and so are never copied. ``saved``: placeholders
+    whose memory outlives the run. ``user_outputs``: number of outputs that are not saved for backward. Linear in the
+    graph."""
 
-    regions: dict[int, RegionChoice]
-    read: tuple[int, ...]
-    written: frozenset[int]
-    saved: frozenset[int]
+    def __init__(self, graph: Graph, steps: Sequence[Step], device_type: str, user_outputs: int) -> None:
+        self.device_type, self._roots = device_type, graph.alias_roots()
+        self._moving: set[fx.Node] = set()  # what allocates memory that is elsewhere in each run
+        self._foreign = {n: reason for n in graph.with_role(Role.GATHER_START) if (reason := _foreign(n))}
+        self._saved = self._roots_of(o for o in operands(graph.output)[user_outputs:] if isinstance(o, fx.Node))
+        self.regions: dict[int, RegionChoice] = {}
+        read: set[fx.Node] = set()
+        written: set[fx.Node] = set()
+        for index, step in enumerate(steps):
+            if isinstance(step, fx.Node):
+                if step.target is not dialect.all_gather_start:
+                    self._moving |= self._roots[step] & {step}
+                continue
+            changed = self._roots_of(n for node in step.body for n in mutated_inputs(node))
+            self.regions[index] = choice = self._choice(step, changed)
+            if not choice.reason:
+                read |= self._roots_of(step.inputs)
+                written |= changed
+            elif choice.reason != VIEWS:
+                self._moving |= {node for node in step.nodes if node in self._roots[node]}
+        places = {node: index for index, node in enumerate(graph.placeholders)}
+        self.read = sorted(places[node] for node in read if node in places)
+        self.written = {places[node] for node in written if node in places}
+        self.saved = {places[node] for node in self._saved if node in places}
+        self._roots.clear()  # a set for each node
 
     @property
     def captured(self) -> list[int]:
@@ -98,65 +112,25 @@ class ProgramChoice:
         """Of the regions that have kernels and are left out."""
         return {i: choice.reason for i, choice in self.regions.items() if choice.reason not in ("", VIEWS)}
 
+    def _choice(self, region: Region, changed: set[fx.Node]) -> RegionChoice:
+        if region.is_view_only:
+            return RegionChoice(VIEWS)
+        reason = _values(region, self.device_type) or next(filter(None, map(_operator, region.body)), "")
+        roots, foreign = self._roots, self._foreign
+        reason = reason or next((foreign[root] for n in region.inputs for root in roots[n] if root in foreign), "")
+        if reason:
+            return RegionChoice(reason)
+        copied = [index for index, node in enumerate(region.inputs) if roots[node] & self._moving]
+        for node in (region.inputs[index] for index in copied):
+            if roots[node] & changed:
+                return RegionChoice(f"writes to {node}, which lies elsewhere in each run")
+        for node in region.outputs:
+            if roots[node] & self._moving:
+                return RegionChoice(f"returns a view of what lies elsewhere in each run ({node})")
+        return RegionChoice("", tuple(copied), tuple(bool(roots[node] & self._saved) for node in region.outputs))
 
-def choose(graph: Graph, steps: Sequence[Step], device_type: str, user_outputs: int) -> ProgramChoice:
-    """``user_outputs``: number of outputs that are not saved for backward. Linear in the graph."""
-    roots = graph.alias_roots()
-    outputs = graph.output.args[0]
-    assert isinstance(outputs, (list, tuple))
-    saved = _roots_of([o for o in outputs[user_outputs:] if isinstance(o, fx.Node)], roots)
-    moving: set[fx.Node] = set()  # what allocates memory that is elsewhere in each run
-    foreign = {n: _foreign(n) for n in graph.with_role(Role.GATHER_START) if _foreign(n)}
-    regions: dict[int, RegionChoice] = {}
-    read: set[fx.Node] = set()
-    written: set[fx.Node] = set()
-    for index, step in enumerate(steps):
-        if isinstance(step, fx.Node):
-            if step.target is not dialect.all_gather_start:
-                moving |= roots[step] & {step}
-            continue
-        choice = _choice(step, roots, device_type, moving, foreign, saved)
-        regions[index] = choice
-        if choice.reason == VIEWS:
-            continue
-        changed = _roots_of([n for node in step.body for n in mutated_inputs(node)], roots)
-        if choice.reason:
-            moving |= {node for node in step.nodes if node in roots[node]}
-        else:
-            read |= _roots_of(step.inputs, roots)
-            written |= changed
-    places = {node: index for index, node in enumerate(graph.placeholders)}
-    return ProgramChoice(
-        regions,
-        tuple(sorted(places[node] for node in read if node in places)),
-        frozenset(places[node] for node in written if node in places),
-        frozenset(places[node] for node in saved if node in places),
-    )
-
-
-def _choice(
-    region: Region,
-    roots: _Roots,
-    device_type: str,
-    moving: set[fx.Node],
-    foreign: dict[fx.Node, str],
-    saved: set[fx.Node],
-) -> RegionChoice:
-    if region.is_view_only:
-        return RegionChoice(VIEWS)
-    reason = _values(region, device_type) or next(filter(None, map(_operator, region.body)), "")
-    reason = reason or next((foreign[root] for n in region.inputs for root in roots[n] if root in foreign), "")
-    if reason:
-        return RegionChoice(reason)
-    copied = [index for index, node in enumerate(region.inputs) if roots[node] & moving]
-    changed = _roots_of([n for node in region.body for n in mutated_inputs(node)], roots)
-    for node in (region.inputs[index] for index in copied):
-        if roots[node] & changed:
-            return RegionChoice(f"writes to {node}, which lies elsewhere in each run")
-    for node in region.outputs:
-        if roots[node] & moving:
-            return RegionChoice(f"returns a view of what lies elsewhere in each run ({node})")
-    return RegionChoice("", tuple(copied), tuple(bool(roots[node] & saved) for node in region.outputs))
+    def _roots_of(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        return {root for node in nodes for root in self._roots[node]}
 
 
 def _values(region: Region, device_type: str) -> str:
@@ -193,7 +167,3 @@ def _foreign(start: fx.Node) -> str:
     if record.slot is None and not record.escapes:
         return f"reads bucket {record.bucket}, which has no slot: the pipeline is without its pass 'slots'"
     return ""
-
-
-def _roots_of(nodes: Sequence[fx.Node], roots: _Roots) -> set[fx.Node]:
-    return {root for node in nodes for root in roots[node]}

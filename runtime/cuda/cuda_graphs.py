@@ -4,15 +4,15 @@ The first runs of a program are ordinary (compilers and libraries set themselves
 call that ``capture.py`` has chosen, and later runs replay them.
 
 [Note: memory of CUDA graphs]
-A replay reads the addresses and writes to the addresses of the capture. Whether that is right is decided before a run:
+A replay reads and writes the addresses of the capture. Whether that is right is decided before a run:
 
 - What a program is called with lies where it lay (the model's own tensors; what the forward program saved), or is
   copied to where its first copy lay (the batch; the gradients of outputs). Buffers of gathers lie in kept slots. If
   something lies elsewhere, the run is an ordinary one; if that goes on, the program is captured anew.
-- Results lie in one pool per program, in which what is dropped in the course of a run is used again by later regions,
-  as in the run that captured. So of a run's results nothing may be alive when the next run replays: what the user gets
-  is copied out, and what is saved for backward is *lent*, in storages of its own that say when they are gone. If
-  something that was lent is alive (two forwards before a backward), the run is an ordinary one, with memory of its own.
+- Results lie in one pool per program, in which later regions use again what is dropped in the course of a run. So of a
+  run's results nothing may be alive when the next run replays: what the user gets is copied out, and what is saved for
+  backward is *lent*, in storages of its own that say when they are gone. If something that was lent is alive (two
+  forwards before a backward), the run is an ordinary one, with memory of its own.
 
 Both change who computes and never what: no collective is added, left out or moved, so ranks need not decide alike.
 Within a run addresses follow from the program; they are compared all the same, and a difference is an error.
@@ -33,7 +33,8 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.runtime.cuda.capture import Capture, RegionChoice, choose
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.runtime.cuda.capture import CudaCapture, ProgramChoice, RegionChoice
 from graph_fsdp.runtime.regions.regions import Compiled, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
 
@@ -49,7 +50,7 @@ class ModelGraphs:
     """What the programs of one model share. ``state``: the tensors that the model owns, whose memory is its own."""
 
     def __init__(
-        self, capture: Capture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
+        self, capture: CudaCapture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
     ) -> None:
         self.capture, self.device, self.state = capture, device, state
         self.slots = SlotMemory(device, counter)
@@ -81,7 +82,7 @@ def _layout(value: Tensor) -> _Layout:
 class Captured:
     """One capture of a program: its graphs, and all memory that they read and write but slots and what others own."""
 
-    def __init__(self, capture: Capture, device: torch.device) -> None:
+    def __init__(self, capture: CudaCapture, device: torch.device) -> None:
         self.capture, self.device, self.pool = capture, device, capture.pool()
         self.function: Callable[..., Any] | None = None
         self.slots = SlotPlan()
@@ -91,7 +92,7 @@ class Captured:
         self.lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.copied_nbytes = 0
         self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
-        self._buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
+        self.buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
 
     def own(self, value: Tensor) -> None:
         self.owned[address_of(value)] = value.untyped_storage().nbytes()
@@ -116,11 +117,11 @@ class Captured:
         return storage
 
     def lend_buffer(self, bucket: str, nbytes: int) -> Tensor:
-        if bucket not in self._buffers:
+        if bucket not in self.buffers:
             with torch.inference_mode(False):
-                self._buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self.own(self._buffers[bucket])
-        kept = self._buffers[bucket]
+                self.buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.own(self.buffers[bucket])
+        kept = self.buffers[bucket]
         return _layout(kept)(self.lend(address_of(kept)))
 
     def drop(self) -> None:
@@ -129,10 +130,6 @@ class Captured:
 
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
-
-    @property
-    def buffer_nbytes(self) -> int:
-        return sum(value.nbytes for value in self._buffers.values())
 
 
 class CapturedCall:
@@ -211,7 +208,7 @@ class ProgramGraphs:
         self, model: ModelGraphs, graph: Graph, user_outputs: int, forward: ProgramGraphs | None = None
     ) -> None:
         self.model, self.forward, self.phase = model, forward, graph.phase
-        self.choice = choose(graph, cut(graph), model.device.type, user_outputs)
+        self.choice = ProgramChoice(graph, cut(graph), model.device.type, user_outputs)
         self.captured: Captured | None = None
         self.captures = 0
         self.runs: Counter[str] = Counter()  # by what they were
@@ -219,9 +216,7 @@ class ProgramGraphs:
         self._slots: SlotPlan | None = None
         self._user_outputs = user_outputs
         self._names = [node.name for node in graph.placeholders]
-        outputs = graph.output.args[0]
-        assert isinstance(outputs, (list, tuple))
-        self._saved_names = [str(output) for output in outputs[user_outputs:]]
+        self._saved_names = [str(output) for output in operands(graph.output)[user_outputs:]]
         model.programs.append(self)
 
     def forget(self) -> None:
@@ -247,9 +242,7 @@ class ProgramGraphs:
             self.runs[ordinary or ("replayed" if self.captured else "captured")] += 1
             if ordinary:
                 return program.execute(program.ordinary, self._slots, args)
-            if self.captured is not None:
-                return self._replay(self.captured, program, args)
-            captured = self._prepared(program, args)
+            captured = self.captured or self._prepared(program, args)
             results = self._replay(captured, program, args)
             self.captured = captured
             return results
@@ -333,7 +326,7 @@ class ProgramGraphs:
             captured = self.captured
             parts = {
                 "copies of inputs": captured.copied_nbytes,
-                "buckets gathered for backward": captured.buffer_nbytes,
+                "buckets gathered for backward": sum(value.nbytes for value in captured.buffers.values()),
             }
             slots = sum(memory.nbytes for memory in captured.slots.memory)
             parts["results"] = sum(captured.owned.values()) - sum(parts.values()) - slots
