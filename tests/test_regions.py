@@ -25,8 +25,8 @@ from torch.nn.utils import clip_grad_norm_
 import graph_fsdp
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
+from graph_fsdp.runtime.backends.inductor import divide
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionCache, RegionKey, cut, region_key, run_as_graph
-from graph_fsdp.runtime.regions.share_compilation import divide
 
 aten = torch.ops.aten
 
@@ -249,7 +249,7 @@ def test_the_number_of_compiled_regions_does_not_grow_with_depth(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.backends.inductor import divide
 
 def hold():
     print("holding", flush=True)

@@ -15,8 +15,8 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -203,7 +203,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
     called: list[int] = []
 
     def target(node: fx.Node) -> str:
-        value = _attribute(region.owner, str(node.target)) if node.op == "get_attr" else node.target
+        value = operator.attrgetter(str(node.target))(region.owner) if node.op == "get_attr" else node.target
         called.append(id(value))
         if node.op == "get_attr":
             return "constant"
@@ -218,20 +218,10 @@ def region_key(region: Region, kind: str) -> RegionKey:
     return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs))
 
 
-def _attribute(module: fx.GraphModule, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        layout = (tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset()))
-        return (*layout, value.dtype, value.device)
-    if isinstance(value, (list, tuple)):
-        return tuple(_value_key(v) for v in value)
-    return str(value)
+        return tuple(map(str, (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)))
+    return tuple(map(_value_key, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
@@ -244,19 +234,16 @@ def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
-    """The region as FX runs it, operator by operator, inputs dropped at their last use."""
-    _copy_where_no_view_is_possible(module.graph)
+    """The region as FX runs it, operator by operator, inputs dropped at their last use.
+
+    ``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their results
+    out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's layout,
+    and is traced with its input's), and what was traced as a view of such a result would raise."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     return module.forward
-
-
-def _copy_where_no_view_is_possible(graph: fx.Graph) -> None:
-    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their
-    results out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's
-    layout, and is traced with its input's), and what was traced as a view of such a result would raise."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
 
 
 class _BoxedCodeGen(fx.graph.CodeGen):
@@ -294,7 +281,8 @@ class RegionCache:
         self._compile({key: region for key, region in new.items() if larger[key] is key})
         for key, other in larger.items():
             if other is not key:
-                self._cache[key] = _part_of(self._cache[other], other.returned, key.returned)
+                places = [other.returned.index(node) for node in key.returned]
+                self._cache[key] = partial(_part_of, self._cache[other], places)
 
     def compile(self, region: Region, kind: Phase) -> Compiled:
         self.regions += 1
@@ -322,23 +310,16 @@ class RegionCache:
 def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
     """The region whose function serves this one: itself, or one that returns all that it returns and more. The one
     that returns most: no other serves that."""
-    mine = set(key.returned)
     serves = [
         other
         for other in counts
-        if other.kind == key.kind
-        and (other.body, other.called) == (key.body, key.called)
-        and mine < set(other.returned)
+        if replace(other, returned=key.returned) == key
+        and set(key.returned) < set(other.returned)
         and counts[other] >= counts[key]
     ]
     return max(serves, key=lambda other: len(other.returned), default=key)
 
 
-def _part_of(function: Compiled, returned: Sequence[int], wanted: Sequence[int]) -> Compiled:
-    places = [returned.index(node) for node in wanted]
-
-    def part(inputs: list[Any]) -> Sequence[Any]:
-        results = function(inputs)
-        return [results[place] for place in places]
-
-    return part
+def _part_of(function: Compiled, places: Sequence[int], inputs: list[Any]) -> Sequence[Any]:
+    results = function(inputs)
+    return [results[place] for place in places]
