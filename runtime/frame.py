@@ -13,13 +13,12 @@ from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm import copies
-from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
+from graph_fsdp.runtime.comm.collectives import Comms, Pending, start_all_gather
 from graph_fsdp.runtime.comm.copies import Copy
-from graph_fsdp.runtime.comm.custom_collectives import Comms
-from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients
 from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
-from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
+from graph_fsdp.runtime.slots import Slots
+from graph_fsdp.runtime.withheld_gradients import KeepPlan, KeptGradients
 
 T = TypeVar("T")
 
@@ -106,13 +105,20 @@ class Frame:
     """One run of a program. A start returns a handle, and the wait for it the buffer. ``observers`` see what takes
     time."""
 
-    def __init__(
-        self, counter: GatheredBytes, plan: SlotPlan, kept: KeptGradients, observers: Sequence[Observer] = ()
-    ) -> None:
-        self.counter, self.kept, self.observers = counter, kept, observers
-        self.slots = Slots(counter, plan)
+    def __init__(self, slots: Slots, kept: KeptGradients, observers: Sequence[Observer]) -> None:
+        self.slots, self.counter, self.kept, self.observers = slots, slots.counter, kept, observers
         self.pending: dict[Pending, StartPlan] = {}  # in the order of their starts
         self.last_fetch: torch.Event | None = None  # see [Note: writes after a run]
+
+    def run(self, function: Callable[..., Any], args: list[Any]) -> Any:
+        """Run a program's function to its end."""
+        try:
+            outputs = function(self, args)
+        except BaseException as error:
+            self.close(error)
+            raise
+        self.close()
+        return outputs
 
     def start(self, plan: StartPlan, given: Any) -> Pending:
         pending = self._seen("start", plan, plan.start, self, given)

@@ -1,30 +1,25 @@
 """Watching programs run: one way for times, for schedules as they ran, and for ranges in other tools' timelines.
 
 An observer is made for each run of a program that is watched, and sees its compute regions, the starts of collectives
-and copies, and the waits for them.
+and copies, and the waits for them. Two are here.
 
-Ranges are what an observer of this file makes, in the timelines of torch.profiler and of Nsight Systems: what a program
-does, named by unit and phase.
+*Ranges* name by unit and phase what a program does, in the timelines of torch.profiler and of Nsight Systems:
 
     FSDP::forward                               a run of a program
     FSDP::compute layers.3 (forward)            a compute region; the units are those whose parameters it reads
     FSDP::gather layers.3 (forward)             the start of a collective, by its bucket; ``reduce``, ``fetch`` …
     FSDP::wait gather layers.3 (forward)        the wait for it, and the unpacking
 
-Whether anybody records is asked once per run. A range is torch.profiler's ``record_function`` where a profiler of torch
-records; under ``torch.autograd.profiler.emit_nvtx`` torch makes NVTX ranges of these. In a process that nsys has
-started, and that no profiler of torch records, it is an NVTX range. (nsys tells its processes by
-``NSYS_PROFILING_SESSION_ID``.)
+Where a profiler of torch records, they are its ``record_function``, of which ``torch.autograd.profiler.emit_nvtx``
+makes NVTX ranges; else, in a process that nsys has started, NVTX ranges. (nsys tells its processes by
+``NSYS_PROFILING_SESSION_ID``.) Who records is asked once per run.
 
-A recorder says when regions and collectives ran: beside each other as in training, or each by itself. Marked are the
-beginning and the end of each region, of each start of a collective or copy, and of the wait for it; of the collective
-itself, which runs on threads or streams of its process group, nothing is. Nothing is waited for that the program does
-not wait for, unless what runs is timed *alone*: then each collective is waited for right where it starts, so that its
-time is its own, and so are those of the regions. Collectives keep their order, and all ranks must time at once: a rank
-that goes on computing keeps the others waiting.
-
-On CPU times are the host's. On accelerators they lie between events on the current stream, and are read when a step is
-over, so that the host runs ahead of the device as it always does.
+A *recorder* marks the beginning and the end of each region, of each start of a collective or copy, and of the wait for
+it; of the collective itself, which runs on threads or streams of its process group, nothing. It waits for nothing that
+the program does not wait for, unless what runs is timed *alone*: then each collective is waited for right where it
+starts, so that its time is its own, and so are those of the regions. All ranks must time at once: a rank that goes on
+computing keeps the others waiting. On CPU times are the host's. On accelerators they lie between events on the current
+stream, and are read when a step is over, so that the host runs ahead of the device as it always does.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -129,7 +124,7 @@ class Interval:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProgramRun:
     """One run of a program, in seconds from the start of the training step. ``intervals``: in the order in which they
     began."""
@@ -137,7 +132,7 @@ class ProgramRun:
     program: Program
     begin: float
     end: float
-    intervals: Sequence[Interval]
+    intervals: list[Interval]
 
 
 class Recorder:
@@ -147,7 +142,7 @@ class Recorder:
     def __init__(self, device: torch.device, alone: bool = False) -> None:
         self.device, self.alone = device, alone
         self.steps: list[list[ProgramRun]] = []
-        self._runs: list[_MarkedRun] = []
+        self._runs: list[ProgramRun] = []  # of this step, in marks and not in seconds
 
     @contextmanager
     def recording(self, programs: Iterable[Program]) -> Iterator[None]:
@@ -160,13 +155,13 @@ class Recorder:
     def end_step(self) -> None:
         """Turn the marks made so far into seconds, as those of one training step. It waits for the device."""
         runs, self._runs = self._runs, []
-        step = []
+        if not runs:
+            return
+        since = functools.partial(self.seconds_between, runs[0].begin)
         for run in runs:
-            since = functools.partial(self.seconds_between, runs[0].begin)
-            intervals = [Interval(what, index, since(begin), since(end)) for what, index, begin, end in run.marks]
-            step.append(ProgramRun(run.program, since(run.begin), since(run.end), intervals))
-        if step:
-            self.steps.append(step)
+            run.begin, run.end = since(run.begin), since(run.end)
+            run.intervals = [replace(i, begin=since(i.begin), end=since(i.end)) for i in run.intervals]
+        self.steps.append(runs)
 
     @property
     def seconds(self) -> dict[Place, list[float]]:
@@ -178,9 +173,23 @@ class Recorder:
                     found.setdefault((run.program, interval.index), []).append(interval.seconds)
         return found
 
-    def _begin(self, program: Program) -> _MarkedRun:
-        self._runs.append(_MarkedRun(program, self))
-        return self._runs[-1]
+    def _begin(self, program: Program) -> Observer:
+        now = self.mark()
+        self._runs.append(ProgramRun(program, now, now, []))
+        return functools.partial(self._see, self._runs[-1])
+
+    def _see(self, run: ProgramRun, event: Event, call: Callable[[], T]) -> T:
+        begin: Any = self.mark() if event.step is not None else None
+        value = call()
+        if event.what == "run":
+            run.end = self.mark()
+        if event.step is None or (self.alone and isinstance(value, Copy)):
+            return value
+        if self.alone and isinstance(value, Pending):
+            value.finish()
+            value.finish = lambda: None  # for the program's own wait
+        run.intervals.append(Interval(event.what, event.step, begin, self.mark()))
+        return value
 
     def mark(self) -> Any:
         """Mark the time of the device."""
@@ -196,28 +205,3 @@ class Recorder:
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3  # milliseconds
-
-
-class _MarkedRun:
-    """An observer of a run, which marks what it does."""
-
-    def __init__(self, program: Program, recorder: Recorder) -> None:
-        self.program, self.recorder = program, recorder
-        self.begin = self.end = recorder.mark()
-        self.marks: list[tuple[What, int, Any, Any]] = []  # the index of the step, and the marks around it
-
-    def __call__(self, event: Event, call: Callable[[], T]) -> T:
-        if event.step is None:
-            value = call()
-            if event.what == "run":
-                self.end = self.recorder.mark()
-            return value
-        begin = self.recorder.mark()
-        value = call()
-        if self.recorder.alone and isinstance(value, Pending):
-            if isinstance(value, Copy):
-                return value
-            value.finish()
-            value.finish = lambda: None  # for the program's own wait
-        self.marks.append((event.what, event.step, begin, self.recorder.mark()))
-        return value

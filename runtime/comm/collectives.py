@@ -17,6 +17,14 @@ half that is sent is cast. (Figures: docs/decisions/ranks_and_collectives.md.)
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
 neither the summands nor the sum overflow.
+
+[Note: custom collectives]
+An object that the user brings has ``allocate(size, *, dtype, device)``, and is called as FSDP2's ``AllGather`` and
+``ReduceScatter`` protocols say; it returns what to wait for, or None when the result is there (on the current stream).
+It gets what FSDP2 would give it: one call per bucket; of a gather the rank's own part of the output as input; both
+buffers of a reduction from its own ``allocate``. What is gathered is copied to the bucket's buffer from there.
+Gradients are views of a reduction's output: an ``allocate`` that gives out the same memory again would change the
+gradients of the step before, as it would with FSDP2.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,11 +41,41 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
-from graph_fsdp.runtime.comm.custom_collectives import Comm, Comms
 from graph_fsdp.runtime.ranks import lockstep
 
 # A reduction's operator, and what to divide by before and after it (``mean_of``).
 Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
+
+
+class Comm(Protocol):
+    """See [Note: custom collectives]."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **given: Any) -> Any: ...
+
+
+@dataclass
+class Comms:
+    """The objects of a model; None for the process group's own collectives."""
+
+    all_gather: Comm | None = None
+    reduce_scatter: Comm | None = None
+
+
+@dataclass(frozen=True)
+class ProcessGroupCollective:
+    """A process group's own ``collective``, with buffers from its allocator, where it has one (NCCL's registers them
+    for copies without staging); what ``set_allocate_memory_from_process_group_for_comm`` installs."""
+
+    group: dist.ProcessGroup
+    collective: Callable[..., Any]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return compat.allocate_from_group(self.group, size, dtype, device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        return self.collective(output_tensor, input_tensor, group=group, **options)
 
 
 @dataclass(eq=False)
@@ -66,7 +104,7 @@ def start_all_gather(
     if result is None:
         result = torch.empty(world * layout.length, dtype=dtype, device=source.device)
     if comm is not None:
-        landing = _allocated(comm, world * layout.length, dtype, source.device)
+        landing = comm.allocate((world * layout.length,), dtype=dtype, device=source.device)
     elif landing is None and layout.landing_numel:
         landing = torch.empty(layout.landing_numel, dtype=dtype, device=source.device)
     unpacked: list[tuple[Tensor, Message]] = []
@@ -83,10 +121,9 @@ def start_all_gather(
         targets.append((target, source[message.begin : message.begin + message.numel]))
     if source.dtype is not dtype or comm is not None:
         targets = _cast_in_place(targets, group)
-    gather: Callable[..., list[Any]] = _exchange_all_gather
-    if comm is not None or not _is_pair(group, source.device):
-        collective = compat.all_gather_single if comm is None else comm
-        gather = functools.partial(compat.grouped, collective=collective)
+    grouped = functools.partial(compat.grouped, collective=compat.all_gather_single if comm is None else comm)
+    pair = comm is None and _is_pair(group, source.device)
+    gather: Callable[..., list[Any]] = _exchange_all_gather if pair else grouped
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
     works = compat.seen_as(
         "_allgather_base_",
@@ -103,10 +140,6 @@ def start_all_gather(
             release(landing)
 
     return Pending(result, finish)
-
-
-def _allocated(comm: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return comm.allocate((numel,), dtype=dtype, device=device)
 
 
 def _wait_for(works: Sequence[Any], device: torch.device) -> None:
@@ -152,8 +185,7 @@ def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
 
 def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
     """Between two ranks."""
-    splits = [0, 0]
-    splits[1 - group.rank()] = len(sent)
+    splits = [len(sent), 0] if group.rank() else [0, len(sent)]
     return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
@@ -235,10 +267,7 @@ class ReduceScatter:
 
     def start(self, grads: Sequence[Tensor]) -> Pending:
         comm = self.comms.reduce_scatter if self.comms is not None else None
-        if comm is not None:
-            out = _allocated(comm, self.length, self.dtype, grads[0].device)
-        else:
-            out = grads[0].new_empty(self.length, dtype=self.dtype)
+        out = self._empty(self.length, grads[0], comm)
         pairs = [(out[begin : begin + n], self._message(grads[which], n, comm)) for which, begin, n in self.messages]
         return compat.seen_as(
             "_reduce_scatter_base_",
@@ -246,6 +275,11 @@ class ReduceScatter:
             lambda: self._start_as_one(out, pairs),
             lambda: self._start(out, pairs, comm),
         )
+
+    def _empty(self, numel: int, like: Tensor, comm: Comm | None) -> Tensor:
+        if comm is None:
+            return like.new_empty(numel, dtype=self.dtype)
+        return comm.allocate((numel,), dtype=self.dtype, device=like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
@@ -269,10 +303,7 @@ class ReduceScatter:
         if comm is None and len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world):
             sent = first.view(-1)
             return sent if self.before is None else sent / self.before
-        if comm is not None:
-            sent = _allocated(comm, self.world * numel, self.dtype, first.device)
-        else:
-            sent = first.new_empty(self.world * numel, dtype=self.dtype)
+        sent = self._empty(self.world * numel, first, comm)
         pack_gradients(grads, self.world, sent)
         return sent if self.before is None else sent.div_(self.before)
 
@@ -315,31 +346,28 @@ def pack_gradients(grads: Sequence[Tensor], world: int, packed: Tensor) -> None:
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat."""
-    out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = mean
-    if before is not None:
-        out.div_(before)
-    return _all_reduce(out, op, group, after)
+    return _all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in grads]), group, mean)
 
 
 def start_shard_all_reduce(shard: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``mean``: over the
-    ranks of both reductions."""
+    ranks of both reductions, of which the first has divided before it."""
     op, _, after = mean
-    return _all_reduce(shard, op, group, after)
+    return _all_reduce(shard, group, (op, None, after))
 
 
 def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
     """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
-    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), _OPERATIONS[op], group)
+    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), group, (_OPERATIONS[op], None, None))
     pending.finish()
     return pending.buffer
 
 
-def _all_reduce(
-    flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, after: float | None = None
-) -> Pending:
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """In place."""
+    op, before, after = mean
+    if before is not None:
+        flat.div_(before)
     return _reduction([dist.all_reduce(flat, op=op, group=group, async_op=True)], flat, after)
 
 

@@ -68,7 +68,7 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
     if device.type == "cpu":
         for part, source in pairs:
             part.copy_(source)
-        return Copy(whole, _nothing)
+        return Copy(whole, lambda: None)
     stream = _stream(device, use)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
@@ -76,7 +76,8 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
             part.copy_(source, non_blocking=True)
     event = stream.record_event()
     if use != "offload":
-        return Copy(whole, functools.partial(_wait_on_device, event, device), event)
+        # The device's current stream waits, and the host does not.
+        return Copy(whole, lambda: torch.accelerator.current_stream(device).wait_event(event), event)
     for _, source in pairs:  # it is dropped now, and its memory used again when the copy is done
         source.record_stream(stream)
     return Copy(whole, event.synchronize, event)
@@ -87,12 +88,3 @@ def _stream(device: torch.device, use: Use) -> torch.Stream:
     """The stream of all copies of one use from and to a device. Activations have one for both directions: a copy back
     finds what the copy out wrote."""
     return torch.Stream(device)
-
-
-def _wait_on_device(event: torch.Event, device: torch.device) -> None:
-    """The device's current stream waits, and the host does not."""
-    torch.accelerator.current_stream(device).wait_event(event)
-
-
-def _nothing() -> None:
-    pass
