@@ -12,8 +12,8 @@ import time
 
 import torch.distributed as dist
 
+from graph_fsdp.runtime.ranks.agreement import RunnableProgram
 from graph_fsdp.runtime.ranks.lockstep import lockstep_of
-from graph_fsdp.runtime.ranks.runnable_program import RunnableProgram
 
 ROUNDS, PROGRAMS = 9, 500
 

@@ -2,7 +2,7 @@
 
 from graph_fsdp.runtime import operators as operators
 from graph_fsdp.runtime.executor import Program
-from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.regions.regions import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram
 

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm import collectives, copies, custom_collectives
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan
-from graph_fsdp.runtime.comm.copies import CopyPlan
-from graph_fsdp.runtime.comm.custom_collectives import Comms
-from graph_fsdp.runtime.kept_gradients import KeepPlan, KeptGradients
+from graph_fsdp.runtime.comm import copies
+from graph_fsdp.runtime.comm.collectives import Comms, Pending, start_all_gather
+from graph_fsdp.runtime.comm.copies import Copy
+from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
-from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
+from graph_fsdp.runtime.slots import Slots
+from graph_fsdp.runtime.withheld_gradients import KeepPlan, KeptGradients
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """The static part of one start. ``step``: its place among the steps of its program; None for what is none of them.
+    ``kind``: "gather", "reduce", "reduce over replicas", "fetch" …"""
+
+    step: int | None
+    bucket: str
+    kind: str
+
+    def start(self, frame: Frame, given: Any) -> Pending:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -33,87 +48,115 @@ class GatherPlan(StartPlan):
     landing_slot: int | None
     comms: Comms | None = None  # where the user's own runs it
 
+    def start(self, frame: Frame, given: list[Tensor]) -> Pending:
+        frame.counter.count("all_gather")
+        layout, dtype, device, slots = self.layout, self.dtype, given[0].device, frame.slots
+        numel = layout.world_size * layout.length
+        if self.escapes:
+            buffer = slots.take_escaping(self.bucket, numel, dtype, device)
+        else:
+            buffer = slots.take(numel, dtype, device, self.slot)
+        comm = self.comms.all_gather if self.comms is not None else None
+        landing = None
+        if comm is None and layout.landing_numel:
+            landing = slots.take_landing(layout.landing_numel, dtype, device, self.landing_slot)
+        pending = start_all_gather(given, layout, dtype, self.group, buffer, landing, slots.give_landing, comm)
+        slots.hold(buffer, self.escapes)
+        return pending
+
 
 @dataclass(frozen=True)
 class ReducePlan(StartPlan):
-    """The static part of one reduction. ``start`` takes the gradients, or the shard that is reduced again."""
+    """The static part of one reduction. ``reduce`` takes the gradients, or the shard that is reduced again."""
 
-    start: Callable[[Any], Pending]
+    reduce: Callable[[Any], Pending]
     params: tuple[str, ...] = ()
     begins: tuple[int, ...] = ()  # in a shard that is reduced again: where each parameter's gradient begins
 
+    def start(self, frame: Frame, given: list[Tensor] | Tensor) -> Pending:
+        frame.counter.count(self.kind)
+        if frame.kept:
+            given = frame.kept.added_to(given, self.params, self.begins)
+        return self.reduce(given)
+
+
+@dataclass(frozen=True)
+class CopyPlan(StartPlan):
+    """The static part of one copy, of kind "fetch" or "offload", or of a saved activation. ``copy`` takes the shards,
+    the gradients, or the activation. ``ends_with_run``: see [Note: writes after a run]."""
+
+    copy: Callable[[Any], Copy]
+    ends_with_run: bool = False
+
+    def start(self, frame: Frame, given: Any) -> Pending:
+        if self.step is not None:
+            frame.counter.count(self.kind)
+        copy = self.copy(given)
+        if self.ends_with_run:
+            frame.last_fetch = copy.event
+        return copy
+
+
+_OFFLOAD = CopyPlan(None, "", "offload activation", copies.offload_activation)
+_PAYLOADS = StartPlan(None, "", "reduce payloads")
+
 
 class Frame:
-    """One run of a program. A start returns a handle, and the wait for it the buffer."""
+    """One run of a program. A start returns a handle, and the wait for it the buffer. ``observers`` see what takes
+    time."""
 
-    def __init__(self, counter: GatheredBytes, plan: SlotPlan, kept: KeptGradients) -> None:
-        self.counter, self.kept = counter, kept
-        self.slots = Slots(counter, plan)
-        self.pending: dict[Pending, None] = {}  # in the order of their starts
-        self._last_fetch: torch.Event | None = None  # see [Note: writes after a run]
+    def __init__(self, slots: Slots, kept: KeptGradients, observers: Sequence[Observer]) -> None:
+        self.slots, self.counter, self.kept, self.observers = slots, slots.counter, kept, observers
+        self.pending: dict[Pending, StartPlan] = {}  # in the order of their starts
+        self.last_fetch: torch.Event | None = None  # see [Note: writes after a run]
 
-    def gather_start(self, plan: GatherPlan, shards: list[Tensor]) -> Pending:
-        self.counter.count("all_gather")
-        layout, dtype, device = plan.layout, plan.dtype, shards[0].device
-        numel = layout.world_size * layout.length
-        if plan.escapes:
-            buffer = self.slots.take_escaping(plan.bucket, numel, dtype, device)
-        else:
-            buffer = self.slots.take(numel, dtype, device, plan.slot)
-        comm = plan.comms.all_gather if plan.comms is not None else None
-        if comm is not None:
-            pending = custom_collectives.start_all_gather(shards, layout, dtype, plan.group, comm, buffer)
-        else:
-            landing = None
-            if layout.landing_numel:
-                landing = self.slots.take_landing(layout.landing_numel, dtype, device, plan.landing_slot)
-            buffers = (buffer, landing, self.slots.give_landing)
-            pending = collectives.start_all_gather(shards, layout, dtype, plan.group, *buffers)
-        self.slots.hold(pending.buffer, plan.escapes)
-        return self._under_way(pending)
+    def run(self, function: Callable[..., Any], args: list[Any]) -> Any:
+        """Run a program's function to its end."""
+        try:
+            outputs = function(self, args)
+        except BaseException as error:
+            self.close(error)
+            raise
+        self.close()
+        return outputs
 
-    def reduce_start(self, plan: ReducePlan, grads: list[Tensor] | Tensor) -> Pending:
-        self.counter.count(plan.kind)
-        if self.kept:
-            grads = self.kept.added_to(grads, plan.params, plan.begins)
-        return self._under_way(plan.start(grads))
+    def start(self, plan: StartPlan, given: Any) -> Pending:
+        pending = self._seen("start", plan, plan.start, self, given)
+        self.pending[pending] = plan
+        return pending
+
+    gather_start = reduce_start = copy_start = start  # by the names that programs have for them
+
+    def offload(self, value: Tensor) -> Pending:
+        return self.start(_OFFLOAD, value)
+
+    def reload(self, host: Tensor, device: torch.device) -> Pending:
+        return self.start(CopyPlan(None, "", "reload activation", lambda h: copies.reload_activation(h, device)), host)
+
+    def wait(self, pending: Pending) -> Tensor:
+        self._seen("wait", self.pending.pop(pending), pending.finish)
+        return pending.buffer
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
         self.counter.count("payload_reduce")
-        return reduce(values)
+        return self._seen("call", _PAYLOADS, reduce, values)
 
-    def offload(self, value: Tensor) -> Pending:
-        return self._under_way(copies.offload_activation(value))
-
-    def reload(self, host: Tensor, device: torch.device) -> Pending:
-        return self._under_way(copies.reload_activation(host, device))
-
-    def copy_start(self, plan: CopyPlan, tensors: list[Tensor]) -> Pending:
-        self.counter.count(plan.kind)
-        copy = plan.start(tensors)
-        if plan.ends_with_run:
-            self._last_fetch = copy.event
-        return self._under_way(copy)
-
-    def _under_way(self, pending: Pending) -> Pending:
-        self.pending[pending] = None
-        return pending
-
-    def wait(self, pending: Pending) -> Tensor:
-        del self.pending[pending]
-        pending.finish()
-        return pending.buffer
+    def hook(self, unit: str, buffer: Tensor) -> Tensor:
+        self._seen("call", StartPlan(None, unit or "root", "hook"), self.kept.hooks[unit], buffer)
+        return buffer
 
     def keep(self, plan: KeepPlan, grad: Tensor) -> None:
         """Autograd gets no gradient."""
         self.kept.add(plan, grad)
 
-    def hook(self, unit: str, buffer: Tensor) -> Tensor:
-        self.kept.hooks[unit](buffer)
-        return buffer
-
     def free(self, buffer: Tensor) -> None:
         self.slots.free(buffer)
+
+    def _seen(self, what: What, plan: StartPlan, call: Callable[..., T], *given: Any) -> T:
+        if not self.observers:
+            return call(*given)
+        name = f"wait {plan.kind}" if what == "wait" else plan.kind
+        return seen_by(self.observers, Event(what, plan.step, name, plan.bucket), call, *given)
 
     def close(self, error: BaseException | None = None) -> None:
         """End of a run, which may have raised ``error``; nothing that fails here hides that. What is still under way
@@ -126,7 +169,7 @@ class Frame:
                 while self.pending and ends:
                     self.pending.popitem()[0].finish()
             self.pending.clear()
-            if self._last_fetch is not None:
-                self._last_fetch.synchronize()
+            if self.last_fetch is not None:
+                self.last_fetch.synchronize()
         finally:
             self.slots.close()

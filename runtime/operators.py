@@ -97,10 +97,6 @@ def _free(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-def _hook(buffer: Tensor) -> Tensor:
-    return buffer
-
-
 def _finish(buffer: Tensor) -> Tensor:
     _pending.pop(buffer.data_ptr()).finish()
     return buffer
@@ -117,7 +113,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     dialect.all_reduce_start: collectives.start_all_reduce,
     dialect.all_reduce_shard_start: collectives.start_shard_all_reduce,
     dialect.accumulate_grad: _accumulate_grad,
-    dialect.reduce_hook: _hook,
+    dialect.reduce_hook: lambda buffer: buffer,
     dialect.reduce_payloads: collectives.reduce_payloads,
     dialect.fetch_start: copies.start_fetch,
     dialect.offload_start: copies.start_offload,

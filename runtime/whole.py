@@ -1,24 +1,353 @@
 """``regions="whole"``: a scheduled graph as one compiled function, collectives and all.
 
-What the executor does between regions is in the function then: buffers are the compiler's to allocate and to free, and
-there are no slots. The order of the collectives and of the waits for them is the scheduled graph's: the compiler keeps
-it (``keep_order`` in ``compat.inductor_compile``).
+What the executor does between regions is in the function: the compiler allocates and frees buffers, and there are no
+slots. It is given ordinary operators and functional collectives:
+
+| dialect | becomes |
+|---|---|
+| ``all_gather_start`` | a cast where dtypes differ, and an ``all_gather_into_tensor`` for each message |
+| ``all_gather_wait`` | a ``wait_tensor`` for each message |
+| views of the buffer | views of the message that holds the parameter; of a shared message, a copy of its rows |
+| ``keep_shard`` | a ``cat`` of this rank's chunks |
+| ``free`` | nothing: the compiler frees a buffer after its last use |
+| ``reduce_scatter_start`` | a pad and a cast where needed, a ``cat``, ``reduce_scatter_tensor`` |
+| ``all_reduce_start``, ``all_reduce_shard_start`` | a ``cat`` of several, ``all_reduce`` |
+| ``reduce_wait`` | ``wait_tensor``, and the second division of a mean that has two |
+
+Nodes keep their order, which the compiler keeps too (``keep_order`` in ``compat.inductor_compile``), but for waits:
+they move down to the first use or the next communication node, so that they keep no operator from fusing with what
+comes before.
+
+The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
+returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
+the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of, reduced_begins
+from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.stage import readable
-from graph_fsdp.runtime.functional import ShardSlice, lower
-from graph_fsdp.runtime.observe.ranges import recording
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Compiled
+from graph_fsdp.runtime.comm import collectives
+from graph_fsdp.runtime.observe import recording
+from graph_fsdp.runtime.regions.regions import Compiled, RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
+
+aten = torch.ops.aten
+_cast = torch.ops.prims.convert_element_type.default
+_functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """An input of the lowered graph: what a gather sends. ``places``: of the shards among the scheduled graph's."""
+
+    places: tuple[int, ...]
+    layout: GatherLayout
+
+    def of(self, args: Sequence[Any]) -> Tensor:
+        """Flat; a view where the shards lie in one slice of a storage."""
+        return collectives.shard_slice([args[place] for place in self.places], self.layout)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """A gathered bucket whose buffer does not exist: what each message brought, rank-major and flat."""
+
+    layout: GatherLayout
+    parts: list[fx.Node]
+
+
+class Lowering:
+    """Lowers a graph that has been through all passes, and stays as it is. ``inputs``: of the lowered graph, each a
+    place among the scheduled graph's inputs or a slice of shards among them. ``runtime/xla/lower.py`` has its own
+    collectives, inputs and outputs, and packs shards in the graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.fx_graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
+        self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
+
+    @torch.no_grad()
+    def run(self) -> fx.GraphModule:
+        self.inputs = self._inputs()
+        wait: fx.Node | None = None  # not lowered yet
+        for node in self.graph.fx_graph.nodes:
+            if node.op == "placeholder" or node.target is dialect.free:
+                continue
+            if wait is not None and (node.target in dialect.EXECUTED or wait in node.all_input_nodes):
+                self._lower(wait)
+                wait = None
+            if node.target in dialect.WAITS:
+                wait = node
+            elif node.target in dialect.EXECUTED:
+                self._lower(node)
+            else:
+                self.values[node] = self._copy(node)
+        return fx.GraphModule(self.graph.module, self.fx_graph)
+
+    # Nodes
+
+    def _lower(self, node: fx.Node) -> None:
+        self.values[node] = value = _LOWERINGS[node.target](self, node)
+        if isinstance(value, fx.Node):  # and not messages, which have no value of the node's shape
+            expected, found = kind(node.meta["val"]), kind(value.meta["val"])
+            assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
+
+    def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
+        node = self.fx_graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = VALUES.of(node)
+        return node
+
+    def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
+
+    def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
+        """A collective for each message; one for all where the process group of the graph's device can do that without
+        a copy, as NCCL can and gloo cannot."""
+        op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
+        if len(shards) == 1 or not compat.launches_groups(compat.resolve_group(group), shards[0].meta["val"].device):
+            return [self.call(op, shard, world_size, group, name=name) for shard in shards]
+        found = self.call(together, shards, world_size, group, name=name)
+        return [self.call(operator.getitem, found, i) for i in range(len(shards))]
+
+    def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
+        return self.call(_functional.reduce_scatter_tensor.default, packed, op, world_size, group, name=name)
+
+    def all_reduce(self, value: fx.Node, op: str, group: str, name: str) -> fx.Node:
+        return self.call(_functional.all_reduce.default, value, op, group, name=name)
+
+    def wait(self, value: fx.Node, name: str) -> fx.Node:
+        return self.call(_functional.wait_tensor.default, value, name=name)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        buffer = self.values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(buffer, _Messages):
+            found = _slice_bounds(node)
+            assert found is not None, "a buffer that does not exist is used by slices of its messages alone"
+            return self.take(buffer, *found, name=node.name)
+        copy = self.fx_graph.node_copy(node, self.values.__getitem__)
+        copy.meta.pop("fsdp", None)
+        return copy
+
+    def _inputs(self) -> tuple[int | ShardSlice, ...]:
+        """The scheduled graph's inputs, without shards that nothing but gathers reads, and the gathers' slices."""
+        places = {node: place for place, node in enumerate(self.graph.placeholders)}
+        starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
+        sliced = [start for start in starts if all(shard in places for shard in operands(start))]
+        inputs: list[int | ShardSlice] = []
+        for node, place in places.items():
+            if not node.users or any(user not in sliced for user in node.users):
+                self.values[node] = self.fx_graph.node_copy(node)
+                self.values[node].meta.pop("fsdp", None)
+                inputs.append(place)
+        for start in sliced:
+            layout, shard = layout_of(start), operands(start)[0]
+            with fake_mode_of([shard]):
+                value = shard.meta["val"].new_empty(layout.length)
+            self.slices[start] = self.fx_graph.placeholder(f"shards_{start.name}")
+            self.slices[start].meta["val"] = value
+            inputs.append(ShardSlice(tuple(places[shard] for shard in operands(start)), layout))
+        return tuple(inputs)
+
+    # Gathers
+
+    def gather_start(self, node: fx.Node) -> _Messages:
+        layout, dtype = layout_of(node), dialect.argument(node, "dtype")
+        source = self.slices[node] if node in self.slices else self._packed(operands(node), layout)
+        source = self.cast(source, dtype)
+        shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
+        world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
+        return _Messages(layout, self.all_gather(shards, world_size, group, node.name))
+
+    def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
+        pending = self.values[operand(node)]
+        assert isinstance(pending, _Messages)
+        buffer = _Messages(pending.layout, [self.wait(part, node.name) for part in pending.parts])
+        (first, *others) = buffer.layout.messages
+        whole = not others and first.lands_in_place and first.numel == buffer.layout.length
+        return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
+
+    def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
+        """A bucket's shard from chunks that the graph has computed, zeros in between."""
+        flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in shards]
+        return self._spread(flat, layout.offsets, layout.length)
+
+    def _buffer(self, messages: _Messages) -> fx.Node:
+        """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
+        layout, chunks = messages.layout, list(_chunks(messages.layout))
+        pieces = [self._rows(messages, chunk) for chunk in chunks]
+        return self._spread(pieces, [layout.world_size * c.begin for c in chunks], layout.world_size * layout.length)
+
+    def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
+        """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
+        chunk = _chunk_at(messages.layout, begin)
+        first = begin - messages.layout.world_size * chunk.begin
+        return self._part(self._rows(messages, chunk), first, end - begin, name)
+
+    def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
+        """A chunk of the bucket's shard, of all ranks, one rank behind the other."""
+        message, part = messages.layout.messages[chunk.message], messages.parts[chunk.message]
+        if chunk.numel == message.numel:
+            return part
+        by_rank = self.call(aten.reshape.default, part, [messages.layout.world_size, message.numel])
+        first = chunk.begin - message.begin
+        rows = self.call(aten.slice.Tensor, by_rank, 1, first, first + chunk.numel)
+        return self.call(aten.reshape.default, rows, [-1])
+
+    def _part(self, flat: fx.Node, begin: int, numel: int, name: str | None = None) -> fx.Node:
+        if numel == flat.meta["val"].numel():
+            return flat
+        return self.call(aten.slice.Tensor, flat, 0, begin, begin + numel, name=name)
+
+    def _spread(self, pieces: Sequence[fx.Node], offsets: Sequence[int], length: int) -> fx.Node:
+        """Flat pieces at ``offsets`` of ``length`` elements, zeros in between."""
+        padded, end = [], 0
+        for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
+            begin, following = end if index == 0 else offset, [*offsets, length][index + 1]
+            pad = [offset - begin, following - offset - piece.meta["val"].numel()]
+            padded.append(self.call(aten.constant_pad_nd.default, piece, pad) if any(pad) else piece)
+            end = following
+        return padded[0] if len(padded) == 1 else self.call(aten.cat.default, padded)
+
+    def keep_shard(self, node: fx.Node) -> fx.Node:
+        names = ("offsets", "numels", "length", "world_size", "ranks")
+        offsets, numels, length, world, ranks = (dialect.argument(node, name) for name in names)
+        scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
+        buffer, pieces = self.values[operand(node)], []
+        for offset, numel in zip(offsets, numels, strict=True):
+            begin = world * offset + place * scale * numel
+            bounds = (begin, begin + scale * numel)
+            if isinstance(buffer, _Messages):
+                pieces.append(self.take(buffer, *bounds))
+            else:
+                pieces.append(self.call(aten.slice.Tensor, buffer, 0, *bounds))
+        kept = self._spread(pieces, [scale * offset for offset in offsets], scale * length)
+        # A view of the gathered bucket would keep all of it alive.
+        return self.call(aten.clone.default, kept) if kept is pieces[0] else kept
+
+    # Reductions
+
+    def reduce_scatter_start(self, node: fx.Node) -> list[fx.Node]:
+        world, name = dialect.argument(node, "world_size"), dialect.group_of(node)
+        op, before, _ = _mean(node)
+        started = []
+        for message in messages_of(node):
+            rows = [self._rank_major(self.values[grad], node, world) for grad in message]
+            packed = self.call(aten.reshape.default, self._joined(rows, dim=1), [-1])
+            packed = self._divided(packed, before)
+            started.append(self.reduce_scatter(packed, op, world, name, node.name))
+        return started
+
+    def all_reduce_start(self, node: fx.Node) -> fx.Node:
+        (op, before, _), dtype = _mean(node), dialect.argument(node, "dtype")
+        flat = [self.call(aten.reshape.default, self.values[grad], [-1]) for grad in operands(node)]
+        packed = self._divided(self._joined([self.cast(grad, dtype) for grad in flat], dim=0), before)
+        return self.all_reduce(packed, op, dialect.group_of(node), node.name)
+
+    def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
+        return self.all_reduce(self.values[operand(node)], _mean(node)[0], dialect.group_of(node), node.name)
+
+    def reduce_wait(self, node: fx.Node) -> fx.Node:
+        start: Any = node.args[0]
+        if start.target is dialect.reduce_scatter_start:
+            parts = [self.wait(part, node.name) for part in self.values[start]]
+            reduced = self._spread(parts, reduced_begins(start), start.meta["val"].numel())
+        else:
+            reduced = self.wait(self.values[start], node.name)
+        return self._divided(reduced, _mean(start)[2])
+
+    def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
+        """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
+        shape = grad.meta["val"].shape
+        padding = -shape[0] % world
+        if padding:
+            grad = self.call(aten.constant_pad_nd.default, grad, [*[0, 0] * (len(shape) - 1), 0, padding])
+        return self.cast(self.call(aten.reshape.default, grad, [world, -1]), dialect.argument(node, "dtype"))
+
+    def _joined(self, tensors: list[fx.Node], dim: int) -> fx.Node:
+        return tensors[0] if len(tensors) == 1 else self.call(aten.cat.default, tensors, dim)
+
+    def _divided(self, value: fx.Node, divisor: float | None) -> fx.Node:
+        return value if divisor is None else self.call(aten.div.Tensor, value, divisor)
+
+
+_LOWERINGS: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
+    dialect.all_gather_start: Lowering.gather_start,
+    dialect.all_gather_wait: Lowering.gather_wait,
+    dialect.keep_shard: Lowering.keep_shard,
+    dialect.reduce_scatter_start: Lowering.reduce_scatter_start,
+    dialect.all_reduce_start: Lowering.all_reduce_start,
+    dialect.all_reduce_shard_start: Lowering.all_reduce_shard_start,
+    dialect.reduce_wait: Lowering.reduce_wait,
+}
+_OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp.SUM: "sum"}
+
+
+def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
+    """The name of a reduction's operator, and what is divided by before and after it."""
+    second = start.target is dialect.all_reduce_shard_start
+    ranks = (dialect.argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
+    op, before, after = collectives.mean_of(start.meta["val"].dtype, *ranks)
+    return _OPERATIONS[op], before, after
+
+
+def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
+    """Begin and end of a slice of a flat tensor; None for any other use of it."""
+    if node.target is not aten.slice.Tensor or len(node.args) != 4 or node.args[1] != 0:
+        return None
+    _, _, begin, end = node.args
+    return (begin, end) if isinstance(begin, int) and isinstance(end, int) else None
+
+
+def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
+    """Whether a use of a gathered buffer can do with the messages alone."""
+    if user.target in (dialect.free, dialect.keep_shard):
+        return True
+    bounds = _slice_bounds(user)
+    if bounds is None:
+        return False
+    chunk = _chunk_at(buffer.layout, bounds[0])
+    return bounds[1] <= buffer.layout.world_size * (chunk.begin + chunk.numel)
+
+
+class _Chunk(NamedTuple):
+    """What of a message lies in the buffer in one piece. ``begin``, ``numel``: in the bucket's shard."""
+
+    message: int
+    begin: int
+    numel: int
+
+
+def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
+    """In order: all of a message that lands in place, else its chunks and the gaps between them."""
+    for index, message in enumerate(layout.messages):
+        numels = [message.numel] if message.lands_in_place else message.splits
+        for begin, numel in zip(accumulate(numels, initial=message.begin), numels, strict=False):
+            yield _Chunk(index, begin, numel)
+
+
+def _chunk_at(layout: GatherLayout, element: int) -> _Chunk:
+    """The chunk that an element of the buffer lies in."""
+    place = element // layout.world_size
+    return next(c for c in _chunks(layout) if c.begin <= place < c.begin + c.numel)
+
 
 # As the executor counts them.
 COUNTED_AS = {
@@ -41,15 +370,15 @@ class WholeProgram:
     def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
         self._boxed_call = True  # see Program
         self.graph, self.counter = graph, counter
-        lowered = lower(graph)
-        self.inputs = lowered.inputs
-        self.source = readable(lowered.module.graph)
+        lowering = Lowering(graph)
+        module = lowering.run()
+        self.inputs, self.source = lowering.inputs, readable(module.graph)
         self.collectives = collectives_of(graph)
-        self.function: Compiled = cache.compile_whole(lowered.module, graph.phase)
+        self.function: Compiled = cache.compile_whole(module, graph.phase)
 
     def __call__(self, args: list[Any]) -> Any:
-        for kind, count in self.collectives.items():
-            self.counter.count(kind, count)
+        for counted_as, count in self.collectives.items():
+            self.counter.count(counted_as, count)
         inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
         open_range = recording() or contextlib.nullcontext

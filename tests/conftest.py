@@ -22,7 +22,7 @@ from tracing import trace_cheaply
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.backends import BACKENDS
-from graph_fsdp.runtime.regions.private_files import own_folder
+from graph_fsdp.runtime.backends.inductor import own_folder
 
 FAKE_WORLD_SIZE = 8
 

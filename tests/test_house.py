@@ -11,7 +11,7 @@ import pytest
 
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Effect
-from graph_fsdp.runtime.generate import CALLED
+from graph_fsdp.runtime.executor import CALLED
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {

@@ -21,7 +21,7 @@ import graph_fsdp
 from graph_fsdp.profiling.measured_schedule import ALONE, WAITED, slices_as_measured, typical
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.report.trace_events import COMPUTE
-from graph_fsdp.runtime.observe.recorder import Interval, ProgramRun
+from graph_fsdp.runtime.observe import Interval, ProgramRun
 from graph_fsdp.runtime.regions.regions import Region, cut
 
 pytestmark = pytest.mark.usefixtures("fake_group")

@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import graph_fsdp
-from graph_fsdp.runtime import executor
-from graph_fsdp.runtime.observe import ranges
+from graph_fsdp.runtime import executor, observe
 
 BATCH = torch.ones(4, 16)
 
@@ -88,12 +87,12 @@ def test_a_run_that_nobody_records_runs_the_programs_own_function(
 ) -> None:
     model = compiled()
     made: list[object] = []
-    monkeypatch.setattr(executor, "ObservedFrame", lambda *given: made.append(given))
+    monkeypatch.setattr(executor, "observed", lambda *given: made.append(given))
     step(model)
-    assert ranges.recording() is None and not made
+    assert observe.recording() is None and not made
     with torch_profile(activities=[ProfilerActivity.CPU]) as profiler:
-        assert ranges.recording() is not None
-    assert ranges.recording() is None and not names(profiler)
+        assert observe.recording() is not None
+    assert observe.recording() is None and not names(profiler)
 
 
 def test_operators_lie_in_the_ranges_of_their_units(profiler: torch_profile) -> None:
@@ -160,7 +159,7 @@ def test_under_nsys_each_range_is_pushed_and_popped(fake_group: None, monkeypatc
     """Of NVTX, which this torch may be built without, what is called."""
     model, calls = compiled(), []
     expected = names(recorded(model))
-    monkeypatch.setattr(ranges, "_UNDER_NSYS", True)
+    monkeypatch.setattr(observe, "_UNDER_NSYS", True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     step(model)

@@ -25,9 +25,8 @@ from torch.nn.utils import clip_grad_norm_
 import graph_fsdp
 from graph_fsdp.passes import Graph
 from graph_fsdp.runtime.backends import BACKENDS, InductorBackend
-from graph_fsdp.runtime.regions.region_cache import RegionCache
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, cut, region_digest, region_key, run_as_graph
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.backends.inductor import divide
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionCache, RegionKey, cut, region_key, run_as_graph
 
 aten = torch.ops.aten
 
@@ -82,7 +81,7 @@ def test_regions_of_other_nodes_that_compute_the_same_are_equal() -> None:
         unary()(c)
 
     assert key_of(unary()) == key_of(unary()) == key_of(preceded)
-    assert region_digest(key_of(unary())) == region_digest(key_of(preceded))
+    assert key_of(unary()).digest == key_of(preceded).digest
 
 
 def test_inputs_are_ordered_by_their_first_use() -> None:
@@ -113,7 +112,7 @@ def test_inputs_are_ordered_by_their_first_use() -> None:
 )
 def test_what_distinguishes_regions(other: Build) -> None:
     assert key_of(other) != key_of(unary())
-    assert region_digest(key_of(other)) != region_digest(key_of(unary()))
+    assert key_of(other).digest != key_of(unary()).digest
 
 
 def test_regions_of_forward_and_backward_are_not_equal() -> None:
@@ -250,7 +249,7 @@ def test_the_number_of_compiled_regions_does_not_grow_with_depth(
 HOLDER = """
 import sys, time
 from pathlib import Path
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.backends.inductor import divide
 
 def hold():
     print("holding", flush=True)

@@ -26,8 +26,7 @@ from models import MLP
 import graph_fsdp
 from graph_fsdp import CheckpointError
 from graph_fsdp.checkpoint import save
-from graph_fsdp.runtime.regions.private_files import own_folder
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.backends.inductor import divide, own_folder
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

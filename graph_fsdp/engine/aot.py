@@ -21,7 +21,7 @@ from graph_fsdp.passes.transforms.annotate import mark_tangents
 from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
 from graph_fsdp.passes.transforms.unsharded import take_unsharded
 from graph_fsdp.report.report import CapturedGraph
-from graph_fsdp.runtime.absent_gradients import find_absent
+from graph_fsdp.runtime.withheld_gradients import find_absent
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine

@@ -49,9 +49,9 @@ from graph_fsdp.report.failed_pass import save_failure
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.backends import Backend
-from graph_fsdp.runtime.comm.custom_collectives import Comms
+from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
-from graph_fsdp.runtime.kept_gradients import KeptGradients
+from graph_fsdp.runtime.withheld_gradients import KeptGradients
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ class Engine:
         if self.whole:
             return WholeProgram(graph, self.regions, self.counter)
         graphs = program_graphs(self, graph, context, captured.index)
-        program = Program(graph, self.regions, self.counter, graph.slots, self.kept, self.comms, graphs)
+        program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs)
         if graph.phase == "backward":
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         return program

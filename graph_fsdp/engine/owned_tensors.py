@@ -14,6 +14,7 @@ from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.runtime.cuda.capture import CAPTURES
@@ -91,9 +92,7 @@ def program_graphs(engine: Engine, graph: Graph, context: PassContext, index: in
     """
     if engine.cuda_graphs is None or context.settings.unsharded:
         return None
-    outputs = graph.output.args[0]
-    assert isinstance(outputs, (list, tuple))
-    user_outputs = context.forward_outputs if graph.phase == "forward" else len(outputs)
+    user_outputs = context.forward_outputs if graph.phase == "forward" else len(operands(graph.output))
     before = engine.programs.get((index, "forward")) if graph.phase == "backward" else None
     graphs = ProgramGraphs(engine.cuda_graphs, graph, user_outputs, getattr(before, "graphs", None))
     reasons = graphs.choice.reasons

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTS, is_custom, reduce_payloads
 from graph_fsdp.runtime.comm.collectives import Pending
-from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared, publish, receive
-from graph_fsdp.runtime.ranks.lockstep import lockstep_of
-from graph_fsdp.runtime.ranks.runnable_program import Runnable, RunnableProgram, in_step
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared, publish, receive
+from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -107,7 +106,7 @@ class Schedules:
         if self.lockstep is None or not collectives:
             return program
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
-        return in_step(program, self.lockstep, known)
+        return self.lockstep.around(program, known)
 
     def begin(self, phase: str, what: str, collectives: Sequence[str] = ()) -> None:
         """Called before every rank has to do what is in no graph: ``collectives``, or to make a process group. It keeps
@@ -118,13 +117,8 @@ class Schedules:
 
     def wait(self, pending: Pending) -> None:
         """Wait for a collective that has begun so."""
-        try:
+        with self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext():
             pending.finish()
-        except BaseException as error:
-            cause = self.lockstep.failed(error) if self.lockstep is not None else None
-            if cause is None:
-                raise
-            raise cause from error
 
     def failed_outside(self, error: BaseException, method: str) -> None:
         """A forward, or another method, raised ``error``. Other ranks may wait for this one."""

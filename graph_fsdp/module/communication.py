@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, place
-from graph_fsdp.runtime.comm.custom_collectives import ProcessGroupCollective
+from graph_fsdp.runtime.comm.collectives import ProcessGroupCollective
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine

@@ -26,7 +26,7 @@ from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
-from graph_fsdp.runtime.ranks.runnable_program import Runnable
+from graph_fsdp.runtime.ranks.lockstep import Runnable
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from graph_fsdp.report.trace_events import (
     wait_slice,
 )
 from graph_fsdp.runtime import Program
-from graph_fsdp.runtime.observe.recorder import Interval, Place, ProgramRun
+from graph_fsdp.runtime.observe import Interval, Place, ProgramRun
 from graph_fsdp.runtime.regions.regions import Region, Step, cut
 
 K = TypeVar("K", bound=Hashable)

@@ -44,7 +44,7 @@ from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, Regio
 from graph_fsdp.report.bucket_rows import ROW_KINDS
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
-from graph_fsdp.runtime.observe.recorder import ProgramRun, Recorder
+from graph_fsdp.runtime.observe import ProgramRun, Recorder
 from graph_fsdp.runtime.ranks.agreement import digest, is_shared
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 

@@ -70,8 +70,8 @@ class GraphView(report_text.Printed):
         return self.program if self.whole else None
 
     def hlo(self) -> Any:
-        """XLA's optimized program, compiled once more for its text: a
-        :class:`graph_fsdp.runtime.xla.hlo.OptimizedHlo`, whose ``table()`` has its collectives beside the schedule's.
+        """XLA's optimized program, compiled once more for its text: an ``OptimizedHlo`` of
+        ``graph_fsdp.runtime.xla.program``, whose ``table()`` has its collectives beside the schedule's.
 
         Raises:
             LookupError: XLA does not run the graph.

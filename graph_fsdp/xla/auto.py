@@ -29,9 +29,8 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.transforms.constrain import ConstrainActivations
 from graph_fsdp.report.report import CapturedGraph
-from graph_fsdp.runtime.xla.constraints import mesh_name
-from graph_fsdp.runtime.xla.global_view import lower_global
-from graph_fsdp.runtime.xla.lower import lower
+from graph_fsdp.runtime.xla.global_view import lower_global, mesh_name
+from graph_fsdp.runtime.xla.lower import Lowered
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.engine import XlaEngine
 from graph_fsdp.xla.mesh import XlaMesh
@@ -118,5 +117,5 @@ class GlobalEngine(XlaEngine):
 
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> XlaProgram:
         scheduled, on_host = self._scheduled.pop((captured.index, graph.phase)), self.backend.on_host_fallback
-        lowered = lower(Graph(graph.module, graph.phase), {})
+        lowered = Lowered(Graph(graph.module, graph.phase), {})
         return XlaProgram(scheduled, lowered, self.regions, self.counter, on_host, can_run_on_host=True)

@@ -29,8 +29,8 @@ from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.backends.xla import XlaBackend
-from graph_fsdp.runtime.xla.lower import Crossing, Lowered, lower, varying_nodes
-from graph_fsdp.runtime.xla.placement import Placement
+from graph_fsdp.runtime.xla.lower import Crossing, Lowered, varying_nodes
+from graph_fsdp.runtime.xla.operators import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram
 from graph_fsdp.xla.checkpoint import XlaTensors
 from graph_fsdp.xla.storage import LocalViews, XlaStorage
@@ -96,7 +96,7 @@ class XlaEngine(Engine):
         return value.to(self.storage.device) if on_cpu else value
 
     def _lowered(self, graph: Graph, captured: CapturedGraph) -> Lowered:
-        return lower(graph, self.mesh.groups)
+        return Lowered(graph, self.mesh.groups)
 
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> XlaProgram:
         lowered, on_host = self._lowered(graph, captured), self.backend.on_host_fallback
@@ -162,7 +162,7 @@ class LocalEngine(XlaEngine):
     def _lowered(self, graph: Graph, captured: CapturedGraph) -> Lowered:
         capture = self._captures[captured.index]
         make = self._backward if graph.phase == "backward" else self._forward_or_inference
-        return lower(graph, self.mesh.groups, *make(graph, capture), self.mesh.batch)
+        return Lowered(graph, self.mesh.groups, *make(graph, capture), self.mesh.batch)
 
     def _forward_or_inference(self, graph: Graph, capture: _Capture) -> _Crossings:
         entry_of = dict(zip(graph.placeholders, capture.inputs, strict=True))

@@ -24,7 +24,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError
 from graph_fsdp.mesh import REPLICATE_NAMES, SHARD_NAMES, Mesh
 from graph_fsdp.passes import GroupShape
-from graph_fsdp.runtime.xla.placement import Placement, read_placement
+from graph_fsdp.runtime.xla.operators import Placement, read_placement
 
 _REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
 

@@ -4,7 +4,7 @@ A replica has the rows of its device and nothing else. So the model's parameters
 names, hold this replica's rows after ``graph_fsdp.compile``: ``ceil(rows / n)`` of them on each of ``n`` replicas that
 shard, the last ones filled up with zeros, whose gradients are zero. Inputs, losses and buffers are a replica's own, and
 gradients the mean over replicas, as over ranks elsewhere. On XLA's CPU client replicas are threads
-(``runtime/xla/replica.py``).
+(``runtime/xla/program.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graph_fsdp.engine.entry import Entry
 from graph_fsdp.errors import MeshError
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes.ir.spec import ParameterSpec
-from graph_fsdp.runtime.xla.replica import Compiled, ReplicaProgram, all_here, are_threads, own_turn
+from graph_fsdp.runtime.xla.program import Compiled, ReplicaProgram, all_here, are_threads, own_turn
 from graph_fsdp.xla.engine import XlaEngine
 from graph_fsdp.xla.mesh import XlaMesh
 from graph_fsdp.xla.storage import XlaStorage

@@ -22,7 +22,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
-from graph_fsdp.runtime.xla.placement import Placement
+from graph_fsdp.runtime.xla.operators import Placement
 from graph_fsdp.xla.mesh import XlaMesh
 
 

@@ -18,7 +18,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import is_extended
-from graph_fsdp.runtime.xla.replica import are_threads
+from graph_fsdp.runtime.xla.program import are_threads
 from graph_fsdp.xla.mesh import XlaMesh
 
 _TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"

@@ -2,7 +2,7 @@
 
 Each operator is one entry below: its schema, what it does to the schedule (``Effect``), what its value is, and its
 fake, which names the arguments that it reads. ``OPERATORS`` has all of them. What carries them out (the executor,
-``functional.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and a test looks
+``whole.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and a test looks
 whether each table is complete.
 
 ``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is

@@ -9,6 +9,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from graph_fsdp.compat import HigherOrderOperator
 from graph_fsdp.passes.ir import accessors, dialect
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
@@ -140,11 +141,11 @@ class Graph:
         """Find for each node those that allocated the memory which its value may lie in. Linear in the graph."""
         roots: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in self.fx_graph.nodes:
-            inputs = aliased_inputs(node)
-            if len(inputs) == 1:
-                roots[node] = roots[inputs[0]]
-            else:
-                roots[node] = frozenset().union(*(roots[i] for i in inputs)) if inputs else frozenset({node})
+            found = [roots[source] for source in aliased_inputs(node)]
+            # What a call without a schema returns may also lie in memory of its own.
+            if not found or isinstance(node.target, HigherOrderOperator):
+                found.append(frozenset({node}))
+            roots[node] = found[0] if len(found) == 1 else frozenset().union(*found)
         return roots
 
     def dependencies(self, cost: CostModel | None = None) -> nx.DiGraph:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.backends.eager import EagerBackend
+from graph_fsdp.runtime.backends.base import Backend, EagerBackend
 from graph_fsdp.runtime.backends.inductor import InductorBackend
 from graph_fsdp.runtime.backends.xla import XlaBackend
 

@@ -1,4 +1,4 @@
-"""A backend turns a compute region, or a whole graph, into a function."""
+"""A backend turns a compute region, or a whole graph, into a function. The simplest one runs it as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
 
 
 class Backend:
@@ -37,3 +37,13 @@ class Backend:
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         """Rewrites of the whole graph before it is partitioned (joint graph) or bucketed (inference graph)."""
         return module
+
+
+class EagerBackend(Backend):
+    """The FX graph as it is, operator by operator. For debugging and for bitwise comparison."""
+
+    name = "eager"
+    captures_regions = True
+
+    def compile_region(self, region: Region, kind: str) -> Compiled:
+        return run_as_graph(region.module)

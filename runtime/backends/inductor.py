@@ -1,19 +1,38 @@
-"""``backend="inductor"``: each region, or each graph whole, through Inductor (CUDA, XPU, CPU)."""
+"""``backend="inductor"``: each region, or each graph whole, through Inductor (CUDA, XPU, CPU).
+
+The ranks of a host divide the work without talking: one of them leaves the result of a compilation in Inductor's cache
+on disk for the others. Each task has a lock, a file of its name. A rank takes the first task that nobody holds; whoever
+takes one that is done finds it in the cache. A rank with other tasks, or alone, is not held up. The kernel gives up the
+locks of a process that dies; where there is no lock to be had, a rank does the work itself.
+
+What a cache holds is run. The folder that Inductor keeps its own in by default lies where every user of a host may
+write, under a name that everyone can guess: whoever makes it first decides what the others run. So folders and files
+are made for the user alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
 from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.backends.base import Backend
-from graph_fsdp.runtime.regions.private_files import own_folder
-from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, region_digest
-from graph_fsdp.runtime.regions.share_compilation import divide
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey
+
+Result = TypeVar("Result")
+
+_FOLDER, _FILE = 0o700, 0o600
+_POLL_SECONDS = 0.01
+PATIENCE_SECONDS = 300.0  # for a task that another rank has begun; longer than any region compiles
 
 
 class InductorBackend(Backend):
@@ -22,16 +41,13 @@ class InductorBackend(Backend):
     captures_regions = True
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
-        inputs = [node.meta["val"] for node in region.inputs]
-        return compat.inductor_compile(
-            region.module, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
-        )
+        return _compile(region.module, kind)
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
-        """The ranks of a host share Inductor's cache on its disk, and compile about the same regions at the same time:
-        each compiles a part of them, and finds the rest in the cache."""
+        """The ranks of a host compile about the same regions at the same time: each a part of them, and it finds the
+        rest in the cache."""
         directory, keys = _cache_directory(), _dissimilar_first(regions)
-        tasks = [(region_digest(key), partial(self.compile_region, regions[key], key.kind)) for key in keys]
+        tasks = [(key.digest, partial(self.compile_region, regions[key], key.kind)) for key in keys]
         with compat.built_together():
             if directory is None:
                 return super().compile_regions(regions)
@@ -39,17 +55,22 @@ class InductorBackend(Backend):
 
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         _cache_directory()
-        inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         with compat.built_together():
-            return compat.inductor_compile(
-                module, inputs, is_backward=kind == "backward", is_inference=kind == "inference", keep_order=True
-            )
+            return _compile(module, kind, keep_order=True)
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return compat.inductor_joint_passes(module)
+
+
+def _compile(module: fx.GraphModule, kind: str, keep_order: bool = False) -> Compiled:
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    is_backward, is_inference = kind == "backward", kind == "inference"
+    return compat.inductor_compile(
+        module, inputs, is_backward=is_backward, is_inference=is_inference, keep_order=keep_order
+    )
 
 
 def _cache_directory() -> Path | None:
@@ -69,3 +90,53 @@ def _dissimilar_first(regions: Mapping[RegionKey, Region]) -> list[RegionKey]:
         of_kind = sorted((k for k in regions if k.kind == kind), key=lambda k: len(regions[k].nodes), reverse=True)
         ranked += enumerate(of_kind)
     return [key for _, key in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def divide(
+    tasks: Sequence[tuple[str, Callable[[], Result]]], directory: Path, patience: float = PATIENCE_SECONDS
+) -> list[Result]:
+    """Run all tasks, each a (name, function), and return their results in the order given. While another process of
+    this host runs a task of the same name and ``directory``, others are run first; after ``patience`` seconds without
+    any left, it is run all the same. Raises what a function raises."""
+    results: dict[int, Result] = {}
+    deadline = time.monotonic() + patience
+    while len(results) < len(tasks):
+        before = len(results)
+        for index, (name, run) in enumerate(tasks):
+            with contextlib.ExitStack() as stack:
+                lock = directory / f"{name}.lock"
+                if index not in results and (_acquire(lock, stack) or time.monotonic() > deadline):
+                    results[index] = run()
+        if len(results) > before:
+            deadline = time.monotonic() + patience
+        elif len(results) < len(tasks):
+            time.sleep(_POLL_SECONDS)
+    return [results[index] for index in range(len(tasks))]
+
+
+def _acquire(path: Path, stack: contextlib.ExitStack) -> bool:
+    """Take the lock for as long as ``stack`` lives. False while another process has it."""
+    try:
+        path.parent.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
+        stack.enter_context(FileLock(path, mode=_FILE).acquire(timeout=0))
+    except (OSError, NotImplementedError) as error:  # an unwritable folder, a file system without locks
+        return not isinstance(error, Timeout)
+    return True
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder for the user alone. One that is there has to be the user's, and is closed to others: torch may have
+    made it, as open as the user's files are by default.
+
+    Raises:
+        PermissionError: it belongs to another user.
+    """
+    path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
+    status = path.stat()
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid}, and compiled code in it would be run; name a folder of your own "
+            "in the environment variable TORCHINDUCTOR_CACHE_DIR"
+        )
+    if stat.S_IMODE(status.st_mode) & ~_FOLDER:
+        path.chmod(_FOLDER)

@@ -17,13 +17,22 @@ half that is sent is cast. (Figures: docs/decisions/ranks_and_collectives.md.)
 Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
 narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
 neither the summands nor the sum overflow.
+
+[Note: custom collectives]
+An object that the user brings has ``allocate(size, *, dtype, device)``, and is called as FSDP2's ``AllGather`` and
+``ReduceScatter`` protocols say; it returns what to wait for, or None when the result is there (on the current stream).
+It gets what FSDP2 would give it: one call per bucket; of a gather the rank's own part of the output as input; both
+buffers of a reduction from its own ``allocate``. What is gathered is copied to the bucket's buffer from there.
+Gradients are views of a reduction's output: an ``allocate`` that gives out the same memory again would change the
+gradients of the step before, as it would with FSDP2.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,19 +43,39 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.ranks import lockstep
 
-
-@dataclass(frozen=True)
-class StartPlan:
-    """The static part of one start. ``step``: its place among the steps of its program; None for a copy of an
-    activation. ``kind``: "gather", "reduce", "reduce over replicas", "fetch" …"""
-
-    step: int | None
-    bucket: str
-    kind: str
-
-
 # A reduction's operator, and what to divide by before and after it (``mean_of``).
 Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
+
+
+class Comm(Protocol):
+    """See [Note: custom collectives]."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **given: Any) -> Any: ...
+
+
+@dataclass
+class Comms:
+    """The objects of a model; None for the process group's own collectives."""
+
+    all_gather: Comm | None = None
+    reduce_scatter: Comm | None = None
+
+
+@dataclass(frozen=True)
+class ProcessGroupCollective:
+    """A process group's own ``collective``, with buffers from its allocator, where it has one (NCCL's registers them
+    for copies without staging); what ``set_allocate_memory_from_process_group_for_comm`` installs."""
+
+    group: dist.ProcessGroup
+    collective: Callable[..., Any]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return compat.allocate_from_group(self.group, size, dtype, device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
+        return self.collective(output_tensor, input_tensor, group=group, **options)
 
 
 @dataclass(eq=False)
@@ -66,19 +95,23 @@ def start_all_gather(
     result: Tensor | None = None,
     landing: Tensor | None = None,
     release: Callable[[Tensor], None] = lambda _: None,
+    comm: Comm | None = None,
 ) -> Pending:
     """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``, which is
-    ``result``, if that is given. ``landing``: of ``layout.landing_numel`` elements, given to ``release`` in the end."""
+    ``result``, if that is given. ``landing``: of ``layout.landing_numel`` elements, given to ``release`` in the end.
+    ``comm``: gathers in one message, in memory of its own, which is unpacked whole."""
     source, world = shard_slice(shards, layout), layout.world_size
     if result is None:
         result = torch.empty(world * layout.length, dtype=dtype, device=source.device)
-    if landing is None and layout.landing_numel:
+    if comm is not None:
+        landing = comm.allocate((world * layout.length,), dtype=dtype, device=source.device)
+    elif landing is None and layout.landing_numel:
         landing = torch.empty(layout.landing_numel, dtype=dtype, device=source.device)
     unpacked: list[tuple[Tensor, Message]] = []
     targets: list[tuple[Tensor, Tensor]] = []
     used = 0
     for message in layout.messages:
-        if message.lands_in_place:
+        if message.lands_in_place and comm is None:
             target = result[world * message.begin : world * (message.begin + message.numel)]
         else:
             assert landing is not None
@@ -86,9 +119,11 @@ def start_all_gather(
             used += world * message.numel
             unpacked.append((_sendable(target), message))
         targets.append((target, source[message.begin : message.begin + message.numel]))
-    if source.dtype is not dtype:
+    if source.dtype is not dtype or comm is not None:
         targets = _cast_in_place(targets, group)
-    gather = _exchange_all_gather if _is_pair(group, source.device) else compat.grouped
+    grouped = functools.partial(compat.grouped, collective=compat.all_gather_single if comm is None else comm)
+    pair = comm is None and _is_pair(group, source.device)
+    gather: Callable[..., list[Any]] = _exchange_all_gather if pair else grouped
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
     works = compat.seen_as(
         "_allgather_base_",
@@ -98,14 +133,20 @@ def start_all_gather(
     )
 
     def finish(keep_alive: Any = (source, targets)) -> None:
-        for work in works:
-            lockstep.finish(work, result.device)
+        _wait_for(works, result.device)
         for target, message in unpacked:
-            unpack(target, _sendable(result), message, world)
-        if landing is not None:
+            _unpack(target, _sendable(result), message, world)
+        if landing is not None and comm is None:
             release(landing)
 
     return Pending(result, finish)
+
+
+def _wait_for(works: Sequence[Any], device: torch.device) -> None:
+    """``works``: None where a collective of the user's was done when it was started."""
+    for work in works:
+        if work is not None:
+            lockstep.finish(work, device)
 
 
 def _sendable(value: Tensor) -> Tensor:
@@ -144,8 +185,7 @@ def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
 
 def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
     """Between two ranks."""
-    splits = [0, 0]
-    splits[1 - group.rank()] = len(sent)
+    splits = [len(sent), 0] if group.rank() else [0, len(sent)]
     return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
@@ -169,7 +209,7 @@ def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     return packed
 
 
-def unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
+def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
     """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
     sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
@@ -200,7 +240,8 @@ def keep_shard(
 
 class ReduceScatter:
     """The reduction of a bucket's gradients but for their values: what is the same in every run of a program. For
-    ``grads`` of these shapes; the other arguments as ``start_reduce_scatter`` takes them."""
+    ``grads`` of these shapes; the other arguments as ``start_reduce_scatter`` takes them. ``comms``: has what runs it,
+    in one message, unless the user has taken that away between forward and backward."""
 
     def __init__(
         self,
@@ -209,8 +250,9 @@ class ReduceScatter:
         group: dist.ProcessGroup,
         mean: Mean,
         messages: Sequence[int] = (),
+        comms: Comms | None = None,
     ) -> None:
-        self.dtype, self.group, self.world = dtype, group, group.size()
+        self.dtype, self.group, self.world, self.comms = dtype, group, group.size(), comms
         self.op, self.before, self.after = mean
         self.is_pair = _is_pair(group, grads[0].device)
         *offsets, self.length = dialect.reduced_offsets(grads, dtype, self.world, messages)
@@ -224,35 +266,46 @@ class ReduceScatter:
             first += count
 
     def start(self, grads: Sequence[Tensor]) -> Pending:
-        out = grads[0].new_empty(self.length, dtype=self.dtype)
-        pairs = [(out[begin : begin + n], self._message(grads[which], n)) for which, begin, n in self.messages]
+        comm = self.comms.reduce_scatter if self.comms is not None else None
+        out = self._empty(self.length, grads[0], comm)
+        pairs = [(out[begin : begin + n], self._message(grads[which], n, comm)) for which, begin, n in self.messages]
         return compat.seen_as(
-            "_reduce_scatter_base_", self.group, lambda: self._start_as_one(out, pairs), lambda: self._start(out, pairs)
+            "_reduce_scatter_base_",
+            self.group,
+            lambda: self._start_as_one(out, pairs),
+            lambda: self._start(out, pairs, comm),
         )
+
+    def _empty(self, numel: int, like: Tensor, comm: Comm | None) -> Tensor:
+        if comm is None:
+            return like.new_empty(numel, dtype=self.dtype)
+        return comm.allocate((numel,), dtype=self.dtype, device=like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
         sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.world * self.length)
         return compat.reduce_scatter_single(out, sent, op=self.op, group=self.group, async_op=True)
 
-    def _start(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Pending:
-        if self.is_pair:
+    def _start(self, out: Tensor, pairs: list[tuple[Tensor, Tensor]], comm: Comm | None) -> Pending:
+        if self.is_pair and comm is None:
             divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
             return _exchange_reduce_scatter(out, pairs, self.group, divisor)
-        works = compat.grouped(list(pairs), self.group, compat.reduce_scatter_single, op=self.op)
-        return Pending(out, finish_reduction(works, out, self.after, keep_alive=pairs))
+        collective = compat.reduce_scatter_single if comm is None else comm
+        works = compat.grouped(pairs, self.group, collective, op=self.op)
+        return _reduction(works, out, self.after, keep_alive=pairs)
 
-    def _message(self, grads: Sequence[Tensor], numel: int) -> Tensor:
+    def _message(self, grads: Sequence[Tensor], numel: int, comm: Comm | None) -> Tensor:
         """What a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between two
         ranks, a gradient by itself whose type the reduction's holds exactly is not cast yet."""
         first = grads[0]
         uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
         sent_as = first.dtype if uncast else self.dtype
-        as_it_is = len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world)
-        sent = first.view(-1) if as_it_is else pack_gradients(grads, self.dtype, self.world, numel)
-        if self.before is not None:
-            sent = sent / self.before if as_it_is else sent.div_(self.before)
-        return sent
+        if comm is None and len(grads) == 1 and dialect.is_sent_as_it_is(first, sent_as, self.world):
+            sent = first.view(-1)
+            return sent if self.before is None else sent / self.before
+        sent = self._empty(self.world * numel, first, comm)
+        pack_gradients(grads, self.world, sent)
+        return sent if self.before is None else sent.div_(self.before)
 
 
 def start_reduce_scatter(
@@ -285,54 +338,46 @@ def _exchange_reduce_scatter(
     return Pending(out, finish)
 
 
-def pack_gradients(grads: Sequence[Tensor], dtype: torch.dtype, world: int, numel: int) -> Tensor:
-    """Full gradients → rank-major chunks of ``numel`` elements, padded with zeros, in ``dtype``; flat."""
-    packed = torch.empty(world, numel, dtype=dtype, device=grads[0].device)
-    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=packed)
-    return packed.view(-1)
+def pack_gradients(grads: Sequence[Tensor], world: int, packed: Tensor) -> None:
+    """Full gradients → rank-major chunks, padded with zeros, in the type of ``packed``, which is flat."""
+    rows = packed.view(world, -1)
+    compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=rows)
 
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """Mean over ranks of gradients that are not sharded; flat."""
-    out = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-    op, before, after = mean
-    if before is not None:
-        out.div_(before)
-    return _all_reduce(out, op, group, after)
+    return _all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in grads]), group, mean)
 
 
 def start_shard_all_reduce(shard: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``mean``: over the
-    ranks of both reductions."""
+    ranks of both reductions, of which the first has divided before it."""
     op, _, after = mean
-    return _all_reduce(shard, op, group, after)
+    return _all_reduce(shard, group, (op, None, after))
 
 
 def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
     """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
-    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), _OPERATIONS[op], group)
+    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), group, (_OPERATIONS[op], None, None))
     pending.finish()
     return pending.buffer
 
 
-def _all_reduce(
-    flat: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, after: float | None = None
-) -> Pending:
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
     """In place."""
-    work = dist.all_reduce(flat, op=op, group=group, async_op=True)
-    return Pending(flat, finish_reduction([work], flat, after))
+    op, before, after = mean
+    if before is not None:
+        flat.div_(before)
+    return _reduction([dist.all_reduce(flat, op=op, group=group, async_op=True)], flat, after)
 
 
-def finish_reduction(
-    works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None
-) -> Callable[[], None]:
+def _reduction(works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None) -> Pending:
     def finish(keep_alive: Any = keep_alive) -> None:
-        for work in works:
-            lockstep.finish(work, out.device)
+        _wait_for(works, out.device)
         if after is not None:
             out.div_(after)
 
-    return finish
+    return Pending(out, finish)
 
 
 def mean_of(

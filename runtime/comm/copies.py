@@ -16,7 +16,7 @@ Where the device is the CPU, a copy is a copy, done when it is started.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,18 +24,9 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
-from graph_fsdp.runtime.comm.collectives import Pending, StartPlan, shard_slice
+from graph_fsdp.runtime.comm.collectives import Pending, shard_slice
 
 Use = Literal["activations", "fetch", "offload"]
-
-
-@dataclass(frozen=True)
-class CopyPlan(StartPlan):
-    """The static part of one copy, of kind "fetch" or "offload". ``start`` takes the shards, or the gradients.
-    ``ends_with_run``: see [Note: writes after a run]."""
-
-    start: Callable[[list[Tensor]], Copy]
-    ends_with_run: bool
 
 
 @dataclass(eq=False)
@@ -77,7 +68,7 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
     if device.type == "cpu":
         for part, source in pairs:
             part.copy_(source)
-        return Copy(whole, _nothing)
+        return Copy(whole, lambda: None)
     stream = _stream(device, use)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
@@ -85,7 +76,8 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
             part.copy_(source, non_blocking=True)
     event = stream.record_event()
     if use != "offload":
-        return Copy(whole, functools.partial(_wait_on_device, event, device), event)
+        # The device's current stream waits, and the host does not.
+        return Copy(whole, lambda: torch.accelerator.current_stream(device).wait_event(event), event)
     for _, source in pairs:  # it is dropped now, and its memory used again when the copy is done
         source.record_stream(stream)
     return Copy(whole, event.synchronize, event)
@@ -96,12 +88,3 @@ def _stream(device: torch.device, use: Use) -> torch.Stream:
     """The stream of all copies of one use from and to a device. Activations have one for both directions: a copy back
     finds what the copy out wrote."""
     return torch.Stream(device)
-
-
-def _wait_on_device(event: torch.Event, device: torch.device) -> None:
-    """The device's current stream waits, and the host does not."""
-    torch.accelerator.current_stream(device).wait_event(event)
-
-
-def _nothing() -> None:
-    pass

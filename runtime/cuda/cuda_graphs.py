@@ -1,18 +1,18 @@
 """CUDA graphs of a program's compute regions: captured once, replayed in later runs, collectives between them as ever.
 
 The first runs of a program are ordinary (compilers and libraries set themselves up). Then one run captures each region
-call that ``capturable.py`` has chosen, and later runs replay them.
+call that ``capture.py`` has chosen, and later runs replay them.
 
 [Note: memory of CUDA graphs]
-A replay reads the addresses and writes to the addresses of the capture. Whether that is right is decided before a run:
+A replay reads and writes the addresses of the capture. Whether that is right is decided before a run:
 
 - What a program is called with lies where it lay (the model's own tensors; what the forward program saved), or is
   copied to where its first copy lay (the batch; the gradients of outputs). Buffers of gathers lie in kept slots. If
   something lies elsewhere, the run is an ordinary one; if that goes on, the program is captured anew.
-- Results lie in one pool per program, in which what is dropped in the course of a run is used again by later regions,
-  as in the run that captured. So of a run's results nothing may be alive when the next run replays: what the user gets
-  is copied out, and what is saved for backward is *lent*, in storages of its own that say when they are gone. If
-  something that was lent is alive (two forwards before a backward), the run is an ordinary one, with memory of its own.
+- Results lie in one pool per program, in which later regions use again what is dropped in the course of a run. So of a
+  run's results nothing may be alive when the next run replays: what the user gets is copied out, and what is saved for
+  backward is *lent*, in storages of its own that say when they are gone. If something that was lent is alive (two
+  forwards before a backward), the run is an ordinary one, with memory of its own.
 
 Both change who computes and never what: no collective is added, left out or moved, so ranks need not decide alike.
 Within a run addresses follow from the program; they are compared all the same, and a difference is an error.
@@ -20,7 +20,7 @@ Within a run addresses follow from the program; they are compared all the same, 
 
 from __future__ import annotations
 
-import itertools
+import functools
 import types
 import weakref
 from collections import Counter
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.runtime.cuda.capturable import RegionChoice, choose
-from graph_fsdp.runtime.cuda.capture import Capture
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.runtime.cuda.capture import CudaCapture, ProgramChoice, RegionChoice
 from graph_fsdp.runtime.regions.regions import Compiled, cut
 from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
 
@@ -50,7 +50,7 @@ class ModelGraphs:
     """What the programs of one model share. ``state``: the tensors that the model owns, whose memory is its own."""
 
     def __init__(
-        self, capture: Capture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
+        self, capture: CudaCapture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
     ) -> None:
         self.capture, self.device, self.state = capture, device, state
         self.slots = SlotMemory(device, counter)
@@ -69,6 +69,8 @@ class ModelGraphs:
 
 # Makes a tensor of a storage.
 _Layout = Callable[[torch.UntypedStorage], Tensor]
+# Makes what a replayed call returns, of its inputs and of what lends the memory at an address.
+_Result = Callable[[list[Any], Callable[[int], torch.UntypedStorage]], Any]
 
 
 def _layout(value: Tensor) -> _Layout:
@@ -80,18 +82,17 @@ def _layout(value: Tensor) -> _Layout:
 class Captured:
     """One capture of a program: its graphs, and all memory that they read and write but slots and what others own."""
 
-    def __init__(self, capture: Capture, device: torch.device) -> None:
+    def __init__(self, capture: CudaCapture, device: torch.device) -> None:
         self.capture, self.device, self.pool = capture, device, capture.pool()
         self.function: Callable[..., Any] | None = None
         self.slots = SlotPlan()
         self.inputs: dict[int, Tensor] = {}  # by place, where what is copied lies
         self.addresses: dict[int, int] = {}  # by place, of what is not
         self.owned: dict[int, int] = {}  # address of a storage → bytes
-        self.lent: set[int] = set()
+        self.lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.copied_nbytes = 0
         self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
-        self._buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
-        self._lent_so_far = itertools.count()
+        self.buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
 
     def own(self, value: Tensor) -> None:
         self.owned[address_of(value)] = value.untyped_storage().nbytes()
@@ -111,21 +112,16 @@ class Captured:
         return self.watch(compat.storage_at(address, self.owned[address], self.device))
 
     def watch(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        number = next(self._lent_so_far)
-        self.lent.add(number)
-        # It refers to this object, and so keeps the memory of what was lent.
-        weakref.finalize(storage, self._returned, number).atexit = False
+        self.lent.add(storage)
+        weakref.finalize(storage, lambda _: None, self).atexit = False  # keeps the memory of what was lent
         return storage
 
-    def _returned(self, number: int) -> None:
-        self.lent.discard(number)
-
     def lend_buffer(self, bucket: str, nbytes: int) -> Tensor:
-        if bucket not in self._buffers:
+        if bucket not in self.buffers:
             with torch.inference_mode(False):
-                self._buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self.own(self._buffers[bucket])
-        kept = self._buffers[bucket]
+                self.buffers[bucket] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.own(self.buffers[bucket])
+        kept = self.buffers[bucket]
         return _layout(kept)(self.lend(address_of(kept)))
 
     def drop(self) -> None:
@@ -134,10 +130,6 @@ class Captured:
 
     def fits(self, args: Sequence[Any]) -> bool:
         return all(args[place].data_ptr() == address for place, address in self.addresses.items())
-
-    @property
-    def buffer_nbytes(self) -> int:
-        return sum(value.nbytes for value in self._buffers.values())
 
 
 class CapturedCall:
@@ -148,9 +140,7 @@ class CapturedCall:
         self._replay: Callable[[], None] | None = None
         self._copies: dict[int, Tensor] = {}
         self._addresses: list[int] = []
-        self._results: list[Any] = []
-        self._saved: list[tuple[int, list[tuple[int, _Layout]]]] = []  # (address, the results in that memory)
-        self._views: list[tuple[int, int, _Layout]] = []  # (result, the input whose memory it lies in)
+        self._results: list[_Result] = []
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         for index in self.choice.copied:
@@ -166,13 +156,8 @@ class CapturedCall:
                     "read there is not its input; leave cuda_graphs out, and report this"
                 )
         self._replay()
-        results = list(self._results)
-        for address, parts in self._saved:
-            storage = self.captured.lend(address)
-            for index, layout in parts:
-                results[index] = layout(storage)
-        for index, source, layout in self._views:
-            results[index] = layout(inputs[source].untyped_storage())
+        lend = functools.cache(self.captured.lend)  # once to all results in the same memory
+        results = [result(inputs, lend) for result in self._results]
         inputs.clear()
         return results
 
@@ -186,31 +171,31 @@ class CapturedCall:
             ) from error
         sources = {address_of(value): index for index, value in enumerate(inputs)}
         self._addresses = [value.data_ptr() for value in inputs]
-        self._results = [value if not isinstance(value, Tensor) or not address_of(value) else None for value in outputs]
-        parts: dict[int, list[int]] = {}
-        for index, value in enumerate(outputs):
-            if self._results[index] is not None or value is None:
-                continue
-            if address_of(value) in sources:
-                self._views.append((index, sources[address_of(value)], _layout(value)))
-            else:
-                captured.own(value)
-                parts.setdefault(address_of(value), []).append(index)
+        own = {address_of(o): o for o in outputs if isinstance(o, Tensor) and address_of(o) not in {0, *sources}}
+        saved = {address_of(o) for o, outlives in zip(outputs, self.choice.saved, strict=True) if outlives} & own.keys()
         with torch.inference_mode(False):
-            for address, indices in parts.items():
-                layouts = [(index, _layout(outputs[index])) for index in indices]
-                if any(self.choice.saved[index] for index in indices):
-                    self._saved.append((address, layouts))
-                    captured.watch(outputs[indices[0]].untyped_storage())
-                    continue
-                # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
-                storage = compat.storage_at(address, captured.owned[address], captured.device)
-                for index, layout in layouts:
-                    self._results[index] = layout(storage)
+            for address, value in own.items():
+                captured.own(value)
+                if address in saved:
+                    captured.watch(value.untyped_storage())
+            self._results = [self._result(value, sources, saved) for value in outputs]
         self._replay = replay
         replay()
         inputs.clear()
         return outputs
+
+    def _result(self, value: Any, sources: dict[int, int], saved: set[int]) -> _Result:
+        """``sources``: address of an input → its place; ``saved``: addresses of what outlives the run."""
+        if not isinstance(value, Tensor) or not address_of(value):
+            return lambda inputs, lend: value
+        address, layout = address_of(value), _layout(value)
+        if address in sources:
+            return lambda inputs, lend: layout(inputs[sources[address]].untyped_storage())
+        if address in saved:
+            return lambda inputs, lend: layout(lend(address))
+        # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
+        kept = layout(compat.storage_at(address, self.captured.owned[address], self.captured.device))
+        return lambda inputs, lend: kept
 
 
 class ProgramGraphs:
@@ -223,7 +208,7 @@ class ProgramGraphs:
         self, model: ModelGraphs, graph: Graph, user_outputs: int, forward: ProgramGraphs | None = None
     ) -> None:
         self.model, self.forward, self.phase = model, forward, graph.phase
-        self.choice = choose(graph, cut(graph), model.device.type, user_outputs)
+        self.choice = ProgramChoice(graph, cut(graph), model.device.type, user_outputs)
         self.captured: Captured | None = None
         self.captures = 0
         self.runs: Counter[str] = Counter()  # by what they were
@@ -231,9 +216,7 @@ class ProgramGraphs:
         self._slots: SlotPlan | None = None
         self._user_outputs = user_outputs
         self._names = [node.name for node in graph.placeholders]
-        outputs = graph.output.args[0]
-        assert isinstance(outputs, (list, tuple))
-        self._saved_names = [str(output) for output in outputs[user_outputs:]]
+        self._saved_names = [str(output) for output in operands(graph.output)[user_outputs:]]
         model.programs.append(self)
 
     def forget(self) -> None:
@@ -259,9 +242,7 @@ class ProgramGraphs:
             self.runs[ordinary or ("replayed" if self.captured else "captured")] += 1
             if ordinary:
                 return program.execute(program.ordinary, self._slots, args)
-            if self.captured is not None:
-                return self._replay(self.captured, program, args)
-            captured = self._prepared(program, args)
+            captured = self.captured or self._prepared(program, args)
             results = self._replay(captured, program, args)
             self.captured = captured
             return results
@@ -334,17 +315,6 @@ class ProgramGraphs:
         users = results[: self._user_outputs]
         return [*(_copy(value, _like(value)) if captured.owns(value) else value for value in users), *saved]
 
-    @property
-    def nbytes(self) -> dict[str, int]:
-        """Bytes that are kept between runs, but for slots: these are the model's."""
-        if self.captured is None:
-            return {}
-        captured = self.captured
-        gathered, copied = captured.buffer_nbytes, captured.copied_nbytes
-        slots = sum(memory.nbytes for memory in captured.slots.memory)
-        results = sum(captured.owned.values()) - gathered - copied - slots
-        return {"copies of inputs": copied, "buckets gathered for backward": gathered, "results": results}
-
     def __str__(self) -> str:
         reasons = self.choice.reasons
         chosen = len(self.choice.captured)
@@ -353,7 +323,14 @@ class ProgramGraphs:
         if self.runs:
             lines.append("  runs: " + ", ".join(f"{count} {what}" for what, count in self.runs.items()))
         if self.captured is not None:
-            kept = ", ".join(f"{what} {nbytes:,}" for what, nbytes in self.nbytes.items() if nbytes)
+            captured = self.captured
+            parts = {
+                "copies of inputs": captured.copied_nbytes,
+                "buckets gathered for backward": sum(value.nbytes for value in captured.buffers.values()),
+            }
+            slots = sum(memory.nbytes for memory in captured.slots.memory)
+            parts["results"] = sum(captured.owned.values()) - sum(parts.values()) - slots
+            kept = ", ".join(f"{what} {nbytes:,}" for what, nbytes in parts.items() if nbytes)
             lines.append(f"  kept between runs, in bytes: {kept}; slots of all graphs {self.model.slots.nbytes:,}")
         return "\n".join(lines)
 

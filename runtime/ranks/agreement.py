@@ -15,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -40,6 +41,23 @@ def digest(entries: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(entries).encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class RunnableProgram:
+    """A program as ranks know it, or what else runs collectives. ``collectives``: each with its sizes, in order."""
+
+    model: str
+    phase: str
+    collectives: tuple[str, ...]
+    what: str = "graph"
+
+    @property
+    def key(self) -> str:
+        return f"{self.phase} {self.what} of {self.model} {digest(self.collectives)[:16]}"
+
+    def __str__(self) -> str:
+        return f"the {self.phase} {self.what} of {self.model}"
+
+
 def is_shared(ranks: Sequence[int]) -> bool:
     """Whether there is anyone to agree with: several ranks, and not those of a process group that one process plays."""
     return len(ranks) > 1 and dist.get_backend() not in _ALONE
@@ -63,23 +81,21 @@ def agree(
         return
 
     def judge(published: dict[int, str]) -> str:
-        values = {rank: json.loads(text) for rank, text in published.items()}
-        mine = values[ranks[0]]
-        different = [rank for rank, value in values.items() if value[0] != mine[0]]
+        different = [rank for rank, text in published.items() if text != published[ranks[0]]]
         if not different:
             return _AGREED
-        at, theirs, own = first_difference(values[different[0]][1:], mine[1:])
+        at, theirs, own = first_difference(*(json.loads(published[rank]) for rank in (different[0], ranks[0])))
         return (
             f"ranks {listed(different)} are about to run another program than rank {ranks[0]} ({key!r}): entry "
             f"{at} is {theirs!r} on rank {different[0]} and {own!r} on rank {ranks[0]}; use the same model, options "
             "and passes on all ranks, and let no branch depend on a rank's own data"
         )
 
-    store, prefix = compat.default_store(), prefix_of(ranks, key)
-    own = json.dumps([digest(entries), *entries])
-    verdict = compare(
-        store, prefix, ranks, own, judge, lambda late: _did_not_come(late, key, timeout), timeout, refused
-    )
+    def missing(late: list[int]) -> str:
+        return _did_not_come(late, key, timeout)
+
+    place = (compat.default_store(), prefix_of(ranks, key), ranks)
+    verdict = compare(*place, json.dumps(list(entries)), judge, missing, timeout, refused)
     if verdict != _AGREED:
         raise RankDisagreement(verdict)
 

@@ -1,27 +1,30 @@
-"""What the ranks of a job tell each other when one of them fails, so that the errors of all name it.
+"""What the ranks of a job tell each other when one of them fails, or waits for long, so that all can name it.
 
 A process group says which connection broke, not which rank is the reason, and says nothing about a rank that raised
 and went on to do something else: the others wait for it. So a rank that fails in or before a program writes what
-happened into the store. A rank whose collective ends with an error calls the roll: it writes that down too, and looks
+happened into the store. A rank whose collective ends with an error writes that down too, and calls the roll: it looks
 for a short while who answers. Ranks that raised by themselves are named with their error; of those that do not answer,
 the kernel says whether their process still exists, where it runs on the same host. A rank that waits in a collective
 looks into the store now and then (``lockstep.finish``), and so answers.
 
-Nothing of this runs in a step in which nothing fails.
+A rank that waits for others for long says so, once: in what, and who has not come. Errors come much later: ranks may
+have good reasons to be slow, and process groups wait for minutes.
+
+Nothing of this runs in a step in which nothing fails and nobody waits for long.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,6 +32,9 @@ import torch.distributed as dist
 from graph_fsdp import compat
 from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed, read
 
+log = logging.getLogger(__name__)
+
+TELL_AFTER_SECONDS = 20.0
 # A rank that waits in a collective answers after ``PATIENCE_SECONDS`` at the latest.
 ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
 # A rank that raised before it began a program may catch the error and come back.
@@ -37,6 +43,7 @@ _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
 _PROCESS = "graph_fsdp/process/"  # of each rank, in the store
 _RANKS_OF_HOST = 64  # no host has more; of farther ones the kernel is not asked
+_DESCRIBED = 4  # ranks, of those that a long wait is for
 _ERROR_CHARACTERS = 600
 _ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
 
@@ -88,30 +95,24 @@ def is_of_process_group(error: BaseException) -> bool:
     return type(error) is RuntimeError and ("/gloo/" in str(error) or "Application timeout" in str(error))
 
 
-def place(error: BaseException, program: Any) -> str:
-    """Where a program (``executor.Program``) raised: the region or collective; "" where that is not known."""
-    return _place_in(reversed(list(traceback.walk_tb(error.__traceback__))), program)
-
-
-def running_place(program: Any) -> str:
-    """Where a program that called this function is now; "" where that is not known."""
-    return _place_in(traceback.walk_stack(sys._getframe()), program)
-
-
-def _place_in(frames: Iterable[tuple[FrameType, int]], program: Any) -> str:
-    """``frames``: each with its line, the innermost first."""
+def place(program: Any, error: BaseException | None = None) -> str:
+    """Where a program (``executor.Program``) raised ``error``, or without one is now, as the caller of this function:
+    the region or collective; "" where that is not known."""
+    walked = traceback.walk_stack(sys._getframe()) if error is None else traceback.walk_tb(error.__traceback__)
+    frames = list(walked) if error is None else reversed(list(walked))  # the innermost first
     code = getattr(getattr(program, "ordinary", None), "__code__", None)
     return next((program.places.get(line, "") for frame, line in frames if frame.f_code is code), "")
 
 
 class Failures:
-    """The failures of some ranks, in the store. ``base`` begins the names of its keys."""
+    """The failures and long waits of some ranks, in the store. ``base`` begins the names of its keys."""
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self.ranks, self.store, self.base = tuple(ranks), store, base
         self.mine: Failure | None = None
         self._last_own = -1  # position of the last program in which this rank failed by itself
         self._first_seen: dict[Failure, float] = {}
+        self._told = -1  # the position of a long wait
 
     def publish_process(self) -> None:
         """Publish this rank's process, so that other ranks of its host can see whether it exists."""
@@ -155,6 +156,26 @@ class Failures:
         self._first_seen = {f: first for f, first in self._first_seen.items() if f in others}
         return None
 
+    def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
+        """To be called now and then while this rank waits, in ``what``, at a program's ``position``."""
+        if self._told == position:
+            return
+        me, name = dist.get_rank(), f"{self.base}waits/"
+        self.store.set(f"{name}{me}", str(position))
+        if seconds < TELL_AFTER_SECONDS:
+            return
+        self._told = position
+        if self.store.add(f"{self.base}{position}/told", 1) > 1:  # one rank is enough
+            return
+        missing = [rank for rank in self.ranks if read(self.store, f"{name}{rank}") != str(position)]
+        known = in_words({rank: state_of(self.store, rank) for rank in missing[:_DESCRIBED]})
+        who = f"ranks {listed(missing)} have" if missing else "all other ranks wait there, too, and none has"
+        log.warning(
+            f"rank {me} has waited {seconds:.0f} s in {what()}, where {who} not come{f' ({known})' if known else ''}; "
+            "ranks have to run the model equally often (a data loader that gives one of them fewer batches?). It goes "
+            "on waiting"
+        )
+
     def call_the_roll(self, mine: Failure) -> str:
         """Which ranks are the reason that a collective ended with an error here: an error message. Takes
         ``ROLL_CALL_SECONDS`` at most."""
@@ -171,12 +192,11 @@ class Failures:
                     f"{what} ({mine.error}), and the store of the process group does not answer either "
                     f"({described(error)}): the process that hosts it, rank 0 or torchrun's, has ended; {_ADVICE}"
                 )
-            if causes := "; ".join(str(failure) for failure in others if not failure.of_others):
-                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
+            causes = "; ".join(str(failure) for failure in others if not failure.of_others)
             gone = {rank: state for rank, state in states.items() if state and "runs" not in state}
-            if gone:
-                ranks = f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
-                return f"{what}, because {ranks}; {_ADVICE} ({mine.error})"
+            if causes or gone:
+                causes = causes or f"ranks {listed(list(gone))} do not take part ({in_words(gone)})"
+                return f"{what}, because {causes}; {_ADVICE} ({mine.error})"
             if not missing:
                 return (
                     f"{what} ({mine.error}), and all other ranks were in a collective, too: a connection between them "
@@ -190,6 +210,12 @@ class Failures:
                     f"look at their output; {_ADVICE} ({mine.error})"
                 )
             time.sleep(_POLL_SECONDS)
+
+
+def interrupted(error: BaseException, what: str) -> None:
+    """Say where this rank was when the user, or a launcher, ended it: nobody may see a traceback of this rank."""
+    if isinstance(error, KeyboardInterrupt):
+        log.warning(f"rank {dist.get_rank()} was interrupted in {what}")
 
 
 def ended(store: dist.Store, ranks: Sequence[int]) -> str:

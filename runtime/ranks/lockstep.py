@@ -7,21 +7,19 @@ decision; where two differ, a collective would wait for ever, or exchange data o
 
 To compare before every program would cost every step. So every rank predicts the next program from those that ran
 before, as a processor predicts branches: it runs the predicted one and asks nobody, or compares another one with those
-of all other ranks, through the store. Predictions follow from the common past alone, so all ranks predict alike; hence
-all run the predicted program, or all compare, or those who compare find that others do not come, and have not started
-any collective. A training loop is predicted from its fourth program on.
+of all other ranks, through the store. Predictions follow from the common past alone (of all models on these ranks), so
+all ranks predict alike: all run the predicted program, or all compare, or those who compare find that others do not
+come, and have not started any collective. A training loop is predicted from its fourth program on.
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
 looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
 other devices the host does not wait for collectives: there the rank that compares raises after ``TIMEOUT_SECONDS``, and
 the others end by the timeout of their process group, or by their launcher.
 
-Models on the same ranks share one past, so that ranks that run different models are found too.
-
 [Note: programs that raise]
-A rank that raises in the middle of a program has not started the collectives behind that place, and others may wait
-there for ever. It says so in the store, and they raise a ``RankFailure`` (``failure.py``). Where all ranks raised in
-the same place they are still in step: before its next program, a rank that raised compares that place with the others.
+A rank that raises in the middle of a program says so in the store, and those that wait in the collectives behind that
+place raise a ``RankFailure`` (``failure.py``). Where all ranks raised in the same place they are still in step: before
+its next program, a rank that raised compares that place with the others.
 """
 
 from __future__ import annotations
@@ -31,37 +29,18 @@ import datetime
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks import agreement
-from graph_fsdp.runtime.ranks.agreement import (
-    RankDisagreement,
-    compare,
-    first_difference,
-    listed,
-    prefix_of,
-    read,
-    write_once,
-)
-from graph_fsdp.runtime.ranks.failure import (
-    CollectiveFailed,
-    Failure,
-    Failures,
-    RankFailure,
-    described,
-    ended,
-    gone,
-    is_of_process_group,
-    place,
-    running_place,
-)
-from graph_fsdp.runtime.ranks.long_waits import LongWaits, interrupted
-from graph_fsdp.runtime.ranks.runnable_program import RunnableProgram
+from graph_fsdp.runtime.ranks import agreement, failure
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, read
+from graph_fsdp.runtime.ranks.failure import CollectiveFailed, Failure, RankFailure
+
+Runnable: TypeAlias = Callable[[list[Any]], Any]
 
 TIMEOUT_SECONDS = 1800.0  # as long as a process group waits: another rank may be writing a checkpoint
 # A process group ends by itself what a rank that is gone takes part in; seldom one of gloo's has waited for ever.
@@ -82,7 +61,7 @@ class Lockstep:
         self.ranks, self.store = tuple(ranks), store
         self.position = 0  # programs begun; the same on all ranks
         self.comparisons = 0
-        self._base = prefix_of(ranks, "program")
+        self._base = agreement.prefix_of(ranks, "program")
         self._programs: dict[str, RunnableProgram] = {}
         self._past: tuple[str, ...] = ()
         self._predictions: dict[tuple[str, ...], str] = {}
@@ -90,12 +69,11 @@ class Lockstep:
         self._program: Callable[[], Any] = lambda: None  # that program
         self._failure: RankDisagreement | RankFailure | None = None  # after which nothing can be run any more
         self._stopped = ""  # where the program raised that began last
-        self.failures = Failures(ranks, store, self._base)
+        self.failures = failure.Failures(ranks, store, self._base)
         self.failures.publish_process()
         self._compared = -1  # position of the last comparison
         self._compiled = 0  # how often this rank has waited for others to compile
         self._compiling_since = 0.0
-        self._long_waits = LongWaits(ranks, store, self._base)
 
     def know(self, program: RunnableProgram) -> str:
         """Register a program; return the key with which it is given to ``begin``."""
@@ -129,6 +107,32 @@ class Lockstep:
         self._program = weakref.ref(program) if program is not None else lambda: None
         _current = self
 
+    def around(self, program: Runnable, key: str) -> Runnable:
+        """``program``, which begins when all ranks are about to run it, and tells them if it raises."""
+
+        def run(args: list[Any]) -> Any:
+            self.begin(key, program)
+            with self.telling(program):
+                return program(args)
+
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
+
+    @contextlib.contextmanager
+    def telling(self, program: Any = None) -> Iterator[None]:
+        """Around what began last, ``program``, or a part of it: where it raises, the other ranks are told.
+
+        Raises:
+            RankFailure: other ranks are the reason that it raised.
+        """
+        try:
+            yield
+        except BaseException as error:
+            cause = self._failed(error, program)
+            if cause is None:
+                raise
+            raise cause from error
+
     def compiling(self) -> None:
         """To be called before this rank waits for others to compile what they have not run before. Another rank may
         be in the program that is predicted here, and learns of it."""
@@ -143,16 +147,16 @@ class Lockstep:
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
         seconds = time.monotonic() - self._compiling_since
-        self._long_waits.tell(self.position, seconds, lambda: "the wait for others to compile with it")
+        self.failures.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 
     def look_for_others(self) -> None:
         """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
         RankFailure if it failed."""
         self._raise_again()
         here = self.position - 1
-        failure = self.failures.preventing(here)
-        if failure is not None:
-            self._fail(str(self._programs[self._running]), self._why(failure), here)
+        found = self.failures.preventing(here)
+        if found is not None:
+            self._fail(str(self._programs[self._running]), self._why(found), here)
         if self._compared == here:  # all ranks are in this program
             return
         self._raise_announced(here)
@@ -164,7 +168,11 @@ class Lockstep:
 
     def waits(self, seconds: float) -> None:
         """From within a collective, after so many seconds: the user learns of those that take long."""
-        self._long_waits.tell(self.position - 1, seconds, lambda: self._running_program(running_place(self._program())))
+
+        def what() -> str:
+            return self._running_program(failure.place(self._program()))
+
+        self.failures.tell(self.position - 1, seconds, what)
 
     def _other_than_here(self, here: int) -> str:
         """What another rank does in place of the program that is predicted here; nothing if none does."""
@@ -186,15 +194,14 @@ class Lockstep:
         at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
         return rank if at == str(position) else ""
 
-    def failed(self, error: BaseException, program: Any = None) -> RankFailure | None:
-        """To be called when what began last raised ``error``. Tells the other ranks; the error to raise in its place
-        where they are the reason, else None."""
+    def _failed(self, error: BaseException, program: Any) -> RankFailure | None:
+        """Tell the other ranks of an error; what to raise in its place where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
-        where = self._running_program(place(error, program))
-        interrupted(error, where)
-        of_others = is_of_process_group(error)
-        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, described(error))
+        where = self._running_program(failure.place(program, error))
+        failure.interrupted(error, where)
+        of_others = failure.is_of_process_group(error)
+        mine = Failure(dist.get_rank(), self.position - 1, True, of_others, where, failure.described(error))
         self.failures.announce(mine)
         if of_others:
             self._failure = RankFailure(self.failures.call_the_roll(mine))
@@ -212,7 +219,8 @@ class Lockstep:
         if own is not None and own.position == self.position - 1:  # the program has told
             return
         if not isinstance(error, (RankDisagreement, RankFailure)):
-            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, described(error)))
+            said = failure.described(error)
+            self.failures.announce(Failure(dist.get_rank(), self.position, False, False, where, said))
 
     def _running_program(self, where: str) -> str:
         return f"{where}{' of ' if where else ''}{self._programs[self._running]}"
@@ -223,15 +231,15 @@ class Lockstep:
 
     def _raise_failures(self, position: int, to_do: str) -> None:
         """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
-        failure = self.failures.preventing(position)
-        why = self._why(failure) if failure is not None else ended(self.store, self.ranks)
+        found = self.failures.preventing(position)
+        why = self._why(found) if found is not None else failure.ended(self.store, self.ranks)
         if why:
             self._fail(f"the wait for others to {to_do}", why, position)
 
-    def _why(self, failure: Failure) -> str:
+    def _why(self, found: Failure) -> str:
         """A failure that follows from others names the ranks that have ended, too."""
-        dead = gone(self.ranks) if failure.of_others else ""
-        return f"{failure}, and {dead}" if dead else str(failure)
+        dead = failure.gone(self.ranks) if found.of_others else ""
+        return f"{found}, and {dead}" if dead else str(found)
 
     def _fail(self, where: str, why: str, position: int) -> None:
         me = dist.get_rank()
@@ -242,40 +250,44 @@ class Lockstep:
         self._raise_again()
 
     def _predicted(self) -> str | None:
-        for length in range(len(self._past), -1, -1):
-            found = self._predictions.get(self._past[len(self._past) - length :])
-            if found is not None:
-                return found
-        return None
+        """By the longest past that was met before."""
+        return next((self._predictions[past] for past in _ends(self._past) if past in self._predictions), None)
 
     def _learn(self, key: str) -> None:
         if len(self._predictions) > _MOST_PREDICTIONS:
             self._predictions.clear()
-        for length in range(len(self._past) + 1):
-            self._predictions[self._past[len(self._past) - length :]] = key
+        self._predictions.update(dict.fromkeys(_ends(self._past), key))
 
     def _compare(self, key: str) -> None:
         """With all other ranks."""
         self.comparisons += 1
-        position, begin = self.position, time.monotonic()
-        what = f"the wait for others to run {self._programs[key]}"
+        position, begin, me, program = self.position, time.monotonic(), dist.get_rank(), self._programs[key]
+        what = f"the wait for others to run {program}"
 
         def refused() -> None:
-            self._refuse_compiling(key)
-            self._long_waits.tell(position, time.monotonic() - begin, lambda: what)
+            # Another one that compiles here waits for this one in vain, and one that has failed does not come.
+            self._raise_failures(position, f"run {program}")
+            if rank := self._compiling_at(position):
+                text = f"rank {me} is about to run {program}, and rank {rank} {_COMPILES}; {_ADVICE}"
+                self._announce(position, text)
+            self.failures.tell(position, time.monotonic() - begin, lambda: what)
 
         def missing(late: list[int]) -> str:
-            return json.dumps([False, self._missing(late, key)])
+            text = (
+                f"rank {me} waited {TIMEOUT_SECONDS:.0f} s for ranks {agreement.listed(late)} to run {program}, and "
+                f"they did not; they run another one, have failed, or hang: look at their output; {_ADVICE}"
+            )
+            return json.dumps([False, text])
 
         value = f"{key}\n{self._stopped}" if self._stopped else key
         try:
             where = (self.store, self._prefix(position), self.ranks)
-            compare(*where, value, self._verdict, missing, TIMEOUT_SECONDS, refused)
+            agreement.compare(*where, value, self._verdict, missing, TIMEOUT_SECONDS, refused)
         except KeyboardInterrupt as error:
-            interrupted(error, what)
+            failure.interrupted(error, what)
             raise
         self._compared = position
-        self._forget(position, str(dist.get_rank()))
+        self._forget(position, str(me))
         self._raise_announced(position)
         if self._stopped:
             self.failures.withdraw()
@@ -283,7 +295,7 @@ class Lockstep:
     def _announce(self, position: int, message: str) -> None:
         """A verdict for every rank that is, or comes, here; not all of them may go on together, as they may where all
         came and no rank has started anything."""
-        write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
+        agreement.write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
         verdict = read(self.store, f"{self._prefix(position)}/verdict")
@@ -292,17 +304,6 @@ class Lockstep:
             self._failure = RankDisagreement(message)
         if message:
             raise RankDisagreement(message)
-
-    def _refuse_compiling(self, key: str) -> None:
-        """While this rank compares: another one that compiles here waits for it in vain, and one that has failed does
-        not come."""
-        self._raise_failures(self.position, f"run {self._programs[key]}")
-        rank = self._compiling_at(self.position)
-        if rank:
-            text = (
-                f"rank {dist.get_rank()} is about to run {self._programs[key]}, and rank {rank} {_COMPILES}; {_ADVICE}"
-            )
-            self._announce(self.position, text)
 
     def _verdict(self, published: dict[int, str]) -> str:
         """Whether all ranks may go on, and what is wrong: where ranks raised in different places, or how what they are
@@ -316,7 +317,8 @@ class Lockstep:
         different = [rank for rank in self.ranks if values[rank][0] != key]
         text = ""
         if elsewhere:
-            told = [f"rank {rank} {_raised_in(values[rank][2])}" for rank in (first, elsewhere[0])]
+            raised = [(rank, values[rank][2]) for rank in (first, elsewhere[0])]
+            told = [f"rank {rank} {f'raised in {place}' if place else 'did not raise'}" for rank, place in raised]
             text = f"{' and '.join(told)}, so that their collectives do not match any more; start all ranks again"
         elif different:
             text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {_ADVICE}"
@@ -325,18 +327,11 @@ class Lockstep:
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
         """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
         a, b = self._programs.get(theirs), self._programs.get(own)
-        text = f"ranks {listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
+        text = f"ranks {agreement.listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
         if a is None or b is None or (a.model, a.phase) != (b.model, b.phase):
             return text
-        at, in_a, in_b = first_difference(a.collectives, b.collectives)
+        at, in_a, in_b = agreement.first_difference(a.collectives, b.collectives)
         return f"{text}, but with other collectives: entry {at} is {in_a!r} on rank {rank} and {in_b!r} on rank {other}"
-
-    def _missing(self, late: list[int], key: str) -> str:
-        return (
-            f"rank {dist.get_rank()} waited {TIMEOUT_SECONDS:.0f} s for ranks {listed(late)} to run "
-            f"{self._programs[key]}, and they did not; they run another one, have failed, or hang: look at their "
-            f"output; {_ADVICE}"
-        )
 
     def _prefix(self, position: int) -> str:
         return f"{self._base}{position}"
@@ -347,8 +342,9 @@ class Lockstep:
                 self.store.delete_key(f"{self._prefix(position)}/{name}")
 
 
-def _raised_in(stopped: str) -> str:
-    return f"raised in {stopped}" if stopped else "did not raise"
+def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Its ends, from all of it to nothing."""
+    return (past[begin:] for begin in range(len(past) + 1))
 
 
 _lockstep_of: dict[tuple[int, ...], Lockstep] = {}
@@ -381,4 +377,4 @@ def finish(work: Any, device: torch.device) -> None:
                 raise CollectiveFailed(str(error)) from error
         lockstep.look_for_others()
         lockstep.waits(time.monotonic() - begin)
-        rounds_without = rounds_without + 1 if ended(lockstep.store, lockstep.ranks) else 0
+        rounds_without = rounds_without + 1 if failure.ended(lockstep.store, lockstep.ranks) else 0

@@ -1,16 +1,22 @@
-"""Compute regions: what lies between two communication nodes.
+"""Compute regions: what lies between two communication nodes. Each distinct one is compiled once.
 
 Two regions are equal when their graphs are the same up to the names of nodes: same operators, constants, shapes,
-strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions.
+strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions, so that compile time does
+not grow with depth.
+
+A region that returns less than another one and otherwise computes the same uses the other one's function, and drops
+what it does not return: the last layer's result is read by the head, that of the others by the next layer too. Only
+where the other one runs at least as often, so that nothing is computed in vain in most layers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,7 +28,7 @@ from graph_fsdp.passes.ir.canonical_form import canonical_form
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
-from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.graph import Graph, Phase
 
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
@@ -179,57 +185,43 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
 
 @dataclass(frozen=True)
 class RegionKey:
-    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs;
-    ``returned``: which nodes of it."""
+    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs, as a digest;
+    ``called``: the ids of the operators and constants in it; ``returned``: which nodes of it."""
 
     kind: str
-    body: Hashable
+    body: str
+    called: tuple[int, ...]
     returned: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
+        return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
 
 
 def region_key(region: Region, kind: str) -> RegionKey:
-    def target(node: fx.Node) -> Hashable:
-        constant = node.op == "get_attr"
-        return _Constant(id(_attribute(region.owner, str(node.target)))) if constant else node.target
+    called: list[int] = []
+
+    def target(node: fx.Node) -> str:
+        value = operator.attrgetter(str(node.target))(region.owner) if node.op == "get_attr" else node.target
+        called.append(id(value))
+        if node.op == "get_attr":
+            return "constant"
+        if isinstance(value, compat.OpOverload):
+            return str(value)
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
     parts, index = canonical_form(region.inputs, region.body, lambda node: _value_key(node.meta.get("val")), target)
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
-    return RegionKey(kind, _Parts(parts), tuple(index[node] for node in region.outputs))
-
-
-@dataclass(frozen=True)
-class _Constant:
-    identity: int
-
-
-class _Parts:
-    """A long tuple that is hashed once."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Parts) and self._hash == other._hash and self.parts == other.parts
-
-
-def _attribute(module: fx.GraphModule, target: str) -> Any:
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+    body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+    return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs))
 
 
 def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        layout = (tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset()))
-        return (*layout, value.dtype, value.device)
-    if isinstance(value, (list, tuple)):
-        return tuple(_value_key(v) for v in value)
-    return str(value)
+        return tuple(map(str, (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)))
+    return tuple(map(_value_key, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
@@ -241,37 +233,17 @@ def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
     )
 
 
-def region_digest(key: RegionKey) -> str:
-    """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
-    assert isinstance(key.body, _Parts)
-    lines = [key.kind, str(key.returned), *map(_text, key.body.parts)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))})"
-    if isinstance(value, _Constant):
-        return "constant"
-    if callable(value) and not isinstance(value, compat.OpOverload):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-    return str(value)
-
-
 def run_as_graph(module: fx.GraphModule) -> Compiled:
-    """The region as FX runs it, operator by operator, inputs dropped at their last use."""
-    _copy_where_no_view_is_possible(module.graph)
+    """The region as FX runs it, operator by operator, inputs dropped at their last use.
+
+    ``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their results
+    out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's layout,
+    and is traced with its input's), and what was traced as a view of such a result would raise."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     return module.forward
-
-
-def _copy_where_no_view_is_possible(graph: fx.Graph) -> None:
-    """``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their
-    results out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's
-    layout, and is traced with its input's), and what was traced as a view of such a result would raise."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
 
 
 class _BoxedCodeGen(fx.graph.CodeGen):
@@ -281,3 +253,73 @@ class _BoxedCodeGen(fx.graph.CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         unpack = f"    {', '.join(free_vars)}, = inputs\n" if free_vars else ""
         return f"def forward(self, inputs){maybe_return_annotation}:\n{unpack}    inputs.clear()"
+
+
+class RegionCache:
+    """Compiled regions of one model, over all its graphs. ``regions`` counts those in programs, ``compiled`` the
+    functions that were made for them."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.regions = 0
+        self.compiled = 0
+        self._cache: dict[RegionKey, Compiled] = {}
+        self._alive: list[Region] = []  # keys know operators and constants by their ids
+
+    def prepare(self, graphs: Iterable[Graph]) -> None:
+        """Compile what the programs of these graphs will ask for, all at once: a backend can then divide the work."""
+        found: dict[RegionKey, Region] = {}
+        counts: Counter[RegionKey] = Counter()
+        for graph in graphs:
+            for region in cut(graph):
+                if isinstance(region, Region):
+                    key = region_key(region, graph.phase)
+                    found.setdefault(key, region)
+                    counts[key] += 1
+        new = {key: region for key, region in found.items() if key not in self._cache}
+        larger = {key: _larger(key, counts) for key in new}
+        self._compile({key: region for key, region in new.items() if larger[key] is key})
+        for key, other in larger.items():
+            if other is not key:
+                places = [other.returned.index(node) for node in key.returned]
+                self._cache[key] = partial(_part_of, self._cache[other], places)
+
+    def compile(self, region: Region, kind: Phase) -> Compiled:
+        self.regions += 1
+        key = region_key(region, kind)
+        if key not in self._cache:
+            self._compile({key: region})
+        return self._cache[key]
+
+    def compile_whole(self, module: fx.GraphModule, kind: Phase) -> Compiled:
+        """Compile a graph that is not cut; no other is equal to it."""
+        self.regions += 1
+        self.compiled += 1
+        whole: Compiled = self.backend.compile_whole(module, kind)
+        return whole
+
+    def _compile(self, regions: dict[RegionKey, Region]) -> None:
+        given = {key: region for key, region in regions.items() if not region.is_view_only}
+        compiled = self.backend.compile_regions(given)
+        for key, region in regions.items():
+            self._cache[key] = compiled[key] if key in given else run_as_graph(region.module)
+            self._alive.append(region)
+        self.compiled += len(regions)
+
+
+def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
+    """The region whose function serves this one: itself, or one that returns all that it returns and more. The one
+    that returns most: no other serves that."""
+    serves = [
+        other
+        for other in counts
+        if replace(other, returned=key.returned) == key
+        and set(key.returned) < set(other.returned)
+        and counts[other] >= counts[key]
+    ]
+    return max(serves, key=lambda other: len(other.returned), default=key)
+
+
+def _part_of(function: Compiled, places: Sequence[int], inputs: list[Any]) -> Sequence[Any]:
+    results = function(inputs)
+    return [results[place] for place in places]

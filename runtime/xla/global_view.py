@@ -20,12 +20,14 @@ Forward and backward are programs of their own, so what is gathered again in bac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
@@ -33,9 +35,10 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.constrain import constrain
-from graph_fsdp.runtime import functional
+from graph_fsdp.runtime import whole
 
-_cast = torch.ops.prims.convert_element_type.default
+_LIBRARY = torch.library.Library("graph_fsdp", "IMPL", "XLA")
+_MESHES: dict[str, Any] = {}
 
 
 def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str) -> dict[str, fx.GraphModule]:
@@ -43,8 +46,7 @@ def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str
     values here. They stay as they are. Phase → lowered graph. ``mesh``: by the name that constraints have for it;
     ``axes``: those of its axes over which rows of parameters are sharded."""
     reads = {bucket: names for graph in graphs for bucket, names in _read_of_kept(graph).items()}
-    with torch.no_grad():
-        return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run().module for graph in graphs}
+    return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run() for graph in graphs}
 
 
 def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
@@ -56,7 +58,7 @@ def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
     return {bucket: list(dict.fromkeys(names)) for bucket, names in found.items()}
 
 
-class _Lowering(functional.Lowering):
+class _Lowering(whole.Lowering):
     def __init__(self, graph: Graph, model: ModelSpec, mesh: str, axes: str, kept: dict[str, list[str]]) -> None:
         super().__init__(graph)
         self.model, self.mesh, self.axes, self.kept = model, mesh, axes, kept
@@ -114,33 +116,51 @@ class _Lowering(functional.Lowering):
     def gather(self, node: fx.Node) -> None:
         for shard in dialect.argument(node, "shards"):
             p = self.model.spec_of(shard.meta["fsdp"].params[0])
-            value = self._cast(self.values[shard], p.param_dtype)
+            value = self.cast(self.values[shard], p.param_dtype)
             self.parameters[p.name] = self._constrain(value, p, "", "gathered")
 
     def reduce(self, node: fx.Node) -> None:
         for name, grad in zip(node.meta["fsdp"].params, dialect.argument(node, "grads"), strict=True):
-            p, value = self.model.spec_of(name), self._cast(self.values[grad], dialect.argument(node, "dtype"))
+            p, value = self.model.spec_of(name), self.cast(self.values[grad], dialect.argument(node, "dtype"))
             value = self._constrain(value, p, self.axes, "reduced")
-            self.gradients[name] = self._cast(value, p.dtype)
+            self.gradients[name] = self.cast(value, p.dtype)
 
     def _constrain(self, value: fx.Node, p: ParameterSpec, first: str, what: str) -> fx.Node:
         """``first``: the axes over which rows are sharded."""
         axes = [first if dim == 0 else "" for dim in range(len(p.shape))]
         return self.call(constrain, value, axes, self.mesh, name=f"{p.name}_{what}".replace(".", "_"))
 
-    def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
-
-
-def _nothing(lowering: _Lowering, node: fx.Node) -> None:
-    """The constraints that are there say it."""
-
 
 _LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], None]] = {
     dialect.all_gather_start: _Lowering.gather,
-    dialect.all_gather_wait: _nothing,
     dialect.reduce_scatter_start: _Lowering.reduce,
     dialect.all_reduce_start: _Lowering.reduce,
-    dialect.all_reduce_shard_start: _nothing,
-    dialect.reduce_wait: _nothing,
+    # The constraints that are there say it.
+    **dict.fromkeys([*dialect.WAITS, dialect.all_reduce_shard_start], lambda *_: None),
 }
+
+
+def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
+    """The name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal meshes
+    have one name."""
+    import numpy
+
+    array = numpy.array(devices)
+    mesh = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, axes)
+    name = next((name for name, known in _MESHES.items() if str(known) == str(mesh)), f"mesh{len(_MESHES)}")
+    _MESHES.setdefault(name, mesh)
+    return name
+
+
+@functools.lru_cache(maxsize=4096)
+def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
+    """What torch_xla annotates a tensor with. ``axes``: as in ``passes/transforms/constrain.py``."""
+    return _MESHES[mesh].get_op_sharding(tuple(tuple(a.split(",")) if "," in a else a or None for a in axes))
+
+
+def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
+    """A copy that carries the sharding, which XLA's partitioner keeps to."""
+    return compat_xla.annotated(value, op_sharding(mesh, tuple(axes)))
+
+
+_LIBRARY.impl("constrain", _constrain)

@@ -1,6 +1,6 @@
 """A scheduled graph as one program of all devices: the local view, between ``enter`` and ``exit``.
 
-It is lowered as for any compiler that takes a graph whole (``runtime/functional.py``), with XLA's own collectives:
+It is lowered as for any compiler that takes a graph whole (``runtime/whole.py``), with XLA's own collectives:
 
 | functional | becomes |
 |---|---|
@@ -17,7 +17,7 @@ activation that was computed before it in the verified order keeps the gather be
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ from graph_fsdp.passes.ir.effects import is_random, is_view
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.runtime import functional
+from graph_fsdp.runtime import whole
 from graph_fsdp.runtime.xla import operators, random
-from graph_fsdp.runtime.xla.placement import Placement
+from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
 
@@ -56,96 +56,59 @@ class Crossing:
         return self.placement.global_shape(local) if self.shape is None else self.shape
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
-    what has to be computed of the outputs. ``entries``: how each input enters, None for what is taken as it is.
+class Lowered(whole.Lowering):
+    """A graph that has been through all passes, lowered; it stays as it is. ``groups``: of devices, by name.
+    ``entries`` and ``exits``: of its inputs and outputs; None for what is no tensor, or is returned as it came in.
+    ``each``: a part for each device. Without these nothing enters or leaves: the program computes with its inputs as
+    they are.
+
+    ``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
+    what has to be computed of the outputs. ``entries``: how each of its inputs enters, None for what is taken as it is.
     ``returns`` says of each output where it is: ("input", place), ("result", place) or ("constant", value)."""
 
-    module: fx.GraphModule
-    entries: tuple[Crossing | None, ...]
-    returns: tuple[tuple[str, Any], ...]
-    seeded: bool
-
-
-def lower(
-    graph: Graph,
-    groups: Mapping[str, list[list[int]]],
-    entries: Sequence[Crossing | None] = (),
-    exits: Sequence[Crossing | None] = (),
-    each: Placement | None = None,
-) -> Lowered:
-    """Lower a graph that has been through all passes. It stays as it is. ``entries`` and ``exits``: of its inputs and
-    outputs; None for what is no tensor, or is returned as it came in. ``each``: a part for each device. Without these
-    nothing enters or leaves: the program computes with its inputs as they are."""
-    with torch.no_grad():
-        return _Lowering(graph, groups, entries, exits, each).lowered()
-
-
-class _Values(dict[fx.Node, Any]):
-    """What takes the place of each node. An input enters before its first use."""
-
-    def __init__(self, enter: Callable[[fx.Node], fx.Node]) -> None:
-        super().__init__()
-        self._enter = enter
-
-    def __missing__(self, node: fx.Node) -> fx.Node:
-        self[node] = entered = self._enter(node)
-        return entered
-
-
-class _Lowering(functional.Lowering):
     def __init__(
         self,
         graph: Graph,
         groups: Mapping[str, list[list[int]]],
-        entries: Sequence[Crossing | None],
-        exits: Sequence[Crossing | None],
-        each: Placement | None,
+        entries: Sequence[Crossing | None] = (),
+        exits: Sequence[Crossing | None] = (),
+        each: Placement | None = None,
     ) -> None:
-        super().__init__(graph, grouped=False, sliced=False)
+        super().__init__(graph)
         self.groups, self.each = groups, each
         self.places = {node: place for place, node in enumerate(graph.placeholders)}
         self.entries: list[Crossing | None] = [*entries] or [None] * len(self.places)
         self.exits: list[Crossing | None] = [*exits] or [None] * len(operands(graph.output))
-        self.values = _Values(self._enter)
-        self.outside: dict[fx.Node, tuple[fx.Node, Crossing]] = {}  # inputs of the program that enter
+        self.seeded = False
         self.returns: list[tuple[str, Any]] = []
         # What is not computed from parameters alone, and what of it was computed last.
         self.activations = computed_from(graph, [node for node in self.places if not has_role(node, Role.SHARD)])
         self.newest: fx.Node | None = None
         self.channels = 0
-
-    def lowered(self) -> Lowered:
-        seeds = [node for node in self.graph.fx_graph.nodes if node.target is random.seed]
-        inputs = [*self.places, *seeds]
-        self.entries += [None if self.each is None else Crossing(self.each) for _ in seeds]
-        for node, entry in zip(inputs, self.entries, strict=True):
-            self._input(node, entry)
-        module = self.run().module
-        entries = tuple(self.outside[node][1] if node in self.outside else None for node in inputs)
-        return Lowered(module, entries, tuple(self.returns), bool(seeds))
+        self.module = self.run()
 
     # Inputs
 
     def _inputs(self) -> tuple[int, ...]:
-        return ()  # they are there
+        seeds = [node for node in self.graph.fx_graph.nodes if node.target is random.seed]
+        inputs, self.seeded = [*self.places, *seeds], bool(seeds)
+        given = [*self.entries, *(None if self.each is None else Crossing(self.each) for _ in seeds)]
+        values = [isinstance(node.meta.get("val"), Tensor) for node in inputs]
+        self.entries = [entry if is_tensor else None for entry, is_tensor in zip(given, values, strict=True)]
+        placeholders = [self.fx_graph.placeholder(node.name) for node in inputs]
+        for node, placeholder, entry in zip(inputs, placeholders, self.entries, strict=True):
+            self.values[node] = self._enter(node, placeholder, entry)
+        return ()
 
-    def _input(self, node: fx.Node, entry: Crossing | None) -> None:
-        placeholder = self.fx_graph.placeholder(node.name)
+    def _enter(self, node: fx.Node, placeholder: fx.Node, entry: Crossing | None) -> fx.Node:
         placeholder.meta["val"] = value = node.meta.get("val")
-        if entry is None or not isinstance(value, Tensor):
-            self.values[node] = placeholder
-            return
+        if entry is None:
+            return placeholder
         with fake_mode_of([node]):
             placeholder.meta["val"] = value.new_empty(entry.shape_outside(value.shape))
-        self.outside[node] = placeholder, entry
-
-    def _enter(self, node: fx.Node) -> fx.Node:
-        placeholder, entry = self.outside[node]
         place = entry.placement
         entered = self.call(operators.enter, placeholder, list(place.devices), place.tiles, name=node.name)
-        if not node.meta["val"].dim() and entry.is_divided:
+        if not value.dim() and entry.is_divided:
             entered = self.call(aten.reshape.default, entered, [])
         return entered if entry.scale == 1 else self.call(aten.mul.Tensor, entered, entry.scale)
 
@@ -163,11 +126,14 @@ class _Lowering(functional.Lowering):
             self.newest = copy
         return copy
 
-    def all_gather(self, shard: fx.Node, world_size: int, group: str, name: str) -> fx.Node:
-        if self.newest is not None:  # see [Note: barriers]
-            shard = self.call(operator.getitem, self.call(operators.barrier, [shard, self.newest]), 0)
-        self.channels += 1
-        return self.call(operators.all_gather, shard, *self._groups(group), self.channels, name=name)
+    def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
+        gathered = []
+        for shard in shards:
+            if self.newest is not None:  # see [Note: barriers]
+                shard = self.call(operator.getitem, self.call(operators.barrier, [shard, self.newest]), 0)
+            self.channels += 1
+            gathered.append(self.call(operators.all_gather, shard, *self._groups(group), self.channels, name=name))
+        return gathered
 
     def reduce_scatter(self, packed: fx.Node, op: str, world_size: int, group: str, name: str) -> fx.Node:
         return self._reduced(operators.reduce_scatter, packed, op, *self._groups(group), name)

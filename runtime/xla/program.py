@@ -6,14 +6,35 @@ argument that shares memory with another live tensor (after ``clone``, ``copy_``
 be found, and would be baked into the program as a constant: training would go on silently with its first value. So a
 graph is run lazily on fresh tensors that nothing else refers to, of the same shapes, types and shardings; and what it
 is found to be computed from must be these.
+
+XLA decides itself what becomes of a graph's collectives: it merges, moves and replaces them. What it ran is therefore
+read in its optimized program (HLO), after the partitioner and all of its own passes, as one device executes it.
+
+A graph is one program of all devices, or, with ``ReplicaProgram``, that of one replica: a process, or on XLA's CPU
+client a thread, with one device. Nothing enters or leaves that: a replica's tensors are those of a graph's local view.
+
+[Note: threads]
+On XLA's CPU client the replicas are threads of one process, and torch_xla's ``launch`` starts them so. Dynamo's
+configuration, AOTAutograd's state and torch_xla's counters and modes belong to the process, so threads take turns where
+they trace and where they compile. A thread whose turn it is must not wait for the others, which may be waiting for
+their turn: before it gets one, its device finishes all that it has to do. In a turn a device starts programs and does
+not wait for their results.
+
+The CPU client ends the process when the devices of a collective come more than ten seconds after each other. So no
+thread runs a new program before all have compiled it. In a turn, which forward has, the call in which it was compiled
+ends in ``Compiled``, and is made again after the turn, when all threads are there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,15 +42,17 @@ from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.stage import readable
-from graph_fsdp.runtime.regions.region_cache import RegionCache
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement
+from graph_fsdp.runtime.regions.regions import RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 from graph_fsdp.runtime.whole import WholeProgram, collectives_of
-from graph_fsdp.runtime.xla.hlo import OptimizedHlo, optimized_hlo, scheduled_collectives
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback, find_host_fallbacks, report
 from graph_fsdp.runtime.xla.lower import Lowered
-from graph_fsdp.runtime.xla.placement import same_placement
+from graph_fsdp.runtime.xla.operators import same_placement
 
 
 class BakedInputError(RuntimeError):
@@ -158,7 +181,7 @@ class XlaProgram(WholeProgram):
             compat_xla.drop_pending()
         self.cache.compiled += 1
         self.compilations.append(Compilation(cause, time.perf_counter() - begin))
-        return functools.partial(_replay, key, places)
+        return lambda given: compat_xla.run_compiled(key, [given[p] if isinstance(p, int) else p for p in places])
 
     def hlo(self) -> OptimizedHlo:
         """What XLA made of the graph, compiled once more for its text."""
@@ -188,12 +211,154 @@ class XlaProgram(WholeProgram):
         return found
 
 
-def _replay(key: Any, places: Sequence[int | Tensor], inputs: list[Any]) -> list[Tensor]:
-    return compat_xla.run_compiled(key, [inputs[place] if isinstance(place, int) else place for place in places])
-
-
 def _is_like(constant: Tensor, fresh: Tensor) -> bool:
     """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
     mean in ``nll_loss_backward``.)"""
     alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
     return alike and not bool(constant.cpu().any())
+
+
+# --- what XLA made of it
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+# An instruction is "%name = shape opcode(operands), attributes". An asynchronous one has a start and a done; the done
+# is no collective of its own.
+_OPCODE = re.compile(rf"=\s+(?:\([^=]*\)|\S+)\s+(?P<kind>{'|'.join(KINDS)})(?:-start)?\(")
+
+
+@dataclass(frozen=True)
+class OptimizedHlo:
+    """``text``: of the program that each device runs, in XLA's own notation. ``scheduled``: messages of the scheduled
+    graph's collectives, by kind."""
+
+    text: str
+    scheduled: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def collectives(self) -> dict[str, int]:
+        """Collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without kinds that do not
+        occur."""
+        found = Counter(match["kind"] for match in _OPCODE.finditer(self.text))
+        return {kind: found[kind] for kind in KINDS if found[kind]}
+
+    def table(self) -> str:
+        """What XLA runs beside what the schedule has."""
+        found, scheduled = self.collectives, self.scheduled
+        kinds = [kind for kind in KINDS if kind in found or kind in scheduled]
+        width = max(map(len, ["collective", *kinds]))
+        lines = [f"{'collective':{width}}  {'scheduled':>9}  {'optimized':>9}"]
+        lines += [f"{kind:{width}}  {scheduled.get(kind, 0):>9}  {found.get(kind, 0):>9}" for kind in kinds]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def scheduled_collectives(graph: Graph) -> dict[str, int]:
+    """Messages of a scheduled graph's collectives, by the kinds that XLA has for them."""
+    found: Counter[str] = Counter()
+    for node in graph.fx_graph.nodes:
+        if node.target is dialect.all_gather_start:
+            found["all-gather"] += len(layout_of(node).messages)
+        elif node.target is dialect.reduce_scatter_start:
+            found["reduce-scatter"] += len(dialect.argument(node, "messages")) or 1
+        elif node.target in dialect.STARTS:
+            found["all-reduce"] += 1
+    return dict(found)
+
+
+def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> OptimizedHlo:
+    """Compile ``function`` of XLA tensors once more, without running it, and return XLA's optimized program.
+
+    ``inputs``: only shapes, dtypes and shardings of tensors count. They are replaced by zeros of their own, one after
+    the other as large as the inputs: a tensor that shares data with a live one would be a constant of the program.
+
+    Raises:
+        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla_hlo.optimized_text``.
+    """
+    return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
+
+
+# --- replicas
+
+_turn = threading.RLock()
+_turns = threading.local()  # of this thread, that it has now
+_PATIENCE_SECONDS = 300.0
+
+
+@functools.cache
+def are_threads() -> bool:
+    """Whether there are several replicas in this process."""
+    return compat_xla.local_device_count() > 1
+
+
+@contextlib.contextmanager
+def own_turn() -> Iterator[None]:
+    """No other replica of this process traces or compiles for this time; see the note above."""
+    if not are_threads():
+        yield
+        return
+    compat_xla.sync(wait=True)
+    with _turn:
+        _turns.depth = _has_turn() + 1
+        try:
+            yield
+        finally:
+            _turns.depth -= 1
+
+
+def _has_turn() -> int:
+    return getattr(_turns, "depth", 0)
+
+
+class Compiled(BaseException):  # no error, and nobody's to handle but of who has the turn
+    """A program was compiled, and is not to be run in this turn."""
+
+
+@functools.cache
+def _all_threads() -> threading.Barrier:
+    return threading.Barrier(compat_xla.local_device_count())
+
+
+def all_here() -> None:
+    """Wait for the other threads of this process, where there are any, before a collective.
+
+    Raises:
+        RankDisagreement: one of them did not come.
+    """
+    if not are_threads():
+        return
+    try:
+        _all_threads().wait(_PATIENCE_SECONDS)
+    except threading.BrokenBarrierError:
+        raise RankDisagreement(
+            f"replica {compat_xla.ordinal()} waited {_PATIENCE_SECONDS:.0f} s for the other replicas of this process "
+            "to run the same graph, and one did not: call the model on all of them, with inputs of the same shapes"
+        ) from None
+
+
+class ReplicaProgram(XlaProgram):
+    """What one replica runs. All replicas run it at the same time."""
+
+    def _placed(self, inputs: list[Any]) -> list[Any]:
+        if are_threads():  # with Python's lock held, a replica would stop the others
+            compat_xla.sync(wait=True)
+        return super()._placed(inputs)
+
+    def _compile(self, inputs: Sequence[Any], cause: str) -> Run:
+        with own_turn():
+            self._compiled = compiled = super()._compile(inputs, cause)
+        if are_threads() and _has_turn():
+            raise Compiled
+        all_here()
+        return compiled
+
+    def _run(self, compiled: Run, inputs: list[Any]) -> list[Tensor]:
+        if not _has_turn():  # backward
+            all_here()
+        return super()._run(compiled, inputs)
+
+    def hlo(self) -> OptimizedHlo:
+        with own_turn():
+            return super().hlo()

@@ -67,16 +67,16 @@ def _normal(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype)
     return (radius * torch.cos(angle)).reshape(list(shape)).to(dtype)
 
 
-def _seed(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
-
-
 def _like(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return seed.new_empty(shape, dtype=dtype)
 
 
 _DRAWS = "(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor"
-seed = define("seed(Device device) -> Tensor", _seed, tags=(torch.Tag.nondeterministic_seeded,))
+seed = define(
+    "seed(Device device) -> Tensor",
+    lambda device: torch.zeros((), dtype=torch.int32, device=device),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 uniform = define(f"uniform{_DRAWS}", _like, XLA=_uniform, CPU=_uniform)
 normal = define(f"normal{_DRAWS}", _like, XLA=_normal, CPU=_normal)
 
@@ -95,7 +95,7 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
     with module.graph.inserting_before(first):
         seeds = module.graph.call_function(seed, (device,))
     with fake_mode_of([drawing[0]]):
-        seeds.meta["val"] = _seed(device)
+        seeds.meta["val"] = seed(device)
     seeds.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for number, node in enumerate(drawing):
         if node.target not in _REPLACEMENTS:

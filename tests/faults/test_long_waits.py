@@ -21,7 +21,7 @@ from torch import nn
 
 import graph_fsdp
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks import long_waits
+from graph_fsdp.runtime.ranks import failure
 from graph_fsdp.runtime.ranks.lockstep import finish
 
 FACTS = Facts(__name__)
@@ -118,20 +118,20 @@ TOGETHER = (
 @FACTS
 def long_waits_are_told() -> None:
     for function in rounds(*TOGETHER):  # type: ignore[arg-type]
-        long_waits.TELL_AFTER_SECONDS = 1.0
+        failure.TELL_AFTER_SECONDS = 1.0
         _tell_the_store()
         function(warm(compiled()))  # type: ignore[call-arg]
 
 
 def _tell_the_store() -> None:
     """For the rank that is missed."""
-    tell = long_waits.log.warning
+    tell = failure.log.warning
 
     def warning(*args: Any) -> None:
         tell(*args)
         compat.default_store().set("told", "")
 
-    long_waits.log.warning = warning  # type: ignore[method-assign]
+    failure.log.warning = warning  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from graph_fsdp.checkpoint import group
-from graph_fsdp.runtime.ranks import agreement, failure, lockstep, long_waits
+from graph_fsdp.runtime.ranks import agreement, failure, lockstep
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -107,7 +107,6 @@ def test_seconds_of_the_page_are_those_of_the_code() -> None:
         "agreement": agreement,
         "failure": failure,
         "lockstep": lockstep,
-        "long_waits": long_waits,
         "group": group,
     }
     found = re.findall(r"^\| (\d+) \| [^|]+ \| `(\w+)\.(\w+)` \|$", PAGE.read_text(), re.MULTILINE)

@@ -9,7 +9,7 @@ import torch
 from facts import Failures, check
 from xla_launch import DEVICES, XlaFacts, run_xla
 
-from graph_fsdp.runtime.xla.hlo import beside, count_collectives, optimized_hlo
+from graph_fsdp.runtime.xla.program import OptimizedHlo, optimized_hlo
 
 FACTS = XlaFacts(__name__)
 
@@ -75,8 +75,9 @@ def test_each_collective_counts_once_and_its_done_does_not() -> None:
   %both = (f32[4]{0}, f32[8]{0}) reduce-scatter(f32[16]{0} %a, f32[32]{0} %b), channel_id=3
   ROOT %sum = f32[] add(f32[] %all-reduce.1, f32[] %all-gather)
 """
-    assert count_collectives(text) == {"all-gather": 2, "reduce-scatter": 1}
-    assert beside(count_collectives(text), {"all-gather": 2, "reduce-scatter": 2}) == (
+    hlo = OptimizedHlo(text, {"all-gather": 2, "reduce-scatter": 2})
+    assert hlo.collectives == {"all-gather": 2, "reduce-scatter": 1}
+    assert hlo.table() == (
         "collective      scheduled  optimized\n"
         "all-gather              2          2\n"
         "reduce-scatter          2          1"

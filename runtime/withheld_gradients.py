@@ -1,4 +1,9 @@
-"""Gradients that are None because the loss leaves outputs out, as in plain autograd and FSDP2.
+"""Gradients that autograd is not given: those that are kept until they are reduced, and those that are absent.
+
+Kept are gradients that a graph did not reduce: whole ones, and shards that replicas have not seen yet. They are the
+model's, not a graph's: one graph keeps a gradient, another adds it to its own. What is kept is in the type of the
+reduction, as FSDP2 keeps it, so that the sums have the same bits. Absent ones are None because the loss leaves outputs
+out, as in plain autograd and FSDP2.
 
 [Note: outputs that the loss leaves out]
 AOTAutograd gives backward zeros for the gradients of outputs that have none, so that parameters which only those
@@ -14,23 +19,114 @@ started before the first reduction. Only a rank that lacks a gradient reads the 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.analysis.reach import Reach, find_reach
 from graph_fsdp.passes.context import PassContext
-from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.transforms.accumulate import is_unsynced
-from graph_fsdp.runtime.kept_gradients import KeptGradients
 from graph_fsdp.runtime.ranks import lockstep
 
-Runnable: TypeAlias = Callable[..., Any]
+
+@dataclass(frozen=True)
+class KeepPlan:
+    """The static part of one ``accumulate_grad``. ``reduced``: what is kept is a shard, reduced over the ranks that
+    shard. ``owned``: nothing else uses the gradient's memory."""
+
+    param: str
+    dtype: torch.dtype
+    reduced: bool
+    owned: bool
+
+
+@dataclass
+class KeptGradients:
+    """By parameter, and whether it is a reduced shard; and the functions that see reduced gradients, by unit."""
+
+    gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.gradients)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(g.nbytes for g in self.gradients.values())
+
+    def add(self, plan: KeepPlan, grad: Tensor) -> None:
+        key = plan.param, plan.reduced
+        kept = self.gradients.get(key)
+        if kept is not None:
+            kept.add_(grad)
+        elif plan.owned and grad.dtype is plan.dtype and grad.is_contiguous():
+            self.gradients[key] = grad.detach()
+        else:
+            self.gradients[key] = grad.detach().to(plan.dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def added_to(self, grads: Any, params: tuple[str, ...], begins: tuple[int, ...]) -> Any:
+        """``grads``, about to be reduced, and what is kept of them: a list of whole gradients, or, with ``begins``, a
+        flat shard of all, which is changed."""
+        if begins:
+            for name, begin in zip(params, begins, strict=True):
+                if (kept := self.gradients.pop((name, True), None)) is not None:
+                    grads[begin : begin + kept.numel()].add_(kept.view(-1))
+            return grads
+        found = [self.gradients.pop((name, False), None) for name in params]
+        return [g if kept is None else kept.add_(g) for g, kept in zip(grads, found, strict=True)]
+
+
+def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
+    source = operand(node)
+    while aliased := aliased_inputs(source):
+        source = aliased[0]
+    reduced = has_role(source, Role.REDUCE_START)
+    return KeepPlan(dialect.argument(node, "param"), dialect.argument(node, "reduce_dtype"), reduced, node in owned)
+
+
+def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
+    """The ``accumulate_grad`` nodes whose gradient fills memory of its own, which nothing uses after them."""
+    nodes = graph.with_role(Role.ACCUMULATE)
+    if not nodes:
+        return frozenset()
+    roots = graph.alias_roots()
+    last_use: dict[fx.Node, fx.Node] = {}
+    for node in graph.fx_graph.nodes:
+        last_use.update({root: node for source in node.all_input_nodes for root in roots[source]})
+    taken: set[fx.Node] = set()
+    owned = set()
+    for node in nodes:
+        grad = operand(node)
+        (root, *others) = roots[grad]
+        value = root.meta.get("val")
+        fills = root.op == "call_function" and root.target not in dialect.EXECUTED and isinstance(value, Tensor)
+        whole = fills and value is not None and not others and value.shape == grad.meta["val"].shape
+        if whole and last_use[root] is node and root not in taken:
+            owned.add(node)
+        taken.add(root)
+    return frozenset(owned)
+
+
+def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
+    """For a reduction over the replicas: where in the shard each parameter's gradient begins."""
+    first = operand(operand(start))
+    values = [grad.meta["val"] for grad in operands(first)]
+    world = dialect.argument(first, "world_size")
+    if first.target is dialect.reduce_scatter_start:
+        dtype, messages = dialect.argument(first, "dtype"), dialect.argument(first, "messages")
+        return tuple(dialect.reduced_offsets(values, dtype, world, messages)[:-1])
+    return tuple(itertools.accumulate((value.numel() for value in values[:-1]), initial=0))
 
 
 class AbsentGradients:
@@ -55,7 +151,7 @@ class AbsentGradients:
         """Parameters."""
         return tuple(self.reach.parameters[index] for index in self._agreed)
 
-    def watching(self, run: Runnable) -> Runnable:
+    def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which AOTAutograd has just made: its outputs' node of autograd will run this backward."""
         self._tangents = compat.tangents_of_outputs(self.reach.number_of_tangents)
         if self._tangents is None:
@@ -80,7 +176,7 @@ class AbsentGradients:
                 used |= 1 << tangent
         self._used = used
 
-    def around(self, program: Runnable, graph: Graph) -> Runnable:
+    def around(self, program: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
         """``program``, of ``graph``; if that is the backward, without the gradients that no rank has."""
         if graph.phase != "backward":
             return program
@@ -88,7 +184,7 @@ class AbsentGradients:
         vars(run)["_boxed_call"] = True  # see Program
         return run
 
-    def run(self, program: Runnable, args: list[Any]) -> Any:
+    def run(self, program: Callable[..., Any], args: list[Any]) -> Any:
         used, self._used = self._used, self._all
         lacking = {i for i in self.reach.uncertain if not self.reach.tangents[i] & used}
         agreement = self._start_agreement(lacking) if self._agreed else set[int]

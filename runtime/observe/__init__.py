@@ -1,1 +1,0 @@
-"""Watching programs run: times, schedules, ranges."""
