@@ -9,8 +9,7 @@ What is live when follows the executor, which drops a value after its last use, 
   packed gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is: as
   many bytes where the reduction's type is twice as wide.)
 - a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between, and where
-  CUDA graphs read it, throughout (``_idle_slots``). Where no pass has assigned slots, a freed buffer is still allocated
-  until a later gather of its size takes it, or the run ends (``_pooled_buffers``).
+  CUDA graphs read it, throughout (``_idle_slots``).
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from graph_fsdp.passes.transforms.slots import Slot, slot_table
 # fetched: shards that are kept on the CPU, copied to the device; until their gather is waited for.
 # gathered: unsharded buckets, from the start of their gather to their free.
 # landing: what a gather receives rank by rank, from its start to its wait, where it does not land in place.
-# pooled: what is allocated for gathered buffers and holds none now: what is unused of slots, and, where there are
-#     none, buffers that were freed and wait for the next gather of their size.
+# pooled: what is allocated for gathered buffers and holds none now: what is unused of slots.
 # inputs: the batch, buffers, constants; in backward, the gradients of outputs.
 # saved: what goes from forward to backward.
 # reducing: full gradients until their reduction starts, and what it sends of them, copied or not, until its wait.
@@ -77,25 +75,16 @@ def storages(graph: Graph, context: PassContext, keep_slots: bool = False) -> St
     nodes = graph.nodes
     values = _values(graph, context)
     idle = _idle_slots(slot_table(graph).slots, len(nodes) if keep_slots else None)
-    return Storages([*values.found, *_collective_buffers(nodes), *_pooled_buffers(nodes), *idle], values.of)
+    return Storages([*values.found, *_collective_buffers(nodes), *idle], values.of)
 
 
 def allocations(graph: Graph, context: PassContext) -> Storages:
     """What is asked of the device's allocator: the storages with each slot as one of them, whatever it holds."""
-    nodes = graph.nodes
-    values = _values(graph, context)
-    buffers = [s for s in _collective_buffers(nodes) if s.category != "landing" or _slot(s, "landing_slot") is None]
-    found = [s for s in values.found if s.node.target is not dialect.all_gather_start or _slot(s, "slot") is None]
-    slots = [
-        GraphStorage(slot.buffers[0].start, slot.nbytes, slot.begin, slot.end, "gathered")
-        for slot in slot_table(graph).slots
-    ]
-    return Storages([*found, *buffers, *_pooled_buffers(nodes), *slots], values.of)
-
-
-def _slot(storage: GraphStorage, field: str) -> int | None:
-    found: int | None = getattr(storage.node.meta["fsdp"], field)
-    return found
+    given, slots = storages(graph, context), slot_table(graph).slots
+    inside = {(b.start, "landing" if b.landing else "gathered") for slot in slots for b in slot.buffers}
+    alone = [s for s in given.found if s.category != "pooled" and (s.node, s.category) not in inside]
+    whole = [GraphStorage(slot.buffers[0].start, slot.nbytes, slot.begin, slot.end, "gathered") for slot in slots]
+    return Storages([*alone, *whole], given.of)
 
 
 def _values(graph: Graph, context: PassContext) -> Storages:
@@ -232,20 +221,15 @@ def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[GraphStor
 
 def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
     """What collectives hold from their start to their wait, besides the buffer that is their value."""
-    started: dict[fx.Node, int] = {}
+    positions = {node: index for index, node in enumerate(nodes)}
     buffers = []
-    for index, node in enumerate(nodes):
-        if node.target in dialect.STARTS:
-            started[node] = index
-        elif node.target in dialect.WAITS:
-            start = operand(node)
-            begin = started[start]
-            if start.target is dialect.all_gather_start:
-                buffers.append(GraphStorage(start, landing_nbytes(start), begin, index, "landing"))
-                buffers.append(GraphStorage(start, scattered_nbytes(start), begin, index, "landing"))
-            elif start.target is dialect.reduce_scatter_start:
-                packed = packed_nbytes(start)
-                buffers.append(GraphStorage(start, packed, begin, index, "reducing"))
+    for wait in (node for node in nodes if node.target in dialect.WAITS):
+        start = operand(wait)
+        live = positions[start], positions[wait]
+        if start.target is dialect.all_gather_start:
+            buffers += [GraphStorage(start, of(start), *live, "landing") for of in (landing_nbytes, scattered_nbytes)]
+        elif start.target is dialect.reduce_scatter_start:
+            buffers.append(GraphStorage(start, packed_nbytes(start), *live, "reducing"))
     return [buffer for buffer in buffers if buffer.nbytes]
 
 
@@ -262,39 +246,6 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
 def _casts(start: fx.Node) -> bool:
     """Whether a gather sends another type than the shards have: it reads them when it starts, and not again."""
     return dialect.argument(start, "shards")[0].meta["val"].dtype is not start.meta["val"].dtype
-
-
-def _pooled_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
-    """Of the buffers without a slot, those that nothing uses and that are not given back to the device: within a run,
-    a freed buffer waits for the next gather of its size and dtype."""
-    unused: dict[tuple[int, torch.dtype], list[GraphStorage]] = {}
-    pooled = []
-
-    def give(nbytes: int, start: fx.Node, index: int) -> None:
-        if nbytes:
-            pooled.append(GraphStorage(start, nbytes, index + 1, len(nodes) - 1, "pooled"))
-            unused.setdefault((nbytes, start.meta["val"].dtype), []).append(pooled[-1])
-
-    def take(nbytes: int, start: fx.Node, index: int) -> None:
-        if waiting := unused.get((nbytes, start.meta["val"].dtype)):
-            waiting.pop().end = index - 1
-
-    for index, node in enumerate(nodes):
-        if node.target is dialect.all_gather_start:
-            record = node.meta["fsdp"]
-            if record.slot is None and not record.escapes:
-                take(_nbytes(node.meta["val"]), node, index)
-            if record.landing_slot is None and not dialect.argument(node, "custom"):
-                take(landing_nbytes(node), node, index)
-        elif node.target is dialect.all_gather_wait:
-            start = operand(node)
-            if start.meta["fsdp"].landing_slot is None and not dialect.argument(start, "custom"):
-                give(landing_nbytes(start), start, index)
-        elif node.target is dialect.free and not has_role(operand(node), Role.KEPT):
-            start = operand(operand(node))
-            if start.meta["fsdp"].slot is None:
-                give(_nbytes(start.meta["val"]), start, index)
-    return pooled
 
 
 def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphStorage]:
