@@ -32,8 +32,7 @@ from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.agreed_order import SlotsOfBuckets
-from graph_fsdp.passes.ir.dialect import Role, set_record
+from graph_fsdp.passes.ir.dialect import set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
 from graph_fsdp.passes.ir.spec import ALIGNMENT
@@ -45,8 +44,7 @@ class AssignSlots(GraphPass):
     """Every gathered buffer that does not outlive the graph, and every landing buffer, gets a slot. The records of
     the gathers say which, ``graph.slots`` how many bytes each slot has.
 
-    Needs nothing but the graph: ranks with equal graphs come to equal slots. A plan's slots are kept where the graph
-    allows them: a recompilation in which other buffers overlap gets slots of its own.
+    Needs nothing but the graph: ranks with equal graphs come to equal slots, and so does a recompilation.
     """
 
     name = "slots"
@@ -55,19 +53,11 @@ class AssignSlots(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         buffers = lifetimes(graph)
-        slots = _planned(buffers, context.plan.slots.get(graph.phase, {}))
-        if slots is None:
-            slots, _ = assign([(b.begin, b.end, b.nbytes) for b in buffers])
-        sizes = [0] * len(set(slots))
+        slots, sizes = assign([(b.begin, b.end, b.nbytes) for b in buffers])
         for buffer, slot in zip(buffers, slots, strict=True):
-            sizes[slot] = max(sizes[slot], buffer.nbytes)
             change = {"landing_slot": slot} if buffer.landing else {"slot": slot}
             set_record(buffer.start, dataclasses.replace(buffer.start.meta["fsdp"], **change))
         graph.slots = tuple(sizes)
-        context.plan.slots[graph.phase] = {
-            record.bucket: (record.slot, record.landing_slot)
-            for record in (start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START))
-        }
         return f"{len(buffers)} buffers in {len(sizes)} slots of {sum(sizes):,} bytes"
 
 
@@ -173,14 +163,6 @@ def first_overlap(buffers: Sequence[Lifetime], slots: Sequence[int | None]) -> t
                 return latest[slot], buffer
             latest[slot] = buffer
     return None
-
-
-def _planned(buffers: Sequence[Lifetime], planned: SlotsOfBuckets) -> list[int] | None:
-    """The slots that an earlier graph of this kind had, if they fit this graph."""
-    given = [planned.get(buffer.start.meta["fsdp"].bucket, (None, None))[buffer.landing] for buffer in buffers]
-    slots = [slot for slot in given if slot is not None]
-    fit = len(slots) == len(buffers) and set(slots) == set(range(len(set(slots))))
-    return slots if fit and first_overlap(buffers, slots) is None else None
 
 
 # What is there to read
