@@ -22,9 +22,8 @@ from graph_fsdp.passes.transforms.free import Free
 from graph_fsdp.passes.transforms.insert_gathers import InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
-from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch
+from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch, defer_reductions
 from graph_fsdp.passes.transforms.recompute import TagRecompute
-from graph_fsdp.passes.transforms.reductions import defer_reductions
 from graph_fsdp.passes.transforms.reshard import Reshard
 from graph_fsdp.passes.transforms.slots import AssignSlots, SlotTable
 from graph_fsdp.passes.verify.error import VerificationError

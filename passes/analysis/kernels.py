@@ -126,19 +126,20 @@ def value_nbytes(value: Any) -> int:
 def kind_of(node: fx.Node) -> Kind:
     free = node.op != "call_function" or node.target in dialect.EXECUTED or is_view(node)
     operator = packet(node)
-    if free or operator in _ALLOCATIONS or not _has_tensor(node):
+    if free or operator in _ALLOCATIONS or not has_tensor(node):
         return Kind.FREE
     if _flop_formula(operator) is not None or operator in _SCATTERS:
         return Kind.KERNEL
     if isinstance(node.target, compat.HigherOrderOperator) or _is_complex(node):
         return Kind.KERNEL
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
-    constant = not any(map(_has_tensor, node.all_input_nodes))
+    constant = not any(map(has_tensor, node.all_input_nodes))
     fusible = pointwise or constant or operator in _REDUCTIONS or operator in _LOOKUPS
     return Kind.FUSIBLE if fusible else Kind.KERNEL
 
 
-def _has_tensor(node: fx.Node) -> bool:
+def has_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is or holds a tensor."""
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 

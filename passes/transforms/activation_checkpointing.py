@@ -29,10 +29,10 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
+from graph_fsdp.passes.analysis.kernels import has_tensor
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
-from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
@@ -150,7 +150,9 @@ class CheckpointActivations(GraphPass):
             node.meta["ac_graph_id"] = first_id + call.index
             if node.target is operator.getitem:  # as what it is an element of
                 continue
-            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and _can_be_recomputed(node):
+            # Not what writes, and no collective of the user's: all ranks would run it a second time.
+            once = mutated_inputs(node) or getattr(node.target, "namespace", "") in ("_c10d_functional", "c10d")
+            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and not once:
                 tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 tagged += 1
         for node in (*saved, *joint.borders()):
@@ -216,9 +218,9 @@ class _Joint:
         self.constants = _constants(nodes)
         left_out = self.of_gradients | self.of_parameters | self.constants
         calls = unit_calls(graph, context.model)
-        self.calls = {n: call for n, call in calls.items() if n not in left_out and _is_tensor(n)}
+        self.calls = {n: call for n, call in calls.items() if n not in left_out and has_tensor(n)}
         for node in nodes:  # what backward computes of a unit's activations alone, for its gradients
-            if node.op == "call_function" and node not in self.forward and node not in left_out and _is_tensor(node):
+            if node.op == "call_function" and node not in self.forward and node not in left_out and has_tensor(node):
                 of = {self.calls[source] for source in node.all_input_nodes if source in self.calls}
                 if node not in self.calls and len(of) == 1:
                     self.calls[node] = of.pop()
@@ -228,7 +230,7 @@ class _Joint:
         left_out = self.of_parameters | self.constants
         found = []
         for node in self.graph.fx_graph.nodes:
-            if node.op == "call_function" and node in self.forward and node not in left_out and _is_tensor(node):
+            if node.op == "call_function" and node in self.forward and node not in left_out and has_tensor(node):
                 own = self.calls.get(node)
                 given = own is not None and self.graph.output in node.users
                 if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
@@ -247,15 +249,6 @@ class _Joint:
         reads = {node: [names.get(source, frozenset()) for source in node.all_input_nodes] for node in self.forward}
         found = {n for n, read in reads.items() if n not in self.of_parameters and any(not r <= needed for r in read)}
         return [node for node in self.graph.fx_graph.nodes if node in found]
-
-
-def _can_be_recomputed(node: fx.Node) -> bool:
-    """Not what writes, and no collective of the user's: all ranks would run it a second time."""
-    return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from graph_fsdp.compat import OpOverload, schema_arguments
@@ -106,6 +107,15 @@ def add_outputs(graph: Graph, place: int | None, nodes: Iterable[fx.Node]) -> No
     outputs = operands(graph.output)
     outputs[len(outputs) if place is None else place : place] = nodes
     graph.output.args = (tuple(outputs),)
+
+
+def first_saved(backward: Graph) -> fx.Node:
+    """The first tensor that backward receives.
+
+    [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Tensors of
+    ours go in front of the saved ones, as they stand in front of them among forward's outputs, behind the user's.
+    """
+    return next(node for node in backward.placeholders if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def units_of(node: fx.Node, context: PassContext) -> set[str]:

@@ -74,7 +74,8 @@ class OffloadActivations(GraphPass):
 
 def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
-    saved = _saved_tensors(graph, context)
+    values = operands(graph.output)[context.forward_outputs :]  # in the order in which backward receives them
+    saved = [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
     owners = _owners(saved, operands(graph.output)[: context.forward_outputs], calls)
     roots, positions = graph.alias_roots(), graph.positions()
     last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
@@ -135,18 +136,9 @@ def _is_whole(node: fx.Node) -> bool:
     return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
 
 
-def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
-    """In the order in which backward receives them."""
-    values = operands(graph.output)[context.forward_outputs :]
-    return [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
-
-
 def _reload(graph: Graph, context: PassContext) -> str:
-    received = [
-        node
-        for node in graph.placeholders
-        if isinstance(node.meta.get("val"), torch.Tensor) and not has_role(node, Role.TANGENT)
-    ]
+    tensors = [node for node in graph.placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
+    received = [node for node in tensors if not has_role(node, Role.TANGENT)]
     positions = graph.positions()
     hosts = {received[index]: copy for index, copy in context.graphs["forward"].offloaded.items()}
     first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts}

@@ -41,9 +41,10 @@ class TagRecompute(GraphPass):
         for node in graph.fx_graph.nodes:
             inputs, is_gather = node.all_input_nodes, has_role(node, Role.GATHER)
             restores = not restored.isdisjoint(inputs)
+            cheap = is_cheap(node) or (restores and kind_of(node) is Kind.FUSIBLE)
             if has_role(node, Role.PAYLOAD_REDUCE):  # a few numbers, for which ranks would communicate again
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            elif is_gather or node in payloads or (inputs and tagged.issuperset(inputs) and _is_cheap(node, restores)):
+            elif is_gather or node in payloads or (inputs and tagged.issuperset(inputs) and cheap):
                 tagged.add(node)
                 if restores or (is_gather and node.meta["fsdp"].params[0] in gathered_payloads):
                     restored.add(node)
@@ -55,10 +56,6 @@ class TagRecompute(GraphPass):
         for node in _results(checkpointed, graph, context):
             save(node)
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
-
-
-def _is_cheap(node: fx.Node, restores: bool) -> bool:
-    return is_cheap(node) or (restores and kind_of(node) is Kind.FUSIBLE)
 
 
 def is_of_parameters(node: fx.Node) -> bool:

@@ -154,17 +154,6 @@ def most_at_once(intervals: Iterable[Interval]) -> int:
     return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
 
 
-def first_overlap(buffers: Sequence[Lifetime], slots: Sequence[int | None]) -> tuple[Lifetime, Lifetime] | None:
-    """Two buffers of one slot that are live at once, if there are any; the one that starts first in front."""
-    latest: dict[int, Lifetime] = {}
-    for buffer, slot in sorted(zip(buffers, slots, strict=True), key=lambda pair: pair[0].begin):
-        if slot is not None:
-            if slot in latest and latest[slot].end >= buffer.begin:
-                return latest[slot], buffer
-            latest[slot] = buffer
-    return None
-
-
 # What is there to read
 
 
