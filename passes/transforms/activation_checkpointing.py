@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -36,8 +36,9 @@ from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
+from graph_fsdp.passes.transforms.edits import computed_of, reached_from
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
-from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
+from graph_fsdp.passes.transforms.recompute import forward_nodes, is_of_parameters, save, tag
 
 Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
 Recompute: TypeAlias = Literal["unit", "selective"] | float | Collection[Operator] | None
@@ -183,7 +184,8 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     Raises:
         ValueError: it has such a pass already, or no place for one.
     """
-    tagging = [p.name for p in pipeline if "recompute_tagged" in p.provides]
+    tagging = [p.name for p in pipeline if not {"recompute_tagged", "activations_tagged"}.isdisjoint(p.provides)]
+    freeing = next(p.name for p in pipeline if "freed" in p.provides)  # every pipeline has one
     if not tagging:
         raise ValueError("activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none")
     new: list[GraphPass] = [CheckpointActivations(policy.recompute)] if policy.recompute is not None else []
@@ -193,13 +195,9 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
             raise ValueError(
                 f"activation_checkpointing is given, and passes has a pass {p.name!r} already; leave one of the two out"
             )
-    for p in new:
-        if isinstance(p, OffloadActivations):
-            freeing = next(q.name for q in pipeline if "freed" in q.provides)  # every pipeline has one
-            pipeline = pipeline.insert_before(freeing, p)
-        else:
-            tagging += [q.name for q in pipeline if isinstance(q, CheckpointActivations)]
-            pipeline = pipeline.insert_after(tagging[-1], p)
+    for p in reversed(new):  # each in front of those that are there already
+        in_joint = "joint" in p.phases
+        pipeline = pipeline.insert_after(tagging[-1], p) if in_joint else pipeline.insert_before(freeing, p)
     return pipeline
 
 
@@ -209,13 +207,15 @@ class _Joint:
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes
-        self.of_gradients = gradient_nodes(graph)
+        self.of_gradients = reached_from(graph, graph.with_role(Role.TANGENT))
         self.forward = forward_nodes(graph, context)
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
         # by then, and tags of different units would have it saved.)
-        self.constants = _constants(nodes)
+        self.constants = computed_of(
+            nodes, lambda node: node.op == "get_attr" or (not node.all_input_nodes and _is_pure(node)), _is_pure
+        )
         left_out = self.of_gradients | self.of_parameters | self.constants
         calls = unit_calls(graph, context.model)
         self.calls = {n: call for n, call in calls.items() if n not in left_out and has_tensor(n)}
@@ -239,22 +239,15 @@ class _Joint:
 
     def readers_of_unneeded_buckets(self) -> list[fx.Node]:
         """What reads parameters of buckets of which no gradient reads any."""
-        names: dict[fx.Node, frozenset[str]] = {}
+        of, read = dict[fx.Node, set[str]](), dict[fx.Node, set[str]]()  # buckets that a parameter is of, a node reads
         for node in self.graph.fx_graph.nodes:
-            if has_role(node, Role.GATHER):
-                names[node] = frozenset({node.meta["fsdp"].bucket})
-            elif node in self.of_parameters:
-                names[node] = frozenset().union(*(names.get(source, ()) for source in node.all_input_nodes))
-        needed = {b for node in self.of_gradients for source in node.all_input_nodes for b in names.get(source, ())}
-        reads = {node: [names.get(source, frozenset()) for source in node.all_input_nodes] for node in self.forward}
-        found = {n for n, read in reads.items() if n not in self.of_parameters and any(not r <= needed for r in read)}
-        return [node for node in self.graph.fx_graph.nodes if node in found]
+            read[node] = {bucket for source in node.all_input_nodes for bucket in of.get(source, ())}
+            if node in self.of_parameters:
+                of[node] = {node.meta["fsdp"].bucket} if has_role(node, Role.GATHER) else read[node]
+        needed = {bucket for node in self.of_gradients for bucket in read[node]}
+        others = self.forward - self.of_parameters
+        return [node for node, buckets in read.items() if node in others and not buckets <= needed]
 
 
-def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for node in nodes:
-        computed = node.op == "call_function" and found.issuperset(node.all_input_nodes)
-        if node.op == "get_attr" or (computed and not is_random(node) and not mutated_inputs(node)):
-            found.add(node)
-    return found
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_random(node) and not mutated_inputs(node)

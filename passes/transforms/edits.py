@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +79,27 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found and node.op != "placeholder":
             found.add(node)
             stack += node.all_input_nodes
+    return found
+
+
+def computed_of(
+    nodes: Iterable[fx.Node], is_source: Callable[[fx.Node], bool], joins: Callable[[fx.Node], bool] = bool
+) -> set[fx.Node]:
+    """The sources among nodes in the graph's order, and what joins of all that is computed of them alone."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if is_source(node) or (inputs and found.issuperset(inputs) and joins(node)):
+            found.add(node)
+    return found
+
+
+def reached_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """The sources, and what is computed of them and of other values."""
+    found = set(sources)
+    for node in graph.fx_graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
     return found
 
 

@@ -30,7 +30,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs, is_view
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
-from graph_fsdp.passes.transforms.recompute import gradient_nodes
+from graph_fsdp.passes.transforms.edits import reached_from
 
 SMALLEST = 1024  # bytes; a copy of less costs more time than its memory is worth
 _WAITS = {
@@ -48,7 +48,7 @@ class SaveBases(GraphPass):
     provides = ("bases_saved",)
 
     def run(self, graph: Graph, context: PassContext) -> str:
-        gradients = gradient_nodes(graph)
+        gradients = reached_from(graph, graph.with_role(Role.TANGENT))
         views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
         for node in views:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
