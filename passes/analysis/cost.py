@@ -160,13 +160,10 @@ class CostModel:
             if seconds is not None:
                 return seconds
         hardware = self.hardware
-        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * self._efficiency(work))
+        efficiency = getattr(hardware, work.efficiency) or hardware.matmul_efficiency / 2
+        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * efficiency)
         traffic = self._traffic_seconds(work.read + work.written)
         return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale
-
-    def _efficiency(self, work: Work) -> float:
-        given: float | None = getattr(self.hardware, f"{work.arithmetic.value}_efficiency")
-        return given or self.hardware.matmul_efficiency / 2
 
     def _traffic_seconds(self, nbytes: int) -> float:
         return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)

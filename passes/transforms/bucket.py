@@ -83,14 +83,16 @@ class Bucket(GraphPass):
         place_payloads(graph)
         for name, nodes in copied.items():
             _fetch(graph, context, name, nodes)
-        kept = _reduce(graph, context)
-        return _summary(graph, context, len(gathered), kept)
+        _reduce(graph, context)
+        return _summary(graph, context, len(gathered))
 
 
-def _summary(graph: Graph, context: PassContext, gathered: int, kept: int) -> str:
+def _summary(graph: Graph, context: PassContext, gathered: int) -> str:
     model, reduced = context.model, len(graph.with_role(Role.REDUCE_START))
     if model.ranks == 1:
         return "one rank: each shard is the parameter, each gradient is its own mean"
+    unsynced = (n for n in graph.with_role(Role.ACCUMULATE) if is_unsynced(_parameter(n, context), context))
+    kept = sum(node.meta["fsdp"].nbytes for node in unsynced)
     whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
     if model.world_size == 1:
         return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
@@ -171,16 +173,11 @@ def _gather(
         gather = by_name[p.name]
         # The view stands where the parameter is first used, so that it falls into the same compute region.
         with graph.fx_graph.inserting_before(first_uses[gather]):
-            view = _unpack(graph, wait, p, offset * p.world_size, gather)
+            padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
+            view = _piece(graph, wait, offset * p.world_size, padded, p.name, gather)
+            if padded != p.stored_shape:
+                view = graph.call(aten.slice.Tensor, (view, 0, 0, p.rows), name=p.name, like=gather)
         graph.replace({gather: recorded(view, record, Role.UNPACK, (p.name,))})
-
-
-def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
-    padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
-    node = _piece(graph, buffer, begin, padded, p.name, like)
-    if padded != p.stored_shape:
-        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.rows), name=p.name, like=like)
-    return node
 
 
 def _piece(graph: Graph, flat: fx.Node, begin: int, shape: Sequence[int], name: str, like: fx.Node) -> fx.Node:
@@ -218,9 +215,9 @@ def _begins(parameters: Sequence[ParameterSpec]) -> list[int]:
 # Reductions
 
 
-def _reduce(graph: Graph, context: PassContext) -> int:
-    """Reduce gradients, or keep them whole; bytes of those that are kept."""
-    positions, kept = graph.positions(), 0
+def _reduce(graph: Graph, context: PassContext) -> None:
+    """Reduce gradients, or keep them whole."""
+    positions = graph.positions()
     groups: _Groups = {}
     gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
     for node in graph.with_role(Role.REDUCE):
@@ -240,13 +237,11 @@ def _reduce(graph: Graph, context: PassContext) -> int:
         if unsynced:
             with graph.fx_graph.inserting_before(behind(graph, unsynced.values(), positions)):
                 for node, grad in unsynced.items():
-                    p = _parameter(node, context)
-                    gradients[node] = keep(graph, grad, context, p.name, node.meta["fsdp"].bucket)
-                    kept += gradients[node].meta["fsdp"].nbytes
+                    record = node.meta["fsdp"]
+                    gradients[node] = keep(graph, grad, context, record.params[0], record.bucket)
         if synced := [node for node in nodes if node not in unsynced]:
             gradients |= _reduce_bucket(graph, context, name, synced, positions)
     graph.replace(gradients)
-    return kept
 
 
 def _reduce_bucket(
