@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from graph_fsdp.passes.analysis.storages import Category, GraphStorage
+from graph_fsdp.passes.analysis.memory import Category, GraphStorage
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec

@@ -15,18 +15,15 @@ from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
-from graph_fsdp.passes.transforms.annotate import Annotate
 from graph_fsdp.passes.transforms.arrange import BucketSize
 from graph_fsdp.passes.transforms.bucket import Bucket
-from graph_fsdp.passes.transforms.free import Free
-from graph_fsdp.passes.transforms.insert_gathers import InsertGathers
+from graph_fsdp.passes.transforms.insert_gathers import Annotate, InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
-from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch
+from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch, defer_reductions
 from graph_fsdp.passes.transforms.recompute import TagRecompute
-from graph_fsdp.passes.transforms.reductions import defer_reductions
 from graph_fsdp.passes.transforms.reshard import Reshard
-from graph_fsdp.passes.transforms.slots import AssignSlots, SlotTable
+from graph_fsdp.passes.transforms.slots import AssignSlots, Free, SlotTable
 from graph_fsdp.passes.verify.error import VerificationError
 
 __all__ = [

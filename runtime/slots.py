@@ -5,8 +5,7 @@ buffer in it and gives it back after the last, so that between steps a rank hold
 
 CUDA graphs need their inputs where they were: with them, slots are pieces of a ``SlotMemory``, which stays.
 
-Buffers without a slot (a pipeline without the pass that assigns them) come from a pool: those that were freed are used
-again for later gathers of the same size, until the end of the run.
+Buffers without a slot (a pipeline without the pass that assigns them) are the device's allocator's.
 
 On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the process group's stream
 waits for it at the start of a collective; and what is given back to the allocator was waited for on that stream.
@@ -100,14 +99,12 @@ class Slots:
         self._storage = dict(enumerate(plan.memory))  # of slots
         self._uses = list(plan.uses)  # still to come, or under way
         self._slot_of: dict[int, int] = {}  # by the id of the buffer
-        self._unused: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._gathered = 0  # bytes, but for what escapes the run
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         """A buffer of the run: given back with ``give``."""
         if slot is None:
-            unused = self._unused.get((numel, dtype))
-            return unused.pop() if unused else torch.empty(numel, dtype=dtype, device=device)
+            return torch.empty(numel, dtype=dtype, device=device)
         if slot not in self._storage:
             self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
             self.counter.slots.add(self.plan.nbytes[slot])
@@ -118,7 +115,6 @@ class Slots:
     def give(self, buffer: Tensor) -> None:
         slot = self._slot_of.pop(id(buffer), None)
         if slot is None:
-            self._unused.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
             return
         self._uses[slot] -= 1
         if not self._uses[slot] and not self.plan.memory:
@@ -162,4 +158,3 @@ class Slots:
         self.counter.landing.current = 0
         self._storage.clear()
         self._slot_of.clear()
-        self._unused.clear()

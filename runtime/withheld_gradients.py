@@ -8,8 +8,9 @@ out, as in plain autograd and FSDP2.
 [Note: outputs that the loss leaves out]
 AOTAutograd gives backward zeros for the gradients of outputs that have none, so that parameters which only those
 outputs are made of would have zeros, and an optimizer with weight decay would move them. A prehook on the node of
-autograd that runs a graph's backward finds None in their places. What is then computed of zeros alone (``reach.py``) is
-returned as None; autograd leaves ``.grad`` as it was.
+autograd that runs a graph's backward finds None in their places. What is then computed of zeros alone is returned as
+None; autograd leaves ``.grad`` as it was. Which gradients these can be is read off the joint graph, before buckets tie
+their reductions together.
 
 Ranks may use different outputs: a parameter has a gradient where any rank has one (the others contribute zeros). Its
 reduction runs in any case, and beside it one all-reduce of a byte for each parameter that an output might leave out,
@@ -29,14 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.analysis.reach import Reach, find_reach
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand, operands
-from graph_fsdp.passes.transforms.accumulate import is_unsynced
+from graph_fsdp.passes.transforms.bucket import is_unsynced
 from graph_fsdp.runtime.ranks import lockstep
 
 
@@ -130,30 +130,43 @@ def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
 
 
 class AbsentGradients:
-    """The gradients that the backward of one graph may leave out. ``device``: of its tangents."""
+    """The gradients that the backward of one graph may leave out.
 
-    def __init__(self, reach: Reach, context: PassContext, kept: KeptGradients, device: torch.device) -> None:
-        self.reach, self.kept, self.device = reach, kept, device
-        model = context.model
+    Args:
+        tangents: place of such a gradient among all → a bit for each tangent that it is computed of.
+        parameters: its place → the name of the sharded parameter that it belongs to, "" for another input.
+        given: the tangents.
+    """
+
+    def __init__(
+        self,
+        tangents: dict[int, int],
+        parameters: dict[int, str],
+        given: Sequence[fx.Node],
+        context: PassContext,
+        kept: KeptGradients,
+    ) -> None:
+        self.tangents, self.parameters, self.kept = tangents, parameters, kept
+        self.device: torch.device = given[0].meta["val"].device
+        self.number_of_tangents, model = len(given), context.model
         self._tangents: Sequence[int | None] | None = None  # per output of autograd's node, which one is its gradient
         # Process groups that gradients are reduced in, one after the other.
         self._groups = [name for name in (model.group, model.replicate_group) if name] if model.ranks > 1 else []
         # What this graph keeps and does not reduce.
-        unsynced = {name for name in reach.uncertain_parameters if is_unsynced(model.parameters[name], context)}
-        self._unsynced = [index for index in reach.uncertain if reach.parameters[index] in unsynced]
-        local = set(self._unsynced)
-        self._agreed = [i for i in reach.uncertain if reach.parameters[i] and i not in local] if self._groups else []
-        self._own = [i for i in reach.uncertain if i not in local and i not in set(self._agreed)]
-        self._used = self._all = (1 << reach.number_of_tangents) - 1
+        named = [index for index, name in parameters.items() if name]
+        self._unsynced = [i for i in named if is_unsynced(model.parameters[parameters[i]], context)]
+        self._agreed = [i for i in named if i not in set(self._unsynced)] if self._groups else []
+        self._own = tangents.keys() - {*self._unsynced, *self._agreed}
+        self._used = self._all = (1 << self.number_of_tangents) - 1
 
     @property
     def agrees_on(self) -> tuple[str, ...]:
         """Parameters."""
-        return tuple(self.reach.parameters[index] for index in self._agreed)
+        return tuple(self.parameters[index] for index in self._agreed)
 
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, which AOTAutograd has just made: its outputs' node of autograd will run this backward."""
-        self._tangents = compat.tangents_of_outputs(self.reach.number_of_tangents)
+        self._tangents = compat.tangents_of_outputs(self.number_of_tangents)
         if self._tangents is None:
             return run
         note = self._note
@@ -186,12 +199,12 @@ class AbsentGradients:
 
     def run(self, program: Callable[..., Any], args: list[Any]) -> Any:
         used, self._used = self._used, self._all
-        lacking = {i for i in self.reach.uncertain if not self.reach.tangents[i] & used}
+        lacking = {index for index, bits in self.tangents.items() if not bits & used}
         agreement = self._start_agreement(lacking) if self._agreed else set[int]
         before = {i for i in lacking.intersection(self._unsynced) if self._is_kept(i)}
         outputs = list(program(args))
         for index in lacking.intersection(self._unsynced) - before:
-            self.kept.gradients.pop((self.reach.parameters[index], False), None)
+            self.kept.gradients.pop((self.parameters[index], False), None)
         for index in lacking.intersection(self._own) | agreement():
             outputs[index] = None
         return outputs
@@ -220,16 +233,33 @@ class AbsentGradients:
         return absent
 
     def _is_kept(self, index: int) -> bool:
-        name = self.reach.parameters[index]
+        name = self.parameters[index]
         return (name, False) in self.kept.gradients or (name, True) in self.kept.gradients
 
 
 def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> AbsentGradients | None:
-    """To be called where AOTAutograd divides a joint graph. None where every gradient is computed of every tangent."""
-    reach = find_reach(joint, context.forward_outputs)
-    if not reach.uncertain:
+    """To be called where AOTAutograd divides a joint graph. None where every gradient is computed of every tangent, or
+    of none. Linear in the graph."""
+    given = joint.with_role(Role.TANGENT)
+    bits: dict[fx.Node, int] = {node: 1 << index for index, node in enumerate(given)}
+    names: dict[fx.Node, str] = {}  # of what is computed of a reduction: the parameter's
+    for node in joint.fx_graph.nodes:
+        if node.op == "placeholder":
+            continue
+        for source in node.all_input_nodes:
+            if source in bits:
+                bits[node] = bits.get(node, 0) | bits[source]
+                names[node] = names.get(node) or names.get(source, "")
+        if node in bits and has_role(node, Role.REDUCE):
+            names[node] = node.meta["fsdp"].params[0]
+    gradients = enumerate(joint.outputs[context.forward_outputs :])
+    all_bits = (1 << len(given)) - 1
+    found = {i: node for i, node in gradients if isinstance(node, fx.Node) and bits.get(node, 0) not in (0, all_bits)}
+    if not found:
         return None
-    return AbsentGradients(reach, context, kept, joint.with_role(Role.TANGENT)[0].meta["val"].device)
+    tangents = {index: bits[node] for index, node in found.items()}
+    parameters = {index: names.get(node, "") for index, node in found.items()}
+    return AbsentGradients(tangents, parameters, given, context, kept)
 
 
 def _node_of(output: Any, given: set[Any]) -> Any:

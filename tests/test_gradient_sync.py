@@ -233,11 +233,11 @@ class DropsReductions(GraphPass):
 
     def run(self, graph, context) -> None:  # type: ignore[no-untyped-def]
         from graph_fsdp.passes.ir.dialect import Role
-        from graph_fsdp.passes.transforms import accumulate
+        from graph_fsdp.passes.transforms import bucket
 
         (node, *_) = graph.with_role(Role.SHARD_GRAD)
         with graph.fx_graph.inserting_before(graph.output):
-            kept = accumulate.keep(graph, node, context, node.meta["fsdp"].params[0], "root")
+            kept = bucket.keep(graph, node, context, node.meta["fsdp"].params[0], "root")
         node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is graph.output)
 
 

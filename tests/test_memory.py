@@ -253,7 +253,7 @@ def test_a_step_allocates_what_was_predicted(fake_group: None, case: str, reshar
     ("case", "reshard"), mostly_long([("mlp", None), ("mlp", True), ("gpt", True)], [("mlp", True)])
 )
 def test_a_step_without_slots_allocates_what_was_predicted(fake_group: None, case: str, reshard: bool | None) -> None:
-    """Freed buffers then wait in a pool until the end of the run."""
+    """Each buffer is then one of the allocator's, from its start to its free."""
     allocated_as_predicted(case, reshard, slots=False)
 
 
@@ -267,9 +267,9 @@ def allocated_as_predicted(case: str, reshard: bool | None, *, slots: bool = Tru
     tangents = backward.timeline["inputs"]
     holding = [total - held + tangents[0] for total, held in zip(backward.total, tangents, strict=True)]
     assert measured[1].peak in (backward.peak - backward.total[0], max(holding) - backward.total[0])
-    assert measured[0].end == forward.total[-1] - forward.timeline["pooled"][-1] - forward.total[0]
+    assert measured[0].end == forward.total[-1] - forward.total[0]
     assert all(m.peak > 0 for m in measured)
-    assert all((profile.timeline["pooled"][-1] == 0) == slots for profile in (forward, backward))
+    assert all(any(profile.timeline["pooled"]) <= slots for profile in (forward, backward))
 
 
 # The profile

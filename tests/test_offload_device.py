@@ -26,8 +26,7 @@ from graph_fsdp.passes import (
 )
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import set_record
-from graph_fsdp.passes.ir.spec import Offload, ParameterSpec, make_model_spec
-from graph_fsdp.passes.transforms.offload import HOST
+from graph_fsdp.passes.ir.spec import HOST, Offload, ParameterSpec, make_model_spec
 from graph_fsdp.passes.verify.verify import Verifier
 
 aten = torch.ops.aten

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_fsdp.passes import BudgetError
+from graph_fsdp.passes.analysis.simulate import Task
 from graph_fsdp.passes.transforms.schedule import (
     Gathers,
     Segments,
@@ -24,15 +25,15 @@ def gathers(*nbytes: int, last: list[int] | None = None) -> Gathers:
 
 def segments(compute: list[float], durations: list[float], reductions: dict[int, float] | None = None) -> Segments:
     """``compute[k]`` seconds after wait ``k``; ``reductions``: seconds of one that starts after that."""
-    events: list[float | int | tuple[str, float]] = []
-    arrivals, now = [], 0.0
+    gathers = [Task(seconds, "lane") for seconds in durations]
+    tasks, arrivals, now = [], [], 0.0
     for k, seconds in enumerate(compute):
         arrivals.append(now)
-        events += [k, seconds]
+        tasks += [Task(waits_for=gathers[k]), Task(seconds)]
         if reductions and k in reductions:
-            events.append(("lane", reductions[k]))
+            tasks.append(Task(reductions[k], "lane"))
         now += seconds
-    return Segments(events, ["lane"] * len(compute), durations, arrivals)
+    return Segments(tasks, gathers, arrivals)
 
 
 def test_a_gather_starts_as_late_as_still_hides_it() -> None:

@@ -13,7 +13,7 @@ from models import MLP
 from graph_fsdp.passes import HARDWARE, CostModel, Graph, Timeline, default_pipeline, simulate
 from graph_fsdp.passes.analysis.cost import GroupShape
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.planning import Conditions, Traced, memory_over_time, run, trace
+from graph_fsdp.planning import Conditions, Traced, run, trace
 
 SLOW_LINK = dataclasses.replace(
     HARDWARE["h100"], name="slow", intra=dataclasses.replace(HARDWARE["h100"].intra, bandwidth=1e9)
@@ -145,15 +145,6 @@ def test_a_running_collective_takes_processors_from_compute() -> None:
     timelines = [run(found.backward, cost, Conditions(contention=True)) for cost in (with_, without)]
     assert timelines[0].compute > timelines[1].compute
     assert timelines[0].compute <= timelines[1].compute / 0.75 + 1e-12
-
-
-def test_bytes_over_time_are_those_of_the_memory_model() -> None:
-    found = traced()
-    view = found.report.graphs[-1].view("backward")
-    assert view.memory is not None and view.timeline is not None
-    curve = memory_over_time(view.timeline, view.memory)
-    assert max(nbytes for _, nbytes in curve) == view.memory.peak
-    assert [seconds for seconds, _ in curve] == sorted(seconds for seconds, _ in curve)
 
 
 @pytest.mark.parametrize("straggler", [0.9, float("nan"), "2", True])

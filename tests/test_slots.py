@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import graph_fsdp
-from graph_fsdp.passes import Graph, GraphPass, PassContext, Role, default_pipeline
+from graph_fsdp.passes import Role, default_pipeline
 from graph_fsdp.passes.ir.spec import ALIGNMENT
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
 
@@ -186,50 +186,16 @@ def test_the_report_names_the_buckets_of_each_slot(fake_group: None) -> None:
     assert sorted(held) == sorted([*buckets, *(f"landing of {name}" for name in buckets)])
 
 
-# The plan
-
-
-class Planned(GraphPass):
-    """As if an earlier graph had had these slots."""
-
-    name = "planned"
-
-    def __init__(self, slots: dict[str, tuple[int | None, int | None]]) -> None:
-        self.slots = slots
-
-    def run(self, graph: Graph, context: PassContext) -> None:
-        context.plan.slots[graph.phase] = self.slots
-
-
-def layers_planned(*slots: int) -> dict[str, tuple[int | None, int | None]]:
-    pipeline = default_pipeline(prefetch=1).insert_before(
-        "slots", Planned({f"layers.{i}": (slot, None) for i, slot in enumerate(slots)})
-    )
-    model = graph_fsdp.compile(
-        Layers(), backend="eager", reshard_after_forward=True, passes=pipeline, auto_wrap_policy={nn.Linear}
-    )
-    with torch.no_grad():
-        model(torch.ones(4, 16))
-    return slots_of(graph_fsdp.inspect(model).inference)
-
-
-def test_planned_slots_are_kept_where_they_fit(fake_group: None) -> None:
-    own = layers_planned()
-    assert [slot for slot, _ in own.values()] == [0, 1, 0, 1]
-    assert [slot for slot, _ in layers_planned(1, 2, 0, 1).values()] == [1, 2, 0, 1]
-    assert layers_planned(0, 0, 1, 1) == own, "two live buffers in one slot"
-    assert layers_planned(0, 2, 0, 2) == own, "a slot that nothing lies in"
-    assert layers_planned(0, 1, 0) == own, "a bucket that was not planned"
+# Recompilations
 
 
 def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
     model = graph_fsdp.compile(MLP(), backend="eager", dynamic=False)
     for rows in (4, 6):
         model(torch.ones(rows, 16)).sum().backward()
-    (plan,) = engine_of(model).schedules.plans.values()
     first, second = graph_fsdp.inspect(model).graphs
     for phase in ("forward", "backward"):
-        assert slots_of(first.views[phase]) == slots_of(second.views[phase]) == plan.slots[phase]
+        assert slots_of(first.views[phase]) == slots_of(second.views[phase])
 
 
 # What a run allocates

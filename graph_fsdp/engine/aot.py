@@ -17,9 +17,8 @@ from graph_fsdp.passes.ir.effects import draws
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage, collector_paused
-from graph_fsdp.passes.transforms.annotate import mark_tangents
-from graph_fsdp.passes.transforms.saved_inputs import save_as_they_were
-from graph_fsdp.passes.transforms.unsharded import take_unsharded
+from graph_fsdp.passes.transforms.insert_gathers import mark_tangents
+from graph_fsdp.passes.transforms.partitioned import save_as_they_were, take_unsharded
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime.withheld_gradients import find_absent
 

@@ -88,7 +88,7 @@ class Schedules:
         if failed:
             raise RankDisagreement(f"rank {self.ranks[0]} failed to schedule {key!r}, this rank did not: see its error")
         if plan is None:
-            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept, context.plan.slots)
+            plan = Plan({graph.phase: graph.collectives for graph in graphs}, context.plan.kept)
         if is_new and decides and shared:
             publish(key, json.dumps({"kind": kind, "plan": plan.to_json()}), self.ranks)
         fingerprint = tuple(_fingerprint(graphs, pipeline, context))

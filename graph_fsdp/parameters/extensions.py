@@ -1,7 +1,7 @@
 """FSDP2's tensor extensions: parameters of a subclass that says what is gathered of them, and what becomes of that.
 
 ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are called while the graphs are traced, and what they compute is in
-the graphs (see ``passes/transforms/payloads.py``). So they must do the same at every call, on every rank. All that they
+the graphs (see ``passes/transforms/sources.py``). So they must do the same at every call, on every rank. All that they
 may communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
 checkpoints see those.
 

@@ -33,8 +33,7 @@ from graph_fsdp.module.changed_parameters import AssignedData, check_tied, check
 from graph_fsdp.parameters.placeholder import guard
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
 from graph_fsdp.parameters.tensor_parallel import give_memory, shard_spec
-from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, aligned
-from graph_fsdp.passes.transforms.offload import HOST
+from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 
 
 class Storage(Shards):

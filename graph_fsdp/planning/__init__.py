@@ -1,6 +1,6 @@
 """Planning: what a model would do on a cluster that is not there."""
 
-from graph_fsdp.passes.analysis.simulate import Conditions, memory_over_time
+from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.passes.analysis.simulate import simulate as run
 from graph_fsdp.planning.prediction import Plan, plan
 from graph_fsdp.planning.search import Candidate, Choice, Search, search
@@ -13,7 +13,6 @@ __all__ = [
     "Plan",
     "Search",
     "Traced",
-    "memory_over_time",
     "plan",
     "run",
     "search",

@@ -92,7 +92,9 @@ class Measurements:
 
 def op_key(node: fx.Node) -> str:
     """A call by its operator, input and output tensors: equal for equal work in every trace, process and rank."""
-    inputs = ", ".join(_describe(source.meta.get("val")) for source in _tensor_inputs(node))
+    values: list[Any] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: values.append(n.meta.get("val")))  # repeated inputs repeat
+    inputs = ", ".join(_describe(value) for value in values if next(iterate_tensors(value), None) is not None)
     return f"{node.target}({inputs}) -> {_describe(node.meta.get('val'))}"
 
 
@@ -101,12 +103,6 @@ def collective_key(node: fx.Node) -> str:
     ranks = dialect.argument(node, "world_size" if has_argument(node, "world_size") else "ranks")
     dtype = _dtype_name(node.meta["val"].dtype)
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
-
-
-def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))  # repeated inputs repeat
-    return [n for n in found if next(iterate_tensors(n.meta.get("val")), None) is not None]
 
 
 def _describe(value: Any) -> str:
@@ -121,14 +117,6 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _full_nbytes(node: fx.Node, size: int) -> int:
     """Bytes of the whole buffer of a collective: what an all-gather gives and a reduce-scatter takes."""
     return value_nbytes(node.meta["val"]) * (size if node.target is dialect.reduce_scatter_start else 1)
-
-
-@dataclass(frozen=True)
-class _Algorithm:
-    """Seconds of a collective on B bytes: ``steps + B · per_byte``."""
-
-    steps: float
-    per_byte: float
 
 
 class CostModel:
@@ -172,13 +160,10 @@ class CostModel:
             if seconds is not None:
                 return seconds
         hardware = self.hardware
-        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * self._efficiency(work))
+        efficiency = getattr(hardware, work.efficiency) or hardware.matmul_efficiency / 2
+        arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * efficiency)
         traffic = self._traffic_seconds(work.read + work.written)
         return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale
-
-    def _efficiency(self, work: Work) -> float:
-        given: float | None = getattr(self.hardware, f"{work.arithmetic.value}_efficiency")
-        return given or self.hardware.matmul_efficiency / 2
 
     def _traffic_seconds(self, nbytes: int) -> float:
         return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)
@@ -210,7 +195,7 @@ class CostModel:
         algorithms = self._algorithms(group)
         if not algorithms:
             return 0.0
-        return self.hardware.collective_launch + min(a.steps + nbytes * a.per_byte for a in algorithms)
+        return self.hardware.collective_launch + min(steps + nbytes * per_byte for steps, per_byte in algorithms)
 
     def all_reduce_seconds(self, nbytes: int, group: str) -> float:
         """Seconds of an all-reduce; ``nbytes`` of the buffer. 0 on a group of one rank."""
@@ -235,17 +220,11 @@ class CostModel:
         bandwidth that an endless one reaches. 0 on a group of one rank."""
         if not 0 < efficiency < 1:
             raise ValueError(f"efficiency must be above 0 and below 1, got {efficiency!r}")
-        algorithms = self._algorithms(group)
-        best = min((a.per_byte for a in algorithms), default=0.0)
+        algorithms, launch = self._algorithms(group), self.hardware.collective_launch
+        best = min((per_byte for _, per_byte in algorithms), default=0.0)
         # B · best = efficiency · (launch + steps + B · per_byte), for the algorithm that gets there first
-        return min(
-            (
-                math.ceil(efficiency * (self.hardware.collective_launch + a.steps) / (best - efficiency * a.per_byte))
-                for a in algorithms
-                if best > efficiency * a.per_byte
-            ),
-            default=0,
-        )
+        rates = ((launch + steps, best - efficiency * per_byte) for steps, per_byte in algorithms)
+        return min((math.ceil(efficiency * fixed / rate) for fixed, rate in rates if rate > 0), default=0)
 
     def message_seconds(self, group: str) -> float:
         """What one more message in a grouped (coalesced) all-gather costs besides its bytes: messages of a group
@@ -253,7 +232,7 @@ class CostModel:
         need not wait for each other, and cannot take a copy out again."""
         if self.combining:
             return 0.0
-        return min((a.steps for a in self._algorithms(group)), default=0.0)
+        return min((steps for steps, _ in self._algorithms(group)), default=0.0)
 
     def levels(self, group: str) -> frozenset[str]:
         """The levels of the network that the group's collectives use: "intra", "inter"."""
@@ -271,7 +250,8 @@ class CostModel:
             raise ValueError(f"group: the cost model was given no process group {group!r}; it has {known}")
         return self.groups[group]
 
-    def _algorithms(self, group: str) -> tuple[_Algorithm, ...]:
+    def _algorithms(self, group: str) -> tuple[tuple[float, float], ...]:
+        """(steps, per_byte) of each algorithm: a collective on B bytes takes ``steps + B · per_byte`` seconds."""
         shape, hardware = self._shape(group), self.hardware
         n, local = shape.size, self._local(group)
         if n == 1:
@@ -283,7 +263,7 @@ class CostModel:
         per_byte = max(inside, outside)
         ring = (n - islands) * intra.latency + (islands - 1) * inter.latency
         log = _log2(local) * intra.latency + _log2(islands) * inter.latency
-        return _Algorithm(ring, per_byte), _Algorithm(log, 2 * per_byte)
+        return (ring, per_byte), (log, 2 * per_byte)
 
 
 def _log2(count: int) -> int:

@@ -153,7 +153,7 @@ def _read(row: str) -> Hardware:
     peaks = zip(_PEAKS, cells[:4], strict=True)
     bandwidth, memory, matmul, traffic, launch, island, *links, collective = cells[4:]
     intra, inter = (Link(float(f"{g}e9"), float(f"{us}e-6"), float(part)) for g, us, part in (links[:3], links[3:]))
-    hopper = name in _ATTENTION
+    attention, attention_backward = _ATTENTION.get(name, (None, None))
     return Hardware(
         name,
         {dtype: float(tera) * 1e12 for dtypes, tera in peaks if tera != "-" for dtype in dtypes},
@@ -166,9 +166,9 @@ def _read(row: str) -> Hardware:
         intra=intra,
         inter=inter,
         collective_launch=float(f"{collective}e-6"),
-        attention_efficiency=_ATTENTION[name][0] if hopper else None,
-        attention_backward_efficiency=_ATTENTION[name][1] if hopper else None,
-        interference=20 / 132 if hopper else 0.0,
+        attention_efficiency=attention,
+        attention_backward_efficiency=attention_backward,
+        interference=20 / 132 if attention else 0.0,
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from graph_fsdp import compat
@@ -89,24 +90,17 @@ class Kind(enum.Enum):
     KERNEL = "kernel"
 
 
-class Arithmetic(enum.Enum):
-    """Which efficiency of the hardware a kernel's arithmetic has, by the name of its field."""
-
-    MATMUL = "matmul"
-    ATTENTION = "attention"
-    ATTENTION_BACKWARD = "attention_backward"
-
-
 @dataclass
 class Work:
-    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in; ``executed`` the
-    part of them that a kernel computes, which is half under a causal mask; ``read`` and ``written`` are bytes;
-    ``launches`` is 1 on the first node of each kernel."""
+    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in, ``efficiency`` the
+    field of :class:`.hardware.Hardware` that says which part of the peak they reach; ``executed`` the part of them that
+    a kernel computes, which is half under a causal mask; ``read`` and ``written`` are bytes; ``launches`` is 1 on the
+    first node of each kernel."""
 
     kind: Kind
     flops: int = 0
     dtype: torch.dtype = torch.float32
-    arithmetic: Arithmetic = Arithmetic.MATMUL
+    efficiency: str = "matmul_efficiency"
     executed: float = 1.0
     read: int = 0
     written: int = 0
@@ -126,19 +120,20 @@ def value_nbytes(value: Any) -> int:
 def kind_of(node: fx.Node) -> Kind:
     free = node.op != "call_function" or node.target in dialect.EXECUTED or is_view(node)
     operator = packet(node)
-    if free or operator in _ALLOCATIONS or not _has_tensor(node):
+    if free or operator in _ALLOCATIONS or not has_tensor(node):
         return Kind.FREE
     if _flop_formula(operator) is not None or operator in _SCATTERS:
         return Kind.KERNEL
     if isinstance(node.target, compat.HigherOrderOperator) or _is_complex(node):
         return Kind.KERNEL
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
-    constant = not any(map(_has_tensor, node.all_input_nodes))
+    constant = not any(map(has_tensor, node.all_input_nodes))
     fusible = pointwise or constant or operator in _REDUCTIONS or operator in _LOOKUPS
     return Kind.FUSIBLE if fusible else Kind.KERNEL
 
 
-def _has_tensor(node: fx.Node) -> bool:
+def has_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is or holds a tensor."""
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 
@@ -213,7 +208,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
             mine.flops, mine.dtype = node_flops(node), _compute_dtype(node)
             if packet(node) in _ATTENTION:
                 backward = packet(node) in _IN_BACKWARD
-                mine.arithmetic = Arithmetic.ATTENTION_BACKWARD if backward else Arithmetic.ATTENTION
+                mine.efficiency = "attention_backward_efficiency" if backward else "attention_efficiency"
                 mine.executed = 0.5 if argument(node, "is_causal") else 1.0
         for source, most in _reads(node, sizes):
             root = roots[source]
@@ -247,18 +242,12 @@ def _fusion_groups(
 ) -> dict[fx.Node, fx.Node]:
     """Node → the node that stands for its kernel."""
     levels = _levels(nodes, work, roots)
-    group = {node: node for node in nodes}
-
-    def find(node: fx.Node) -> fx.Node:
-        while group[node] is not node:
-            group[node] = node = group[group[node]]
-        return node
-
+    groups = UnionFind(nodes)
     for node in nodes:
         for root in (roots[source] for source in node.all_input_nodes if work[node].kind is Kind.FUSIBLE):
             if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
-                group[find(root)] = find(node)
-    return {node: find(node) for node in nodes}
+                groups.union(root, node)
+    return {node: groups[node] for node in nodes}
 
 
 def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:

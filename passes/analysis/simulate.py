@@ -17,13 +17,12 @@ times the number of streams.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
-from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
@@ -119,15 +118,6 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
     return Timeline(end, first.busy, busiest, end - first.busy, events, dict(zip(tasks, first.starts, strict=True)))
 
 
-def memory_over_time(timeline: Timeline, memory: MemoryProfile) -> list[tuple[float, int]]:
-    """Seconds from the start of the graph → live bytes, where they change."""
-    curve: list[tuple[float, int]] = []
-    for seconds, nbytes in zip(timeline.starts.values(), memory.total, strict=True):
-        if not curve or curve[-1][1] != nbytes:
-            curve.append((seconds, nbytes))
-    return curve
-
-
 @dataclass(eq=False, slots=True)
 class _Work:
     """Something that takes time: ``seconds`` of it at full speed."""
@@ -169,7 +159,6 @@ class _Rank:
     busy: float = 0.0  # seconds in which it has computed
     starts: list[float] = field(default_factory=list)  # when it came to each task
     waited: dict[Task, float] = field(default_factory=dict)
-    index: int = 0  # of the task that it is at
 
 
 class Simulation:
@@ -185,29 +174,29 @@ class Simulation:
 
     def run(self) -> float:
         """Return the seconds until the last rank is through and nothing is under way."""
+        courses = [self._course(rank, number) for number, rank in enumerate(self.ranks)]
         while True:
-            for number, rank in enumerate(self.ranks):
-                self._proceed(rank, number)
+            for course in courses:
+                next(course, None)
             if not self._advance():
                 return self.now
 
-    def _proceed(self, rank: _Rank, number: int) -> None:
-        """Through all that takes the rank no time."""
-        while rank.work is None and rank.index < len(self.tasks):
-            task = self.tasks[rank.index]
-            if len(rank.starts) == rank.index:
-                rank.starts.append(self.now)
+    def _course(self, rank: _Rank, number: int) -> Iterator[None]:
+        """A rank goes through its tasks, and yields as long as it computes or waits."""
+        for task in self.tasks:
+            rank.starts.append(self.now)
             if task.waits_for is not None:
-                if not self.transfers[task.waits_for, number if task.waits_for.own else None].done:
-                    return
-                rank.waited[task.waits_for] = self.now - rank.starts[rank.index]
+                transfer = self.transfers[task.waits_for, number if task.waits_for.own else None]
+                while not transfer.done:
+                    yield
+                rank.waited[task.waits_for] = self.now - rank.starts[-1]
             elif task.lane:
                 self._reach(task, number if task.own else None)
             elif seconds := task.seconds * rank.slowness:
                 rank.work = _Work(seconds)
                 rank.work.start(self.now)
-                return
-            rank.index += 1
+                while rank.work is not None:
+                    yield
 
     def _reach(self, task: Task, owner: int | None) -> None:
         """A rank is at a task that starts a transfer."""
@@ -235,7 +224,6 @@ class Simulation:
             if rank.work is not None and rank.work.end <= self.now:
                 rank.busy += rank.work.taken
                 rank.work = None
-                rank.index += 1
         for transfer in running:
             if transfer.end <= self.now:
                 transfer.done = True

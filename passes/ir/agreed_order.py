@@ -21,18 +21,16 @@ from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 
-SlotsOfBuckets = dict[str, tuple[int | None, int | None]]  # bucket → slot of its buffer, of its landing buffer
 Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in which they start
 
 
 @dataclass
 class Plan:
     """Holds the decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered
-    from forward to backward, None before the reshard pass has decided; ``slots``: per phase, of gathered buffers."""
+    from forward to backward, None before the reshard pass has decided."""
 
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
-    slots: dict[Phase, SlotsOfBuckets] = field(default_factory=dict)
 
     def keep(self, graph: Graph) -> bool:
         """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
@@ -43,7 +41,7 @@ class Plan:
 
     def copy(self) -> Plan:
         """Return a plan that may be changed apart from this one."""
-        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept), dict(self.slots))
+        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -52,8 +50,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         value = json.loads(text)
         collectives = {phase: [(k, b) for k, b in entries] for phase, entries in value["collectives"].items()}
-        slots = {phase: {b: tuple(pair) for b, pair in buckets.items()} for phase, buckets in value["slots"].items()}
-        return cls(collectives, value["kept"], slots)
+        return cls(collectives, value["kept"])
 
 
 def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:

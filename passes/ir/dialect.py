@@ -12,7 +12,7 @@ A bucket is gathered in one message, or in several launched as a group: ``messag
 each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
 lands in place; parameters that share one are unpacked by the wait. ``shards`` are the parameters' chunks, or one flat
 tensor of all ``length`` elements, in which ``numels`` says how long the chunks at ``offsets`` are. Such a tensor is
-what ``keep_shard`` cuts out of a gathered buffer (see ``keep_shard.py``).
+what ``keep_shard`` cuts out of a gathered buffer (see ``reshard.py``).
 
 Gradients are reduced in ``dtype``, and in messages too: ``messages`` says how many of ``grads`` share each, in their
 order; none is one of all. A gradient that has a message of its own is sent from where it lies, if it has the type of
@@ -32,11 +32,11 @@ A reduction yields the mean, by the group's own means, unless ``factor`` says wh
 one that was reduced over the ranks that shard, is added up in ``reduce_dtype`` until a graph reduces the parameter's
 gradient, which takes it along. Autograd is then given no gradient; the value, of ``shard_shape`` and ``dtype``, and on
 ``device`` where shards lie on another one, exists for the tracer alone.
-Where shards are kept on the CPU (``offload.py``), ``gather_param`` is told the ``device`` to gather on, and
+Where shards are kept on the CPU (``sources.py``), ``gather_param`` is told the ``device`` to gather on, and
 ``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
 ``reduce_payloads``: an all-reduce that tensor extensions ask for, of small tensors of one type: flat, one behind the
-other, and waited for at once. ``op`` is that of functional collectives (``payloads.py``).
+other, and waited for at once. ``op`` is that of functional collectives (``sources.py``).
 
 A node's role is a fact of its ``meta["fsdp"]`` record (``records.py``), never of its name. The operators'
 implementations on process groups are in the runtime.

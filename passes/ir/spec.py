@@ -37,7 +37,7 @@ class ParameterSpec:
     trainable: bool
     world_size: int
     shard_dim: int = 0
-    extended: bool = False  # travels as payloads, which a tensor extension computes of it (payloads.py)
+    extended: bool = False  # travels as payloads, which a tensor extension computes of it (sources.py)
 
     @property
     def replicated(self) -> bool:
@@ -142,6 +142,9 @@ class BucketSpec:
     def full_nbytes(self) -> int:
         """The bytes of the bucket gathered whole."""
         return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
+
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)

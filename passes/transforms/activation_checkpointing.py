@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -29,15 +29,16 @@ import torch
 from torch import fx
 
 from graph_fsdp.compat import CheckpointPolicy, HigherOrderOperator, OpOverload, OpOverloadPacket
+from graph_fsdp.passes.analysis.kernels import has_tensor
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import is_random, mutated_inputs
-from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.unit_calls import unit_calls
 from graph_fsdp.passes.pipeline import PassPipeline
+from graph_fsdp.passes.transforms.edits import computed_of, reached_from
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
-from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes, is_of_parameters, save, tag
+from graph_fsdp.passes.transforms.recompute import forward_nodes, is_of_parameters, save, tag
 
 Operator: TypeAlias = Any  # OpOverload, OpOverloadPacket or HigherOrderOperator
 Recompute: TypeAlias = Literal["unit", "selective"] | float | Collection[Operator] | None
@@ -150,7 +151,9 @@ class CheckpointActivations(GraphPass):
             node.meta["ac_graph_id"] = first_id + call.index
             if node.target is operator.getitem:  # as what it is an element of
                 continue
-            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and _can_be_recomputed(node):
+            # Not what writes, and no collective of the user's: all ranks would run it a second time.
+            once = mutated_inputs(node) or getattr(node.target, "namespace", "") in ("_c10d_functional", "c10d")
+            if node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE and not once:
                 tag(node, CheckpointPolicy.MUST_RECOMPUTE)
                 tagged += 1
         for node in (*saved, *joint.borders()):
@@ -181,7 +184,8 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
     Raises:
         ValueError: it has such a pass already, or no place for one.
     """
-    tagging = [p.name for p in pipeline if "recompute_tagged" in p.provides]
+    tagging = [p.name for p in pipeline if not {"recompute_tagged", "activations_tagged"}.isdisjoint(p.provides)]
+    freeing = next(p.name for p in pipeline if "freed" in p.provides)  # every pipeline has one
     if not tagging:
         raise ValueError("activation_checkpointing needs a pass that provides 'recompute_tagged', and passes has none")
     new: list[GraphPass] = [CheckpointActivations(policy.recompute)] if policy.recompute is not None else []
@@ -191,13 +195,9 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
             raise ValueError(
                 f"activation_checkpointing is given, and passes has a pass {p.name!r} already; leave one of the two out"
             )
-    for p in new:
-        if isinstance(p, OffloadActivations):
-            freeing = next(q.name for q in pipeline if "freed" in q.provides)  # every pipeline has one
-            pipeline = pipeline.insert_before(freeing, p)
-        else:
-            tagging += [q.name for q in pipeline if isinstance(q, CheckpointActivations)]
-            pipeline = pipeline.insert_after(tagging[-1], p)
+    for p in reversed(new):  # each in front of those that are there already
+        in_joint = "joint" in p.phases
+        pipeline = pipeline.insert_after(tagging[-1], p) if in_joint else pipeline.insert_before(freeing, p)
     return pipeline
 
 
@@ -207,18 +207,20 @@ class _Joint:
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes
-        self.of_gradients = gradient_nodes(graph)
+        self.of_gradients = reached_from(graph, graph.with_role(Role.TANGENT))
         self.forward = forward_nodes(graph, context)
         # Gathers and what is computed of parameters alone: the pass before this one has tagged them.
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
         # by then, and tags of different units would have it saved.)
-        self.constants = _constants(nodes)
+        self.constants = computed_of(
+            nodes, lambda node: node.op == "get_attr" or (not node.all_input_nodes and _is_pure(node)), _is_pure
+        )
         left_out = self.of_gradients | self.of_parameters | self.constants
         calls = unit_calls(graph, context.model)
-        self.calls = {n: call for n, call in calls.items() if n not in left_out and _is_tensor(n)}
+        self.calls = {n: call for n, call in calls.items() if n not in left_out and has_tensor(n)}
         for node in nodes:  # what backward computes of a unit's activations alone, for its gradients
-            if node.op == "call_function" and node not in self.forward and node not in left_out and _is_tensor(node):
+            if node.op == "call_function" and node not in self.forward and node not in left_out and has_tensor(node):
                 of = {self.calls[source] for source in node.all_input_nodes if source in self.calls}
                 if node not in self.calls and len(of) == 1:
                     self.calls[node] = of.pop()
@@ -228,7 +230,7 @@ class _Joint:
         left_out = self.of_parameters | self.constants
         found = []
         for node in self.graph.fx_graph.nodes:
-            if node.op == "call_function" and node in self.forward and node not in left_out and _is_tensor(node):
+            if node.op == "call_function" and node in self.forward and node not in left_out and has_tensor(node):
                 own = self.calls.get(node)
                 given = own is not None and self.graph.output in node.users
                 if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
@@ -237,31 +239,15 @@ class _Joint:
 
     def readers_of_unneeded_buckets(self) -> list[fx.Node]:
         """What reads parameters of buckets of which no gradient reads any."""
-        names: dict[fx.Node, frozenset[str]] = {}
+        of, read = dict[fx.Node, set[str]](), dict[fx.Node, set[str]]()  # buckets that a parameter is of, a node reads
         for node in self.graph.fx_graph.nodes:
-            if has_role(node, Role.GATHER):
-                names[node] = frozenset({node.meta["fsdp"].bucket})
-            elif node in self.of_parameters:
-                names[node] = frozenset().union(*(names.get(source, ()) for source in node.all_input_nodes))
-        needed = {b for node in self.of_gradients for source in node.all_input_nodes for b in names.get(source, ())}
-        reads = {node: [names.get(source, frozenset()) for source in node.all_input_nodes] for node in self.forward}
-        found = {n for n, read in reads.items() if n not in self.of_parameters and any(not r <= needed for r in read)}
-        return [node for node in self.graph.fx_graph.nodes if node in found]
+            read[node] = {bucket for source in node.all_input_nodes for bucket in of.get(source, ())}
+            if node in self.of_parameters:
+                of[node] = {node.meta["fsdp"].bucket} if has_role(node, Role.GATHER) else read[node]
+        needed = {bucket for node in self.of_gradients for bucket in read[node]}
+        others = self.forward - self.of_parameters
+        return [node for node, buckets in read.items() if node in others and not buckets <= needed]
 
 
-def _can_be_recomputed(node: fx.Node) -> bool:
-    """Not what writes, and no collective of the user's: all ranks would run it a second time."""
-    return not mutated_inputs(node) and getattr(node.target, "namespace", "") not in ("_c10d_functional", "c10d")
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return next(iterate_tensors(node.meta.get("val")), None) is not None
-
-
-def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for node in nodes:
-        computed = node.op == "call_function" and found.issuperset(node.all_input_nodes)
-        if node.op == "get_attr" or (computed and not is_random(node) and not mutated_inputs(node)):
-            found.add(node)
-    return found
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_random(node) and not mutated_inputs(node)

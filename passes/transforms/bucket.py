@@ -2,6 +2,12 @@
 
 What comes out is a correct serial schedule: a bucket is started and waited for just before its first use, and
 reduced and waited for just after its last gradient. Moving starts up and waits down is the schedule pass's job.
+
+Reductions follow the settings made after compile. A graph that does not reduce a unit's gradients
+(``set_requires_gradient_sync(False)``) ends each of them in an ``accumulate_grad`` where the reduction would start, so
+that the compute regions are those of the graph that reduces. Where replicas alone are left out
+(``set_requires_all_reduce(False)``) gradients are reduced over the ranks that shard, and their shards are kept. The
+next graph that reduces a parameter's gradient adds what is kept to it, in the executor.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +25,13 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
-from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operand
-from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.transforms.accumulate import call_hook, is_unreplicated, is_unsynced, keep, reduction_options
+from graph_fsdp.passes.ir.spec import HOST, BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.transforms.arrange import BucketSize, arrange_buckets
-from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait
-from graph_fsdp.passes.transforms.payloads import combine_reductions, place_payloads
-from graph_fsdp.passes.transforms.share import share_buckets
+from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait, without_defaults
+from graph_fsdp.passes.transforms.reshard import share_buckets
+from graph_fsdp.passes.transforms.sources import combine_reductions, place_payloads
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -78,14 +83,16 @@ class Bucket(GraphPass):
         place_payloads(graph)
         for name, nodes in copied.items():
             _fetch(graph, context, name, nodes)
-        kept = _reduce(graph, context)
-        return _summary(graph, context, len(gathered), kept)
+        _reduce(graph, context)
+        return _summary(graph, context, len(gathered))
 
 
-def _summary(graph: Graph, context: PassContext, gathered: int, kept: int) -> str:
+def _summary(graph: Graph, context: PassContext, gathered: int) -> str:
     model, reduced = context.model, len(graph.with_role(Role.REDUCE_START))
     if model.ranks == 1:
         return "one rank: each shard is the parameter, each gradient is its own mean"
+    unsynced = (n for n in graph.with_role(Role.ACCUMULATE) if is_unsynced(_parameter(n, context), context))
+    kept = sum(node.meta["fsdp"].nbytes for node in unsynced)
     whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
     if model.world_size == 1:
         return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
@@ -166,16 +173,11 @@ def _gather(
         gather = by_name[p.name]
         # The view stands where the parameter is first used, so that it falls into the same compute region.
         with graph.fx_graph.inserting_before(first_uses[gather]):
-            view = _unpack(graph, wait, p, offset * p.world_size, gather)
+            padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
+            view = _piece(graph, wait, offset * p.world_size, padded, p.name, gather)
+            if padded != p.stored_shape:
+                view = graph.call(aten.slice.Tensor, (view, 0, 0, p.rows), name=p.name, like=gather)
         graph.replace({gather: recorded(view, record, Role.UNPACK, (p.name,))})
-
-
-def _unpack(graph: Graph, buffer: fx.Node, p: ParameterSpec, begin: int, like: fx.Node) -> fx.Node:
-    padded = (p.chunk_rows * p.world_size, *p.stored_shape[1:])
-    node = _piece(graph, buffer, begin, padded, p.name, like)
-    if padded != p.stored_shape:
-        node = graph.call(aten.slice.Tensor, (node, 0, 0, p.rows), name=p.name, like=like)
-    return node
 
 
 def _piece(graph: Graph, flat: fx.Node, begin: int, shape: Sequence[int], name: str, like: fx.Node) -> fx.Node:
@@ -213,9 +215,9 @@ def _begins(parameters: Sequence[ParameterSpec]) -> list[int]:
 # Reductions
 
 
-def _reduce(graph: Graph, context: PassContext) -> int:
-    """Reduce gradients, or keep them whole; bytes of those that are kept."""
-    positions, kept = graph.positions(), 0
+def _reduce(graph: Graph, context: PassContext) -> None:
+    """Reduce gradients, or keep them whole."""
+    positions = graph.positions()
     groups: _Groups = {}
     gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
     for node in graph.with_role(Role.REDUCE):
@@ -235,13 +237,11 @@ def _reduce(graph: Graph, context: PassContext) -> int:
         if unsynced:
             with graph.fx_graph.inserting_before(behind(graph, unsynced.values(), positions)):
                 for node, grad in unsynced.items():
-                    p = _parameter(node, context)
-                    gradients[node] = keep(graph, grad, context, p.name, node.meta["fsdp"].bucket)
-                    kept += gradients[node].meta["fsdp"].nbytes
+                    record = node.meta["fsdp"]
+                    gradients[node] = keep(graph, grad, context, record.params[0], record.bucket)
         if synced := [node for node in nodes if node not in unsynced]:
             gradients |= _reduce_bucket(graph, context, name, synced, positions)
     graph.replace(gradients)
-    return kept
 
 
 def _reduce_bucket(
@@ -295,4 +295,51 @@ def _reduced(
     if model.world_size > 1 and model.replicas > 1:
         over = (flat, model.ranks, model.replicate_group)
         flat = start_and_wait(graph, dialect.all_reduce_shard_start, over, of, options)
-    return flat if hooked is None else call_hook(graph, flat, hooked), begins
+    if hooked is not None:  # the user's function is shown what a reduction has left
+        hook = graph.call(dialect.reduce_hook, (flat, hooked), name=f"hook_{hooked or 'root'}")
+        flat = set_record(hook, replace(flat.meta["fsdp"], role=Role.REDUCE_HOOK))
+    return flat, begins
+
+
+def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
+    """Whether a gradient is kept as it is. Where nothing is sharded, the replicas are all that it is reduced over."""
+    settings = context.settings
+    return p.unit in settings.unsynced or (context.model.world_size == 1 and p.unit in settings.unreplicated)
+
+
+def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
+    """Whether a gradient is kept after its reduction over the ranks that shard."""
+    model = context.model
+    return model.replicas > 1 and model.world_size > 1 and p.unit in context.settings.unreplicated
+
+
+def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
+    """``grad``: whole, or this rank's shard of it."""
+    p = context.model.parameters[parameter]
+    device = HOST if context.model.offload is not None else None
+    arguments = (grad, list(p.shard_shape), p.dtype, p.reduce_dtype, p.name, device)
+    given = without_defaults(dialect.accumulate_grad, arguments)
+    node = graph.call(dialect.accumulate_grad, given, name=f"{p.name}.kept")
+    return set_record(node, NodeRecord(Role.ACCUMULATE, p.unit, bucket, (p.name,), nbytes(grad.meta["val"])))
+
+
+def reduction_options(
+    parameters: list[ParameterSpec], bucket: str, context: PassContext
+) -> tuple[dict[str, Any], str | None]:
+    """Keyword arguments of the collectives that reduce these parameters' gradients, and the unit whose hook sees the
+    result, if there is one.
+
+    Raises:
+        ValueError: the units of the bucket differ in what the user has set.
+    """
+    settings, units = context.settings, list(dict.fromkeys(p.unit for p in parameters))
+    found = [(settings.divide_factor(u), u in settings.summed, u if u in settings.hooked else None) for u in units]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the gradients of the units {', '.join(map(repr, units))} are reduced together, in bucket {bucket!r}, and "
+            "are to be divided, summed or hooked in different ways; set the same for all of them, or compile with "
+            "passes=default_pipeline(bucket='unit')"
+        )
+    factor, summed, hooked = found[0]
+    options = {"factor": factor, "summed": summed or None}
+    return {key: value for key, value in options.items() if value is not None}, hooked

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from graph_fsdp.compat import OpOverload, schema_arguments
@@ -81,6 +82,27 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def computed_of(
+    nodes: Iterable[fx.Node], is_source: Callable[[fx.Node], bool], joins: Callable[[fx.Node], bool] = bool
+) -> set[fx.Node]:
+    """The sources among nodes in the graph's order, and what joins of all that is computed of them alone."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if is_source(node) or (inputs and found.issuperset(inputs) and joins(node)):
+            found.add(node)
+    return found
+
+
+def reached_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """The sources, and what is computed of them and of other values."""
+    found = set(sources)
+    for node in graph.fx_graph.nodes:
+        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def put_behind_inputs(graph: Graph, nodes: Iterable[fx.Node]) -> None:
     """Move nodes to the beginning of the graph, in the order that they have in it."""
     positions, inputs = graph.positions(), graph.placeholders
@@ -106,6 +128,15 @@ def add_outputs(graph: Graph, place: int | None, nodes: Iterable[fx.Node]) -> No
     outputs = operands(graph.output)
     outputs[len(outputs) if place is None else place : place] = nodes
     graph.output.args = (tuple(outputs),)
+
+
+def first_saved(backward: Graph) -> fx.Node:
+    """The first tensor that backward receives.
+
+    [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Tensors of
+    ours go in front of the saved ones, as they stand in front of them among forward's outputs, behind the user's.
+    """
+    return next(node for node in backward.placeholders if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def units_of(node: fx.Node, context: PassContext) -> set[str]:

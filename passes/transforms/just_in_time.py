@@ -26,7 +26,8 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms.recompute import forward_nodes, gradient_nodes
+from graph_fsdp.passes.transforms.edits import computed_of, reached_from
+from graph_fsdp.passes.transforms.recompute import forward_nodes
 
 # What fewer units read is of these units: an activation, read by the unit that made it and the one behind.
 _SHARED = 3
@@ -48,7 +49,7 @@ class JustInTime(GraphPass):
 
 def _before_uses(graph: Graph) -> list[fx.Node]:
     positions = graph.positions()
-    gradients = gradient_nodes(graph)
+    gradients = reached_from(graph, graph.with_role(Role.TANGENT))
     roots = [node for node in graph.fx_graph.nodes if node in gradients and node.op != "placeholder"]
     order = dict.fromkeys(graph.placeholders)
     for root in (*roots, graph.output):
@@ -67,7 +68,7 @@ def _before_uses(graph: Graph) -> list[fx.Node]:
 def _behind_inputs(graph: Graph, context: PassContext) -> list[fx.Node]:
     for_user = forward_nodes(graph, context)
     positions = graph.positions()
-    parameters = _of_parameters(graph)
+    parameters = computed_of(graph.nodes, lambda node: has_role(node, Role.GATHER))
     behind: dict[fx.Node, fx.Node] = {}  # what moves → the node behind which it stands
     moved: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.fx_graph.nodes:
@@ -85,7 +86,7 @@ def _behind_inputs(graph: Graph, context: PassContext) -> list[fx.Node]:
 
 def _before_units(graph: Graph) -> list[fx.Node]:
     nodes = graph.nodes
-    parameters = _of_parameters(graph)
+    parameters = computed_of(nodes, lambda node: has_role(node, Role.GATHER))
     begins: dict[int, fx.Node] = {}  # unit, counted as they are used → its first node
     gathered: set[tuple[str, str]] = set()
     unit_of: dict[fx.Node, int] = {}
@@ -124,16 +125,6 @@ def _before_units(graph: Graph) -> list[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     return node.target is not operator.getitem and bool(aliased_inputs(node))
-
-
-def _of_parameters(graph: Graph) -> set[fx.Node]:
-    """Gathers, and what is computed of them alone."""
-    found: set[fx.Node] = set()
-    for node in graph.fx_graph.nodes:
-        inputs = node.all_input_nodes
-        if has_role(node, Role.GATHER) or (inputs and found.issuperset(inputs)):
-            found.add(node)
-    return found
 
 
 def _is_movable(node: fx.Node) -> bool:

@@ -30,7 +30,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs, is_view
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
-from graph_fsdp.passes.transforms.recompute import gradient_nodes
+from graph_fsdp.passes.transforms.edits import reached_from
 
 SMALLEST = 1024  # bytes; a copy of less costs more time than its memory is worth
 _WAITS = {
@@ -48,7 +48,7 @@ class SaveBases(GraphPass):
     provides = ("bases_saved",)
 
     def run(self, graph: Graph, context: PassContext) -> str:
-        gradients = gradient_nodes(graph)
+        gradients = reached_from(graph, graph.with_role(Role.TANGENT))
         views = [n for n in graph.fx_graph.nodes if n not in gradients and _is_view(n) and "recompute" not in n.meta]
         for node in views:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -74,7 +74,8 @@ class OffloadActivations(GraphPass):
 
 def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
-    saved = _saved_tensors(graph, context)
+    values = operands(graph.output)[context.forward_outputs :]  # in the order in which backward receives them
+    saved = [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
     owners = _owners(saved, operands(graph.output)[: context.forward_outputs], calls)
     roots, positions = graph.alias_roots(), graph.positions()
     last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
@@ -135,18 +136,9 @@ def _is_whole(node: fx.Node) -> bool:
     return size_hint(value.untyped_storage().nbytes()) == value_nbytes(value)
 
 
-def _saved_tensors(graph: Graph, context: PassContext) -> list[fx.Node]:
-    """In the order in which backward receives them."""
-    values = operands(graph.output)[context.forward_outputs :]
-    return [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
-
-
 def _reload(graph: Graph, context: PassContext) -> str:
-    received = [
-        node
-        for node in graph.placeholders
-        if isinstance(node.meta.get("val"), torch.Tensor) and not has_role(node, Role.TANGENT)
-    ]
+    tensors = [node for node in graph.placeholders if isinstance(node.meta.get("val"), torch.Tensor)]
+    received = [node for node in tensors if not has_role(node, Role.TANGENT)]
     positions = graph.positions()
     hosts = {received[index]: copy for index, copy in context.graphs["forward"].offloaded.items()}
     first_use = {node: min(node.users, key=positions.__getitem__) for node in hosts}

@@ -6,6 +6,11 @@ recompiles alone must not reorder them.
 
 A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
 residual addition alone costs more than the overlap that it gives.
+
+Reductions are waited for as late as the number of them that may be under way allows. On a mesh that also replicates, a
+reduction has two stages: a bucket's gradients are reduced over the group that shards, and the result is reduced over
+the replicas. The second stage starts where the first is waited for, which is late, and is waited for later still, so
+that both run while other units compute. At most as many of each stage are under way.
 """
 
 from __future__ import annotations
@@ -17,17 +22,17 @@ from typing import Literal
 from torch import fx
 from torch.distributed.fsdp import BackwardPrefetch
 
+from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
-from graph_fsdp.passes.ir.effects import is_cheap
+from graph_fsdp.passes.ir.effects import is_cheap, is_view
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.edits import units_of
-from graph_fsdp.passes.transforms.offload import lift, place_copies
-from graph_fsdp.passes.transforms.payloads import place_payloads
-from graph_fsdp.passes.transforms.reductions import defer_reductions, reductions_under_way
+from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
 from graph_fsdp.passes.transforms.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
+from graph_fsdp.passes.transforms.sources import lift, place_copies, place_payloads
 
 __all__ = ["BudgetError", "Prefetch"]
 
@@ -46,7 +51,7 @@ class Prefetch(GraphPass):
 
     ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
     ``reductions_in_flight``: reductions that may be under way at once, at least 1; None is 2 or, where gradients are
-    what takes most memory, 1 (see :func:`.reductions.reductions_under_way`).
+    what takes most memory, 1 (see :func:`reductions_under_way`).
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
 
@@ -224,3 +229,69 @@ def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None)
     entries = {start: (start.meta["fsdp"].role.value, start.meta["fsdp"].bucket) for start in starts}
     known = all(entry in rank for entry in entries.values())
     return sorted(starts, key=lambda start: rank[entries[start]]) if known else starts
+
+
+# Reductions
+
+
+def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
+    """How many reductions may be under way at once where nobody has said: one where the full gradients that they send
+    are what backward holds most of, because activations are computed again or because gradients are copied into a wider
+    type to be reduced; else two."""
+
+    def widens(start: fx.Node) -> bool:
+        given = arguments(start)
+        return any(grad.meta["val"].dtype.itemsize < given.dtype.itemsize for grad in given.grads)
+
+    return 1 if recomputes_activations or any(map(widens, starts)) else 2
+
+
+def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
+    """Reductions start in the order given and are waited for as late as ``in_flight`` of them allow.
+
+    The second stages keep that order too: the sequence of all collectives follows from it. Linear.
+    """
+    for start in starts:
+        _start_behind_fusible(start)
+    # A later reduction of the plan starts no earlier than the one before it: where this graph's gradients come
+    # in another order, a start moves down to its predecessor.
+    positions = graph.positions()
+    latest = None
+    for start in starts:
+        if latest is not None and positions[start] < positions[latest]:
+            move_with_results(wait_of(start), before=latest.next)
+            latest.append(start)
+            positions[start] = positions[latest]
+        latest = start
+    _defer_waits(graph, starts, in_flight)
+    reduced = [user for start in starts for user in wait_of(start).users]
+    _defer_waits(graph, [user for user in reduced if has_role(user, Role.REPLICATE_START)], in_flight)
+
+
+def _start_behind_fusible(start: fx.Node) -> None:
+    """Move a start, with its wait, over the pointwise operators and reductions that follow it (the rest of a norm's
+    backward, a residual addition). They fuse into the kernels before it; a start in between would cut a compute region
+    for them alone."""
+    group = [start, *with_results(wait_of(start))]
+    node, inside = start, set(group)
+    while node in inside:
+        inside.discard(node)
+        node = node.next
+    last = None
+    of_inputs: set[fx.Node] = set()  # made of inputs alone: no part of what precedes
+    while not inside and (is_view(node) or kind_of(node) is Kind.FUSIBLE):
+        if all(source.op == "placeholder" or source in of_inputs for source in node.all_input_nodes):
+            of_inputs.add(node)
+        elif not is_view(node):
+            last = node
+        node = node.next
+    if last is not None:
+        for member in reversed(group):
+            last.append(member)
+
+
+def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
+    for start, due in zip(starts, [*starts[in_flight:], *[graph.output] * in_flight], strict=False):
+        # A second stage stands right behind the wait for its first: what comes before it comes before both.
+        both = has_role(due, Role.REPLICATE_START) and due.prev is due.args[0]
+        move_with_results(wait_of(start), before=due.prev if both else due)

@@ -17,11 +17,11 @@ from torch import fx
 from graph_fsdp.compat import CheckpointPolicy
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
 from graph_fsdp.passes.context import GraphPass, PassContext
-from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
-from graph_fsdp.passes.transforms.edits import ancestors
+from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_from
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
 # feed users in every region, so they take an id above all of the user's own.
@@ -35,30 +35,26 @@ class TagRecompute(GraphPass):
     provides = ("recompute_tagged",)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        payloads, gathered_payloads = ancestors(graph.with_role(Role.PAYLOAD)), context.model.payloads
-        tagged: set[fx.Node] = set()
-        restored: set[fx.Node] = set()  # computed from gathered payloads: all that fuses is recomputed, casts too
-        for node in graph.fx_graph.nodes:
-            inputs, is_gather = node.all_input_nodes, has_role(node, Role.GATHER)
-            restores = not restored.isdisjoint(inputs)
-            if has_role(node, Role.PAYLOAD_REDUCE):  # a few numbers, for which ranks would communicate again
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            elif is_gather or node in payloads or (inputs and tagged.issuperset(inputs) and _is_cheap(node, restores)):
-                tagged.add(node)
-                if restores or (is_gather and node.meta["fsdp"].params[0] in gathered_payloads):
-                    restored.add(node)
-                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-                node.meta["ac_graph_id"] = _REGION_ID
+        once, gathers = graph.with_role(Role.PAYLOAD_REDUCE), graph.with_role(Role.GATHER)
+        sources = {*gathers, *ancestors(graph.with_role(Role.PAYLOAD))}.difference(once)
+        # Of what is computed from gathered payloads, all that fuses is recomputed, casts too.
+        restored = reached_from(graph, [n for n in gathers if n.meta["fsdp"].params[0] in context.model.payloads])
+
+        def is_recomputed(node: fx.Node) -> bool:
+            return is_cheap(node) or (node in restored and kind_of(node) is Kind.FUSIBLE)
+
+        tagged = computed_of(graph.nodes, sources.__contains__, is_recomputed)
+        for node in tagged:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _REGION_ID
+        for node in once:  # a few numbers, for which ranks would communicate again
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         policies = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
         checkpointed = [n for n in graph.fx_graph.nodes if n.meta.get("recompute") in policies and n not in tagged]
         graph.recomputes_activations = bool(checkpointed)
         for node in _results(checkpointed, graph, context):
             save(node)
         return f"{len(tagged)} nodes computed from parameters alone are recomputed in backward"
-
-
-def _is_cheap(node: fx.Node, restores: bool) -> bool:
-    return is_cheap(node) or (restores and kind_of(node) is Kind.FUSIBLE)
 
 
 def is_of_parameters(node: fx.Node) -> bool:
@@ -82,15 +78,6 @@ def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
     """What the user's outputs are computed from in a joint or forward graph, and they themselves; no inputs."""
     outputs = operands(graph.output)[: context.forward_outputs]
     return ancestors(node for node in outputs if isinstance(node, fx.Node))
-
-
-def gradient_nodes(graph: Graph) -> set[fx.Node]:
-    """What a joint graph computes from the gradients of its outputs, and these."""
-    found = set(graph.with_role(Role.TANGENT))
-    for node in graph.fx_graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def save(node: fx.Node) -> None:

@@ -1,7 +1,20 @@
-"""Which buckets stay gathered from forward to backward (ZeRO-2) and which are gathered again (ZeRO-3).
+"""Which gathered buckets graphs hand to each other, and which are gathered again.
 
-A kept bucket becomes one more tensor that forward saves and backward receives: its buffer, whole. Its gather in
-backward disappears.
+**From forward to backward**: a bucket stays gathered (ZeRO-2) or is gathered again (ZeRO-3). A kept bucket becomes one
+more tensor that forward saves and backward receives: its buffer, whole. Its gather in backward disappears.
+
+**A shard for a smaller group**: FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks (those
+of a machine, say). After its last use in forward, a bucket is cut to this rank's 1/n of it, which forward saves;
+backward gathers it over the small group. A gathered bucket is parameter-major: over ``W`` ranks the parameter at
+element ``o`` of the shard lies at ``W * o``, as ``W`` chunks. A rank keeps ``s = W / n`` consecutive chunks of each, at
+``s * o``. So what it keeps is a shard of the same bucket over ``n`` ranks, in which every offset and size is ``s``
+times as large, and gathering it over them gives the same buffer. Which chunks they are is the rank's place in its
+group, and known at run time only: the graph is the same on all ranks.
+
+**From one piece of a broken model to a later one** of the same forward call (``fullgraph=False``). A piece *takes* a
+bucket that an earlier one has gathered: an input, in place of a gather. A piece *gives* what it gathered, or took, to a
+later one: an output behind all others, and nothing frees it. Which ones is decided outside (``PassContext.sharing``);
+backward, and what forward keeps for it, are the same for all variants of a piece.
 """
 
 from __future__ import annotations
@@ -9,17 +22,26 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.context import GraphPass, PassContext
-from graph_fsdp.passes.ir.dialect import Role
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand
+from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.edits import add_input, add_outputs, mark_escaping, units_of, use_instead
-from graph_fsdp.passes.transforms.keep_shard import gather_from, keep_shards
+from graph_fsdp.passes.transforms.edits import (
+    add_input,
+    add_outputs,
+    erase_unread,
+    first_saved,
+    mark_escaping,
+    recorded,
+    units_of,
+    use_instead,
+    without_defaults,
+)
 from graph_fsdp.passes.transforms.schedule import Gathers, at_distance, find_gathers
 
 
@@ -28,7 +50,7 @@ class Reshard(GraphPass):
     """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
     only the unit that forward uses last, whose backward comes first and would gather it again at once. ``"auto"``
     keeps, within ``budget`` bytes of gathered parameters, the buckets whose second gather costs most time per byte.
-    Where the model has a group to reshard to, what is not kept is cut to a shard over it (``keep_shard.py``).
+    Where the model has a group to reshard to, what is not kept is cut to a shard over it.
     """
 
     budget: int | None = None
@@ -54,9 +76,8 @@ class Reshard(GraphPass):
         saved = list(kept)
         if context.model.reshard_size:
             whole = {wait for wait in waits if _set(wait, context) is True}  # gathered again from all ranks
-            saved += keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
+            saved += _keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
         graph.kept = {node.meta["fsdp"].bucket: node for node in saved}
-        # Saved tensors follow the user's outputs; ours come first among them (see [Note: saved tensors]).
         add_outputs(graph, context.forward_outputs, saved)
         names = ", ".join(wait.meta["fsdp"].bucket for wait in kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
@@ -82,9 +103,7 @@ class Reshard(GraphPass):
 
 
 def _receive(graph: Graph, context: PassContext) -> str:
-    # [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Ours
-    # go in front of the saved tensors, as they stand in front of them among forward's outputs.
-    first_tensor = next(n for n in graph.placeholders if isinstance(n.meta.get("val"), torch.Tensor))
+    before = first_saved(graph)
     gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
     received: list[str] = []
     saved = context.graphs["forward"].kept if "forward" in context.graphs else {}
@@ -95,9 +114,9 @@ def _receive(graph: Graph, context: PassContext) -> str:
         else:
             name, role = f"kept_{index}", Role.KEPT
             received.append(bucket)
-        node = add_input(graph, first_tensor, name, source.meta["val"], replace(record, role=role))
+        node = add_input(graph, before, name, source.meta["val"], replace(record, role=role))
         if wait is not None and is_shard:
-            gather_from(graph, node, operand(wait), context)
+            _gather_from(graph, node, operand(wait), context)
         elif wait is not None:
             use_instead(graph, wait, node)
     _check_needed(graph, context)
@@ -152,3 +171,69 @@ def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, 
                 live[t] += nbytes
             kept.append(k)
     return sorted(kept)
+
+
+# Shards for a smaller group
+
+
+def scale_of(context: PassContext) -> int:
+    """How many chunks of a parameter a rank keeps: offsets and sizes are as many times larger than in a shard."""
+    return context.model.world_size // context.model.reshard_size
+
+
+def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
+    """Cut a shard out of each of these gathered buckets, before the first collective after its last use: there the
+    compute regions are cut anyway, and the buffer is freed."""
+    reads = {gather.wait: gather.reads for gather in graph.gathers}
+    next_communication = graph.next_communication()
+    found = []
+    for wait in waits:
+        bucket, model = context.bucket_of(wait.meta["fsdp"].params[0]), context.model
+        chunks = (list(bucket.offsets.values()), [p.shard_numel for p in bucket.parameters])
+        sizes = (bucket.shard_numel, bucket.world_size, model.reshard_size)
+        with graph.fx_graph.inserting_before(next_communication[[wait, *reads[wait]][-1]]):
+            given = (wait, *chunks, *sizes, model.reshard_group)
+            kept = graph.call(dialect.keep_shard, given, name=f"shard_{bucket.name}")
+        found.append(recorded(kept, wait.meta["fsdp"], Role.KEEP_SHARD))
+    return found
+
+
+def _gather_from(graph: Graph, shard: fx.Node, start: fx.Node, context: PassContext) -> None:
+    """Gather a bucket of backward from such a shard, over the small group."""
+    bucket, model, scale = context.bucket_of(start.meta["fsdp"].params[0]), context.model, scale_of(context)
+    given = arguments(start)
+    numel_at = {bucket.offsets[p.name]: p.shard_numel for p in bucket.parameters}
+    offsets, messages = ([scale * value for value in values] for values in (given.offsets, given.messages))
+    numels = [scale * numel_at[offset] for offset in given.offsets]
+    over = (scale * bucket.shard_numel, given.dtype, model.reshard_size, model.reshard_group)
+    new = ([shard], offsets, *over, messages, numels, given.custom)
+    start.args = without_defaults(dialect.all_gather_start, new)
+    erase_unread(graph, given.shards)
+
+
+# Pieces of a broken model
+
+
+def share_buckets(graph: Graph, context: PassContext) -> None:
+    """Of a bucketed graph: ``graph.taken`` then names what it takes, in the order of its last inputs, and
+    ``graph.given`` what it gives, in that of its last outputs."""
+    sharing = context.sharing
+    if not sharing or graph.phase == "backward":
+        return
+    inputs = graph.placeholders
+    # What unshard() made whole follows what is shared, see ``UnshardedUnits.feeding``.
+    before = next((node for node in inputs if has_role(node, Role.UNSHARDED)), inputs[-1].next)
+    buffers: dict[str, fx.Node] = {}
+    for wait in graph.with_role(Role.GATHER_WAIT):
+        record, bucket = wait.meta["fsdp"], wait.meta["fsdp"].bucket
+        buffers[bucket] = wait
+        if bucket in sharing.takes:
+            name = f"shared_{bucket.replace('.', '_')}"
+            kept = replace(record, role=Role.KEPT)
+            buffers[bucket] = add_input(graph, before, name, wait.meta["val"], kept)
+            use_instead(graph, wait, buffers[bucket])
+    graph.taken = [bucket for bucket in buffers if bucket in sharing.takes]
+    graph.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
+    for node in graph.given.values():
+        mark_escaping(node)
+    add_outputs(graph, None, graph.given.values())

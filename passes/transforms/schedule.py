@@ -138,58 +138,49 @@ def latest_starts(arrivals: list[float], durations: list[float], scale: float = 
 
 @dataclass(frozen=True)
 class Segments:
-    """A serial graph as the clock sees it: ``events`` in order are seconds of compute, the wait of a gather (its
-    index) or the start of a reduction ((lane, seconds))."""
+    """A serial graph as the clock sees it. ``tasks`` in order: what is computed, reductions that start, and waits for
+    ``gathers``, which a schedule puts between them. ``arrivals``: seconds of compute before each of these waits."""
 
-    events: list[float | int | tuple[str, float]]
-    lanes: list[str]
-    durations: list[float]
+    tasks: list[Task]
+    gathers: list[Task]
     arrivals: list[float]
 
     @classmethod
     def of(cls, graph: Graph, starts: list[fx.Node], waits: list[fx.Node], cost: CostModel) -> Segments:
-        seconds = cost.graph_seconds(graph)
-        index = {wait: k for k, wait in enumerate(waits)}
-        events: list[float | int | tuple[str, float]] = []
-        arrivals = [0.0] * len(waits)
+        def transfer(start: fx.Node) -> Task:
+            return Task(cost.collective_seconds(start), dialect.group_of(start))
+
+        seconds, gathers = cost.graph_seconds(graph), list(map(transfer, starts))
+        awaited, arrivals = dict(zip(waits, gathers, strict=True)), dict[Task, float]()
+        tasks: list[Task] = []
         compute = total = 0.0
         for node in graph.fx_graph.nodes:
             is_reduction = node.target in dialect.STARTS and node.target is not dialect.all_gather_start
-            if node not in index and not is_reduction:
+            if node not in awaited and not is_reduction:
                 compute += float(seconds[node])
                 continue
-            events.append(compute)
-            total, compute = total + compute, 0.0
-            if is_reduction:
-                events.append((dialect.group_of(node), cost.collective_seconds(node)))
-            else:
-                events.append(index[node])
-                arrivals[index[node]] = total
-        events.append(compute)
-        lanes = [dialect.group_of(start) for start in starts]
+            total += compute
+            tasks += [Task(compute), transfer(node) if is_reduction else Task(waits_for=awaited[node])]
+            compute = 0.0
+            if not is_reduction:
+                arrivals[awaited[node]] = total
         # Where the plan's order is not this graph's, a gather arrives no earlier than those before it.
-        ordered = list(itertools.accumulate(arrivals, max))
-        return cls(events, lanes, [cost.collective_seconds(start) for start in starts], ordered)
+        ordered = itertools.accumulate((arrivals[gather] for gather in gathers), max)
+        return cls([*tasks, Task(compute)], gathers, list(ordered))
 
     def seconds(self, after: After) -> float:
         """Duration of the graph under a schedule, by the clock of ``simulate``."""
-        gathers = [Task(seconds, lane) for seconds, lane in zip(self.durations, self.lanes, strict=True)]
-        due: dict[int, list[Task]] = {}
-        for k, anchor in enumerate(after):
-            due.setdefault(anchor, []).append(gathers[k])
-        tasks = due.get(-1, [])
-        for event in self.events:
-            if isinstance(event, float):
-                tasks.append(Task(event))
-            elif isinstance(event, tuple):
-                lane, seconds = event
-                tasks.append(Task(seconds, lane))
-            else:
-                behind = due.get(event, [])
-                if after[event] == event:  # right before its own wait
-                    behind.remove(gathers[event])
-                    tasks.append(gathers[event])
-                tasks += [Task(waits_for=gathers[event]), *behind]
+        due: dict[Task | None, list[Task]] = {None: []}  # gather → those that start behind its wait; None: at the top
+        for gather, anchor in zip(self.gathers, after, strict=True):
+            due.setdefault(self.gathers[anchor] if anchor >= 0 else None, []).append(gather)
+        tasks = due.pop(None)
+        for task in self.tasks:
+            gather = task.waits_for
+            behind = due.get(gather, [])
+            if gather is not None and gather in behind:  # right before its own wait
+                behind.remove(gather)
+                tasks.append(gather)
+            tasks += [task, *behind]
         return Simulation(tasks, Conditions()).run()
 
 
@@ -199,7 +190,8 @@ def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
     if not len(gathers):
         return []
     limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
-    candidates = [latest_starts(segments.arrivals, segments.durations, scale) for scale in _SCALES]
+    durations = [gather.seconds for gather in segments.gathers]
+    candidates = [latest_starts(segments.arrivals, durations, scale) for scale in _SCALES]
     candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
     fitted = [fit(gathers, candidate, limit) for candidate in candidates]
     timed = [(segments.seconds(after), sum(gathers.live(after)), after) for after in fitted]

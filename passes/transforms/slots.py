@@ -1,4 +1,8 @@
-"""Gathered buffers get their slots: a fixed set of pieces of memory for each graph, assigned before it runs.
+"""Gathered buffers are freed, and get their slots: a fixed set of pieces of memory for each graph, before it runs.
+
+A buffer is freed after its last use through any alias. Not right after it but before the next collective starts or is
+waited for: nothing is allocated for a gather in between, and a free in the middle of a unit's computation would cut its
+compute region in two.
 
 A buffer occupies its slot while the nodes ``begin`` to ``end`` run, both included: a bucket's buffer from the start of
 its gather to its free, a landing buffer from the start to the wait. Two buffers that are live at one node get
@@ -32,21 +36,47 @@ from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.agreed_order import SlotsOfBuckets
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
 from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.passes.transforms.edits import mark_escaping
 
 _SHOWN = 4  # buffers per slot in the report
+
+
+class Free(GraphPass):
+    """A buffer that the graph returns (kept for backward, or a parameter that the model gives out) is not freed:
+    its record says that it escapes, and it is given back when nobody holds it any more."""
+
+    name = "free"
+    requires = ("bucketed",)
+    provides = ("freed",)
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        next_communication = graph.next_communication()
+        gathers, inputs = graph.gathers, graph.placeholders
+        freed = 0
+        for gather in gathers:
+            if gather.escapes:
+                mark_escaping(gather.buffer)
+                continue
+            # A bucket that was received and is not used is freed at once.
+            last = [gather.wait or inputs[-1], *gather.reads][-1]
+            with graph.fx_graph.inserting_before(next_communication[last]):
+                call = (dialect.free, (gather.buffer,))
+                node = graph.fx_graph.create_node("call_function", *call, name=f"free_{gather.bucket}")
+            node.meta["val"] = None
+            set_record(node, dataclasses.replace(gather.buffer.meta["fsdp"], role=Role.FREE, escapes=False))
+            freed += 1
+        return f"{freed} of {len(gathers)} buffers freed in this graph"
 
 
 class AssignSlots(GraphPass):
     """Every gathered buffer that does not outlive the graph, and every landing buffer, gets a slot. The records of
     the gathers say which, ``graph.slots`` how many bytes each slot has.
 
-    Needs nothing but the graph: ranks with equal graphs come to equal slots. A plan's slots are kept where the graph
-    allows them: a recompilation in which other buffers overlap gets slots of its own.
+    Needs nothing but the graph: ranks with equal graphs come to equal slots, and so does a recompilation.
     """
 
     name = "slots"
@@ -55,19 +85,11 @@ class AssignSlots(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         buffers = lifetimes(graph)
-        slots = _planned(buffers, context.plan.slots.get(graph.phase, {}))
-        if slots is None:
-            slots, _ = assign([(b.begin, b.end, b.nbytes) for b in buffers])
-        sizes = [0] * len(set(slots))
+        slots, sizes = assign([(b.begin, b.end, b.nbytes) for b in buffers])
         for buffer, slot in zip(buffers, slots, strict=True):
-            sizes[slot] = max(sizes[slot], buffer.nbytes)
             change = {"landing_slot": slot} if buffer.landing else {"slot": slot}
             set_record(buffer.start, dataclasses.replace(buffer.start.meta["fsdp"], **change))
         graph.slots = tuple(sizes)
-        context.plan.slots[graph.phase] = {
-            record.bucket: (record.slot, record.landing_slot)
-            for record in (start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START))
-        }
         return f"{len(buffers)} buffers in {len(sizes)} slots of {sum(sizes):,} bytes"
 
 
@@ -162,25 +184,6 @@ def most_at_once(intervals: Iterable[Interval]) -> int:
     changes = [change for begin, end, nbytes in intervals for change in ((begin, nbytes), (end + 1, -nbytes))]
     # What ends before a node comes before what begins at it.
     return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
-
-
-def first_overlap(buffers: Sequence[Lifetime], slots: Sequence[int | None]) -> tuple[Lifetime, Lifetime] | None:
-    """Two buffers of one slot that are live at once, if there are any; the one that starts first in front."""
-    latest: dict[int, Lifetime] = {}
-    for buffer, slot in sorted(zip(buffers, slots, strict=True), key=lambda pair: pair[0].begin):
-        if slot is not None:
-            if slot in latest and latest[slot].end >= buffer.begin:
-                return latest[slot], buffer
-            latest[slot] = buffer
-    return None
-
-
-def _planned(buffers: Sequence[Lifetime], planned: SlotsOfBuckets) -> list[int] | None:
-    """The slots that an earlier graph of this kind had, if they fit this graph."""
-    given = [planned.get(buffer.start.meta["fsdp"].bucket, (None, None))[buffer.landing] for buffer in buffers]
-    slots = [slot for slot in given if slot is not None]
-    fit = len(slots) == len(buffers) and set(slots) == set(range(len(set(slots))))
-    return slots if fit and first_overlap(buffers, slots) is None else None
 
 
 # What is there to read

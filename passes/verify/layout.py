@@ -10,9 +10,9 @@ from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import arguments
-from graph_fsdp.passes.transforms.keep_shard import scale_of
-from graph_fsdp.passes.transforms.offload import wrong_fetch
+from graph_fsdp.passes.ir.operands import arguments, operand
+from graph_fsdp.passes.ir.spec import BucketSpec
+from graph_fsdp.passes.transforms.reshard import scale_of
 
 
 class Fail(Protocol):
@@ -32,8 +32,7 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
             scale = scale_of(context)
             _kept_layout(node, scale, context, fail)
         elif has_role(shards[0], Role.FETCH_WAIT):
-            if wrong := wrong_fetch(node, bucket):
-                fail(invariant, node, wrong)
+            _fetched_layout(node, bucket, fail, invariant)
         else:
             found = [shard.meta["fsdp"].params[0] for shard in shards]
             if [bucket.offsets.get(name) for name in found] != offsets:
@@ -60,6 +59,20 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
         expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
         if piece.args[1:] != expected:
             fail(invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}")
+
+
+def _fetched_layout(gather: fx.Node, bucket: BucketSpec, fail: Fail, invariant: str) -> None:
+    """What a gather reads of a copy of shards lies in it where the gather reads it."""
+    copy, given = arguments(operand(arguments(gather).shards[0])), arguments(gather)
+    found = [shard.meta["fsdp"].params[0] for shard in copy.shards]
+    if [bucket.offsets.get(name) for name in found] != list(copy.offsets) or copy.length != bucket.shard_numel:
+        where = f"shards of {', '.join(found)} are said to lie at {copy.offsets} of {copy.length} elements"
+        fail(invariant, gather, where)
+    if (list(given.offsets), given.length) != (list(copy.offsets), copy.length):
+        fail(invariant, gather, f"{gather} reads {given.offsets} of a copy with shards at {copy.offsets}")
+    numel_of = {p.name: p.shard_numel for p in bucket.parameters}
+    if list(given.numels) != (numels := [numel_of[name] for name in found]):
+        fail(invariant, gather, f"{gather} reads {given.numels} elements of shards of {numels}")
 
 
 def _check_messages(node: fx.Node, custom: bool, due: list[int], invariant: str, fail: Fail) -> None:

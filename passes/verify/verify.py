@@ -15,8 +15,8 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
 from graph_fsdp.passes.ir.fake_values import KINDS, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.transforms import accumulate
-from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
+from graph_fsdp.passes.transforms.bucket import is_unreplicated
+from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
 from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.passes.verify.layout import check_layout
 
@@ -160,21 +160,21 @@ class Verifier:
         if "slotted" not in self.graph.facts:
             return
         sizes = self.graph.slots
-        buffers = lifetimes(self.graph)
-        for buffer in buffers:
+        latest: dict[int | None, Lifetime] = {}  # by slot; buffers come in the order of their starts
+        for buffer in lifetimes(self.graph):
             start, slot = buffer.start, buffer.slot
             if slot is not None and not (0 <= slot < len(sizes) and buffer.nbytes <= sizes[slot]):
                 there = f"has {sizes[slot]:,}" if 0 <= slot < len(sizes) else "does not exist"
                 wrong = f"{buffer} takes {buffer.nbytes:,} bytes, slot {slot} {there}"
                 self._fail("each buffer fits its slot", start, wrong)
+            if slot is not None and slot in latest and (before := latest[slot]).end >= buffer.begin:
+                wrong = f"{buffer} starts in slot {slot} while {before} is live in it"
+                self._fail("live buffers do not share a slot", start, wrong)
+            latest[slot] = buffer
         for start in self.graph.with_role(Role.GATHER_START):
             if start.meta["fsdp"].escapes and start.meta["fsdp"].slot is not None:
                 wrong = f"{start} lies in slot {start.meta['fsdp'].slot} and is not freed in this graph"
                 self._fail("a buffer that outlives the graph has memory of its own", start, wrong)
-        if (shared := first_overlap(buffers, [b.slot for b in buffers])) is not None:
-            before, buffer = shared
-            wrong = f"{buffer} starts in slot {buffer.slot} while {before} is live in it"
-            self._fail("live buffers do not share a slot", buffer.start, wrong)
 
     def _advance(self, node: fx.Node, root: fx.Node, state: str) -> str:
         params = root.meta["fsdp"].params
@@ -262,7 +262,7 @@ class Verifier:
 
     def _is_reduced(self, node: fx.Node) -> bool:
         """Whether what is kept was reduced over the ranks that shard."""
-        return accumulate.is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
+        return is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
 
     def _returned_for(self, parameter: str) -> fx.Node:
         """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""

@@ -1,0 +1,84 @@
+"""What the partitioner left is mended before all passes, whatever pipeline the user has.
+
+**Inputs that forward writes to.** A module may write to its buffers, or to its inputs, which AOTAutograd makes a copy
+at the end of the graph. The partitioner takes inputs for free, and does not ask whether they are still the same when
+backward reads them. torch's own ``aot_eager`` has wrong gradients from that. So what is saved of such an input is a
+copy of what it was.
+
+**Parameters that are whole before the forward begins** are inputs of the graphs, and nothing of them is gathered. A
+graph takes such parameters behind its other inputs; backward, what forward saved of them. Gradients are reduced to
+shards as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role
+from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
+from graph_fsdp.passes.ir.graph import Graph, nbytes
+from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.pipeline import add_stage
+from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_saved
+
+
+def save_as_they_were(forward: Graph, user_outputs: int) -> None:
+    """Copy inputs that forward writes to and saves, or saves views of, at its beginning. ``user_outputs``: number of
+    outputs that are the user's; saved tensors follow."""
+    nodes, roots = forward.nodes, forward.alias_roots()
+
+    def of(found: Iterable[Any]) -> set[fx.Node]:
+        return {root for node in found if isinstance(node, fx.Node) for root in roots[node] if root.op == "placeholder"}
+
+    targets = {target: node for node in nodes for target in mutated_inputs(node)}
+    outputs: list[Any] = operands(forward.output)
+    written, saved = of(targets), of(outputs[user_outputs:])
+    copied = [node for node in forward.placeholders if node in written and node in saved]
+    sources = set(targets)  # nodes that are written to, and what they are views of
+    for node in reversed(nodes):
+        sources.update(aliased_inputs(node) if node in sources else ())
+    writing = {*targets.values(), *sources, forward.output}
+    for node in copied:
+        users = [user for user in node.users if user not in writing]
+        with forward.fx_graph.inserting_after(forward.placeholders[-1]):
+            copy = forward.call(torch.ops.aten.clone.default, (node,), like=node, name=f"{node.name}_as_it_was")
+        for user in users:
+            user.replace_input_with(node, copy)
+        outputs[user_outputs:] = [copy if value is node else value for value in outputs[user_outputs:]]
+    forward.output.args = (tuple(outputs),)
+
+
+def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
+    """Replace the gathers of whole parameters by inputs, if there are any; then each graph has a stage of its own.
+    ``graphs``: forward and backward, or the inference graph. ``unsharded`` of forward or inference then
+    says which parameters it takes, in order."""
+    begin = time.perf_counter()
+    model, units = context.model, context.settings.unsharded
+    gathers = [{dialect.parameter_of(n): n for n in g.nodes if n.target is dialect.gather_param} for g in graphs]
+    like = {name: gather.meta["val"] for found in reversed(gathers) for name, gather in found.items()}
+    whole = [p.name for p in model.parameters.values() if p.unit in units and p.name in like]
+    if not whole:
+        return
+    first, names, taken = graphs[0], whole, dict[str, fx.Node]()
+    first.unsharded = whole
+    for graph, found in zip(graphs, gathers, strict=True):
+        before = first.placeholders[-1].next
+        if graph is not first:
+            names = [name for name in whole if name in found]
+            add_outputs(first, context.forward_outputs, [taken[name] for name in names])
+            before = first_saved(graph)
+        for name in names:
+            bucket, unit = model.bucket_of.get(name), model.spec_of(name).unit
+            record = NodeRecord(Role.UNSHARDED, unit, bucket.name if bucket else "", (name,), nbytes(like[name]))
+            taken[name] = add_input(graph, before, f"whole_{name.replace('.', '_')}", like[name], record)
+        graph.replace({found[name]: taken[name] for name in names if name in found})
+    for graph in graphs:
+        graph.module.recompile()
+        add_stage(graph, context, "unsharded", time.perf_counter() - begin)
