@@ -29,6 +29,15 @@ _SET_GRAD = compat.set_grad_enabled
 _WITHOUT_EFFECT = frozenset({compat.log_api_usage})
 
 
+class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
+    """A layer does not repeat the trace of another, although it looked like it. The message says why, ``call`` which
+    layer, by the index of its call, where it is a single one."""
+
+    def __init__(self, reason: str, call: int | None = None) -> None:
+        super().__init__(reason)
+        self.call = call
+
+
 @dataclass
 class Segment:
     """Nodes of Dynamo's graph, in its order; ``inputs`` in the order of their first use."""
@@ -54,16 +63,12 @@ def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
         try:
             _check_gradients(segment, positions)
             groups.setdefault(_key(segment), []).append(segment)
-        except Unequal as reason:
+        except NotRepeatable as reason:
             log.info("%s is traced by itself: %s", segment.unit, reason)
     found = [group for group in groups.values() if len(group) >= WORTH]
     if not found:
         log.info("no %d of %d layers are equal: each is traced by itself", WORTH, len(segments))
     return found
-
-
-class Unequal(Exception):
-    """A segment is not comparable with others. The message says why."""
 
 
 def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
@@ -124,7 +129,7 @@ def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
             continue
         for user in node.users:
             if positions[user] > end and user not in inside:
-                raise Unequal(f"it reads {node}, which is read again behind it, by {user}")
+                raise NotRepeatable(f"it reads {node}, which is read again behind it, by {user}")
 
 
 def _requires_grad(node: fx.Node) -> bool:
@@ -132,15 +137,11 @@ def _requires_grad(node: fx.Node) -> bool:
 
 
 def _key(segment: Segment) -> Hashable:
-    """Return what equal segments have in common.
-
-    Raises:
-        Unequal: there is more to a value of it than a key says.
-    """
+    """Return what equal segments have in common. Raises NotRepeatable where there is more to a value than it says."""
     parts, index = canonical_form(segment.inputs, segment.nodes, _described)
     for node in segment.outputs:
         if not isinstance(node.meta.get("example_value"), torch.Tensor):
-            raise Unequal(f"{node}, which is read outside, is no tensor")
+            raise NotRepeatable(f"{node}, which is read outside, is no tensor")
     return parts, tuple(index[node] for node in segment.outputs)
 
 
@@ -148,4 +149,4 @@ def _described(node: fx.Node) -> Hashable:
     try:
         return describe_value(node.meta.get("example_value"))
     except NotDescribed as reason:
-        raise Unequal(f"{node} is {reason}") from None
+        raise NotRepeatable(f"{node} is {reason}") from None
