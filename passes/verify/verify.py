@@ -13,7 +13,7 @@ from torch import fx
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
-from graph_fsdp.passes.ir.fake_values import KINDS, kind
+from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms import accumulate
 from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
@@ -94,7 +94,7 @@ class Verifier:
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
         try:
-            computed = KINDS.computed(node)
+            computed = VALUES.kind_of(node)
         except Exception as error:
             raise VerificationError(
                 self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
