@@ -27,7 +27,7 @@ from graph_fsdp.passes.transforms.recompute import TagRecompute
 from graph_fsdp.passes.transforms.reductions import defer_reductions
 from graph_fsdp.passes.transforms.reshard import Reshard
 from graph_fsdp.passes.transforms.slots import AssignSlots, SlotTable
-from graph_fsdp.passes.verify.error import VerificationError
+from graph_fsdp.passes.verify.verify import VerificationError
 
 __all__ = [
     "HARDWARE",

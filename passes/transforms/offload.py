@@ -18,11 +18,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand, operands
-from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.transforms.edits import ancestors, move_with_results, put_behind_inputs
 
 HOST = torch.device("cpu")
@@ -69,18 +67,3 @@ def _fetched_by(gather: fx.Node) -> fx.Node | None:
         return None
     source: fx.Node = operands(gather)[0]
     return source if has_role(source, Role.FETCH_WAIT) else None
-
-
-def wrong_fetch(gather: fx.Node, bucket: BucketSpec) -> str | None:
-    """What is wrong with the copy that a gather reads; for the verifier."""
-    start = operand(operands(gather)[0])
-    found = [shard.meta["fsdp"].params[0] for shard in operands(start)]
-    offsets, length, at = dialect.argument(start, "offsets"), dialect.argument(start, "length"), operands(gather, 1)
-    if [bucket.offsets.get(name) for name in found] != list(offsets) or length != bucket.shard_numel:
-        return f"shards of {', '.join(found)} are said to lie at {offsets} of {length} elements"
-    if (at, dialect.argument(gather, "length")) != (list(offsets), length):
-        return f"{gather} reads {at} of a copy with shards at {offsets}"
-    numels = [p.shard_numel for name in found for p in bucket.parameters if p.name == name]
-    if list(dialect.argument(gather, "numels")) != numels:
-        return f"{gather} reads {dialect.argument(gather, 'numels')} elements of shards of {numels}"
-    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -10,46 +11,27 @@ from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import arguments
+from graph_fsdp.passes.ir.operands import argument, arguments, operand
+from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.transforms.keep_shard import scale_of
-from graph_fsdp.passes.transforms.offload import wrong_fetch
 
-
-class Fail(Protocol):
-    """Raises the verifier's error: the invariant, the node that breaks it, and how."""
-
-    def __call__(self, invariant: str, node: fx.Node | None, detail: str) -> NoReturn: ...
+_GATHER_INVARIANT = "a gathered bucket has its own layout"
+_KEPT_INVARIANT = "a kept shard has its bucket's layout"
+_CUSTOM_INVARIANT = "collectives are those that the user has set"
+# Raises the verifier's error: the invariant, the node that breaks it, and how.
+Fail = Callable[[str, fx.Node, str], NoReturn]
 
 
 def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) -> None:
-    """Chunks go into a gather, and parameters come out of it, at the places that the bucket's layout says."""
-    invariant = "a gathered bucket has its own layout"
-    if node.target is dialect.all_gather_start:
-        bucket = context.bucket_of(node.meta["fsdp"].params[0])
-        given, scale = arguments(node), 1
-        shards, offsets = given.shards, list(given.offsets)
-        if has_role(shards[0], Role.KEPT_SHARD):
-            scale = scale_of(context)
-            _kept_layout(node, scale, context, fail)
-        elif has_role(shards[0], Role.FETCH_WAIT):
-            if wrong := wrong_fetch(node, bucket):
-                fail(invariant, node, wrong)
-        else:
-            found = [shard.meta["fsdp"].params[0] for shard in shards]
-            if [bucket.offsets.get(name) for name in found] != offsets:
-                fail(invariant, node, f"shards of {', '.join(found)} are said to lie at {offsets}")
-        due = [] if given.custom else bucket.message_arguments(scale)
-        invariant = "a bucket is gathered in the same messages on all ranks"
-        _check_messages(node, context.settings.custom_all_gather, due, invariant, fail)
+    """Chunks go into a gather, and parameters come out of it, at the places that the bucket's layout says; gradients go
+    into a reduction in the messages that it says."""
+    if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
+        _check_chunks(node, context.bucket_of(node.meta["fsdp"].params[0]), context, fail)
     elif node.target is dialect.reduce_scatter_start and "bucketed" in graph.facts:
-        names = node.meta["fsdp"].params
-        bucket = context.bucket_of(names[0])
-        parameters = [context.model.parameters[name] for name in names]
-        due = [] if dialect.is_custom(node) else bucket.reduced_in(parameters)
         invariant = "a bucket is reduced in the same messages on all ranks"
-        _check_messages(node, context.settings.custom_reduce_scatter, due, invariant, fail)
-    elif has_role(node, Role.KEEP_SHARD):
-        _kept_layout(node, 1, context, fail)
+        names, custom = node.meta["fsdp"].params, context.settings.custom_reduce_scatter
+        messages = context.bucket_of(names[0]).reduced_in([context.model.parameters[name] for name in names])
+        _check_messages(node, custom, messages, invariant, fail)
     elif has_role(node, Role.UNPACK):
         name = node.meta["fsdp"].params[0]
         bucket, parameter = context.bucket_of(name), context.model.spec_of(name)
@@ -59,33 +41,46 @@ def check_layout(node: fx.Node, graph: Graph, context: PassContext, fail: Fail) 
         begin = bucket.offsets[name] * bucket.world_size
         expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
         if piece.args[1:] != expected:
-            fail(invariant, node, f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}")
+            wrong = f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
+            fail(_GATHER_INVARIANT, node, wrong)
 
 
-def _check_messages(node: fx.Node, custom: bool, due: list[int], invariant: str, fail: Fail) -> None:
+def _check_chunks(node: fx.Node, bucket: BucketSpec, context: PassContext, fail: Fail) -> None:
+    """What is gathered, or cut out of a gathered bucket to be gathered in backward."""
+    model, names, scale = context.model, [p.name for p in bucket.parameters], 1
+    source = argument(node, "shards")[0] if node.target is dialect.all_gather_start else operand(node)
+    is_fetched, is_kept = has_role(source, Role.FETCH_WAIT), has_role(source, Role.KEPT_SHARD)
+    if is_kept:
+        scale = scale_of(context)
+        name_at = {scale * offset: name for name, offset in bucket.offsets.items()}
+        names = [name_at.get(offset, "") for offset in argument(node, "offsets")]
+    elif node.target is dialect.all_gather_start:
+        shards = argument(operand(source) if is_fetched else node, "shards")
+        names = [shard.meta["fsdp"].params[0] for shard in shards]
+    numel_of = {p.name: p.shard_numel for p in bucket.parameters}
+    due = {"offsets": [scale * bucket.offsets.get(name, -1) for name in names], "length": scale * bucket.shard_numel}
+    numels = {"numels": [scale * numel_of.get(name, -1) for name in names]}
+    if is_fetched:
+        _check(operand(source), due, _GATHER_INVARIANT, fail)
+    if is_kept or node.target is dialect.keep_shard:
+        _check(node, {**due, **numels, "group": model.reshard_group}, _KEPT_INVARIANT, fail)
+        if source.meta["fsdp"].bucket != bucket.name:
+            fail(_KEPT_INVARIANT, node, f"{node} is of bucket {bucket.name} and takes {source}")
+    else:
+        _check(node, {**due, **(numels if is_fetched else {}), "group": model.group}, _GATHER_INVARIANT, fail)
+    if node.target is dialect.all_gather_start:
+        invariant = "a bucket is gathered in the same messages on all ranks"
+        _check_messages(node, context.settings.custom_all_gather, bucket.message_arguments(scale), invariant, fail)
+
+
+def _check(node: fx.Node, due: Mapping[str, Any], invariant: str, fail: Fail) -> None:
     given = arguments(node)
-    if given.custom != custom:
-        fail("collectives are those that the user has set", node, f"{node} has custom={given.custom}")
-    if (found := list(given.messages)) != due:
-        fail(invariant, node, f"{node} has messages {found}, its bucket {due}")
+    for name, value in due.items():
+        found = getattr(given, name)
+        if (list(found) if isinstance(value, list) else found) != value:
+            fail(invariant, node, f"{node} has {name}={found}, its bucket {value}")
 
 
-def _kept_layout(node: fx.Node, scale: int, context: PassContext, fail: Fail) -> None:
-    """A shard that goes from forward to backward is cut out of its own bucket and gathered to the same buffer."""
-    record, model = node.meta["fsdp"], context.model
-    bucket = context.bucket_of(record.params[0])
-    numel_at = {scale * bucket.offsets[p.name]: scale * p.shard_numel for p in bucket.parameters}
-    given = arguments(node)
-    chunks = dict(zip(given.offsets, given.numels, strict=False))
-    invariant = "a kept shard has its bucket's layout"
-    if len(given.offsets) != len(given.numels) or not chunks.items() <= numel_at.items():
-        wrong = f"chunks at {given.offsets} of {given.numels} elements, the bucket's are {numel_at}"
-        fail(invariant, node, wrong)
-    if node.target is dialect.keep_shard and chunks != numel_at:
-        fail(invariant, node, f"only the chunks at {given.offsets} are kept, the bucket's are {numel_at}")
-    if (given.length, given.group) != (scale * bucket.shard_numel, model.reshard_group):
-        expected = f"{scale * bucket.shard_numel} elements over group {model.reshard_group!r}"
-        fail(invariant, node, f"{given.length} elements over group {given.group!r}, and not {expected}")
-    source = node.all_input_nodes[0]
-    if source.meta["fsdp"].bucket != record.bucket:
-        fail(invariant, node, f"{node} is of bucket {record.bucket} and takes {source}")
+def _check_messages(node: fx.Node, custom: bool, messages: list[int], invariant: str, fail: Fail) -> None:
+    _check(node, {"custom": custom}, _CUSTOM_INVARIANT, fail)
+    _check(node, {"messages": [] if custom else messages}, invariant, fail)

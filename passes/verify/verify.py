@@ -5,7 +5,8 @@ Each check costs one walk of the graph; fake tensors are propagated only through
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
 from typing import Any, NoReturn
 
 from torch import fx
@@ -13,12 +14,35 @@ from torch import fx
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
+from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.transforms import accumulate
 from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
-from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.passes.verify.layout import check_layout
+
+
+class VerificationError(RuntimeError):
+    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters: those
+    that the node's record names, or else those that it is computed from most directly."""
+
+    def __init__(
+        self,
+        pass_name: str,
+        graph: Graph,
+        invariant: str,
+        node: fx.Node | None,
+        detail: str,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
+        self.node = node.name if node is not None else None
+        self.parameters = parameters or (_parameters(node) if node is not None else ())
+        where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
+        params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
+        super().__init__(
+            f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
+        )
 
 
 class Verifier:
@@ -28,15 +52,10 @@ class Verifier:
         self.graph, self.context = graph, context
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
-        self.gradients = {
-            index: value.meta["fsdp"].params
-            for index, value in enumerate(graph.outputs)
-            if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
-        }
         reduced = (n for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad)
         self.reduced = {dialect.parameter_of(n) for n in reduced}
-        self.place_of_gradient = {
-            dialect.parameter_of(value): index
+        self.gradients = {  # the place of a gradient among the outputs → its parameter
+            index: dialect.parameter_of(value)
             for index, value in enumerate(graph.outputs)
             if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
         }
@@ -114,11 +133,12 @@ class Verifier:
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
         outputs = self.graph.outputs
-        for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
+        is_checked = self.graph.phase == "backward" and self.context.model.ranks > 1
+        for index, name in self.gradients.items() if is_checked else ():
             value = outputs[index]
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
-            if not own or value.meta["fsdp"].params != params:
-                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
+            if not own or value.meta["fsdp"].params != (name,):
+                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {name}", (name,))
         offloaded = set(self.graph.offloaded.values())  # their copies are on another device
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
             if before != after and not (outputs[index] in offloaded and before[:2] == after[:2]):
@@ -198,38 +218,35 @@ class Verifier:
         budget = self.context.budget
         if budget is None or "scheduled" not in self.graph.facts:
             return
-        live = {n: n.meta["fsdp"].nbytes for n in self.graph.with_role(Role.KEPT)}
-        roots = self.graph.alias_roots()
-        buffers = {*live, *self.graph.with_role(Role.GATHER_START)}
-        last_use = {
-            root: n for n in self.graph.fx_graph.nodes for i in n.all_input_nodes for root in roots[i] & buffers
-        }
+        gathers = self.graph.gathers
+        starts = {gather.start or gather.buffer: gather.nbytes for gather in gathers}
+        ends: Counter[fx.Node] = Counter()
+        for gather in gathers:
+            if not gather.escapes:
+                ends[gather.free or [gather.buffer, *gather.reads][-1]] += gather.nbytes
+        live = 0
         for node in self.graph.fx_graph.nodes:
-            if node in buffers and node not in live:
-                live[node] = node.meta["fsdp"].nbytes
-                if sum(live.values()) > budget:
-                    self._fail(
-                        "bytes gathered and in flight stay under the budget",
-                        node,
-                        f"{sum(live.values()):,} bytes are gathered at once, the budget is {budget:,}",
-                    )
-            for root in {root for i in node.all_input_nodes for root in roots[i]}:
-                if last_use.get(root) is node:
-                    live.pop(root, None)
+            live += starts.get(node, 0)
+            if live > budget and node.target is dialect.all_gather_start:
+                wrong = f"{live:,} bytes are gathered at once, the budget is {budget:,}"
+                self._fail("bytes gathered and in flight stay under the budget", node, wrong)
+            live -= ends[node]
 
     def _reductions(self) -> None:
         """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
+        settings, parameters = self.context.settings, self.context.model.parameters
+        may_be_kept = settings.unsynced | settings.unreplicated
         seen: set[str] = set()
         produced: set[str] = set()
         for node in self.graph.fx_graph.nodes:
             if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
                 continue
             names = node.meta["fsdp"].params
-            if has_role(node, Role.ACCUMULATE):
-                self._kept(node)
+            if has_role(node, Role.ACCUMULATE) and node.meta["fsdp"].unit not in may_be_kept:
+                self._fail("each gradient is reduced exactly once", node, f"{names[0]} is kept and not reduced", names)
             if has_role(node, Role.SHARD_GRAD) or node.target is dialect.accumulate_grad:
                 produced |= set(names)
-                if has_role(node, Role.SHARD_GRAD) or self._is_reduced(node):
+                if has_role(node, Role.SHARD_GRAD) or accumulate.is_unreplicated(parameters[names[0]], self.context):
                     continue
             for name in names:
                 if name in seen:
@@ -241,7 +258,6 @@ class Verifier:
         bucketed = "bucketed" in self.graph.facts
         if bucketed and self.context.model.ranks == 1:
             return
-        parameters = self.context.model.parameters
         expected = {n for n in self.reduced if not (bucketed and parameters[n].empty)}
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
@@ -254,20 +270,10 @@ class Verifier:
                 invariant = "each reduced gradient is returned"
                 self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
 
-    def _kept(self, node: fx.Node) -> None:
-        """A gradient is kept back only where the user has said so."""
-        (name,), settings = node.meta["fsdp"].params, self.context.settings
-        if node.meta["fsdp"].unit not in settings.unsynced | settings.unreplicated:
-            self._fail("each gradient is reduced exactly once", node, f"{name} is kept and not reduced", (name,))
-
-    def _is_reduced(self, node: fx.Node) -> bool:
-        """Whether what is kept was reduced over the ranks that shard."""
-        return accumulate.is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
-
     def _returned_for(self, parameter: str) -> fx.Node:
         """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
-        index, values = self.place_of_gradient.get(parameter), self.graph.outputs
-        value = values[index] if index is not None and index < len(values) else None
+        places = (index for index, name in self.gradients.items() if name == parameter)
+        value = dict(enumerate(self.graph.outputs)).get(next(places, -1))
         return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
@@ -299,21 +305,11 @@ class Verifier:
             return
         sequence = self.graph.collectives
         planned = self.graph.order = sequence if self.graph.order is None else self.graph.order
-        if sequence != planned:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
-                min(len(sequence), len(planned)),
-            )
-            starts = self.graph.starts
-            self._fail(
-                "the sequence of collectives is the plan's",
-                starts[index] if index < len(starts) else None,
-                f"entry {index} is {_entry(sequence, index)}, planned was {_entry(planned, index)}",
-            )
-
-
-def _entry(sequence: Sequence[object], index: int) -> object:
-    return sequence[index] if index < len(sequence) else "nothing"
+        for index, (found, due) in enumerate(itertools.zip_longest(sequence, planned, fillvalue="nothing")):
+            if found != due:
+                start = next(itertools.islice(self.graph.starts, index, None), None)
+                wrong = f"entry {index} is {found}, planned was {due}"
+                self._fail("the sequence of collectives is the plan's", start, wrong)
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
@@ -328,3 +324,27 @@ def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
     return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in graph.outputs]
+
+
+def _parameters(node: fx.Node) -> tuple[str, ...]:
+    """The parameters of the node's record, or of the records that are the fewest operators above it; views are none."""
+    level = [node] if node.op != "output" else []
+    seen: set[fx.Node] = set()
+    while level:
+        names: list[str] = []
+        above: list[fx.Node] = []
+        for current in level:  # grows
+            if current in seen:
+                continue
+            seen.add(current)
+            found = record(current)
+            if found is not None and found.params:
+                names += found.params
+            elif is_view(current):
+                level += current.all_input_nodes
+            else:
+                above += current.all_input_nodes
+        if names:
+            return tuple(dict.fromkeys(names))
+        level = above
+    return ()
