@@ -8,10 +8,9 @@ from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect
 from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
 from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError
-from graph_fsdp.passes.ir.accessors import BucketNodes, Gather, Reduction
 from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
-from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
