@@ -24,7 +24,6 @@ import logging
 import operator
 import re
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
 from graph_fsdp.passes.repeat.trace import (
+    CALLED,
+    FAILURES,
     Decompositions,
     Prepare,
     Trace,
     call,
-    raise_failures,
-    registered,
     repeat,
     repeat_backward,
     trace,
@@ -81,9 +80,15 @@ class Repeats:
         self._gathered = [dialect.parameter_of(node) for node in nodes if node.target is dialect.gather_param]
         self.contracted = self._contract(module)
 
-    def registered(self) -> AbstractContextManager[None]:
-        """For as long as the contracted graph is traced."""
-        return registered({index: made for index, (made, _) in enumerate(self.calls)})
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """For as long as the contracted graph is traced: ``repeat`` and ``repeat_backward`` know the traces."""
+        CALLED.update((index, made) for index, (made, _) in enumerate(self.calls))
+        try:
+            yield
+        finally:
+            CALLED.clear()
+            FAILURES.clear()
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
         """``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
@@ -91,7 +96,8 @@ class Repeats:
         Raises:
             NotRepeatable: a layer has other values or gradients than the trace.
         """
-        raise_failures()
+        if FAILURES:
+            raise FAILURES[0]
         prepared = all(made.prepared for made in self.traces)
         module = self._prepare(module) if prepared else module
         _Expansion(module, self.calls, self._gathered).run()
@@ -153,7 +159,10 @@ class _Expansion:
         if node.target is repeat_backward:
             inputs, body, outputs = made.tangents, made.backward, made.found_gradients
         self._same.update(((index, place), (None, value)) for place, value in zip(inputs, given, strict=True))
-        self._same.update(((None, result), (index, outputs[_index(result)])) for result in node.users)
+        for result in node.users:
+            which = result.args[1]
+            assert isinstance(which, int)
+            self._same[None, result] = (index, outputs[which])
         yield from ((index, inner) for inner in body)
 
     def _order(self, place: _Place) -> tuple[int, int]:
@@ -242,10 +251,3 @@ def _layout(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype, value.device)
     return tuple(map(_layout, value)) if isinstance(value, (tuple, list)) else type(value)
-
-
-def _index(result: fx.Node) -> int:
-    """Of the output of a call that a ``getitem`` takes."""
-    index = result.args[1]
-    assert isinstance(index, int)
-    return index

@@ -125,15 +125,11 @@ def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
     is the same order only where no other use comes behind it; sums of floating-point numbers differ otherwise."""
     inside, end = set(segment.nodes), positions[segment.nodes[-1]]
     for node in segment.inputs:
-        if not _requires_grad(node):
+        if not any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value"))):
             continue
         for user in node.users:
             if positions[user] > end and user not in inside:
                 raise NotRepeatable(f"it reads {node}, which is read again behind it, by {user}")
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value")))
 
 
 def _key(segment: Segment) -> Hashable:

@@ -7,8 +7,7 @@ both are told which call it is. Neither is ever run: what they compute is the tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,25 +125,8 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
 
 # How a layer is called while the model around it is traced
 
-_registered: dict[int, Trace] = {}  # by the index of a call
-_failures: list[NotRepeatable] = []
-
-
-@contextmanager
-def registered(traces: Mapping[int, Trace]) -> Iterator[None]:
-    """For a time, ``repeat`` and ``repeat_backward`` know the traces of these calls."""
-    _registered.update(traces)
-    try:
-        yield
-    finally:
-        _registered.clear()
-        _failures.clear()
-
-
-def raise_failures() -> None:
-    """Raise the NotRepeatable of the first layer whose gradients the trace does not compute."""
-    if _failures:
-        raise _failures[0]
+CALLED: dict[int, Trace] = {}  # by the index of a call
+FAILURES: list[NotRepeatable] = []  # of layers whose gradients the trace does not compute
 
 
 def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +137,7 @@ def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
 class _LayerCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.trace, ctx.call = _registered[index], index
+        ctx.trace, ctx.call = CALLED[index], index
         ctx.set_materialize_grads(False)
         outputs = repeat(inputs, index)
         pairs = zip(outputs, ctx.trace.differentiable, strict=True)
@@ -173,7 +155,7 @@ class _LayerCall(torch.autograd.Function):
         elif any(gradient is None for gradient in given):
             failure = "an output of it has no gradient"
         if failure is not None:  # not raised here: autograd would warn of it
-            _failures.append(NotRepeatable(failure, ctx.call))
+            FAILURES.append(NotRepeatable(failure, ctx.call))
             return (None,) * (1 + len(ctx.trace.gradients))
         found = iter(repeat_backward(given, ctx.call))
         return None, *(None if node is None else next(found) for node in ctx.trace.gradients)
@@ -181,12 +163,12 @@ class _LayerCall(torch.autograd.Function):
 
 @torch.library.register_fake("graph_fsdp::repeat", lib=_LIBRARY)
 def _(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [_like(node.meta["val"]) for node in _registered[call].outputs]
+    return [_like(node.meta["val"]) for node in CALLED[call].outputs]
 
 
 @torch.library.register_fake("graph_fsdp::repeat_backward", lib=_LIBRARY)
 def _(gradients: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [_like(node.meta["val"]) for node in _registered[call].found_gradients]
+    return [_like(node.meta["val"]) for node in CALLED[call].found_gradients]
 
 
 def _like(value: Tensor) -> Tensor:
