@@ -141,12 +141,8 @@ class GraphPass:
         """Before anything is traced: the model with other buckets, in which the shards then lie in storage."""
         return model
 
-    def settings(self) -> str:
-        """What ranks compare: the pass with its options."""
-        return repr(self)
-
     def __repr__(self) -> str:
-        """The pass with its options: attributes that are plain values."""
+        """The pass with its options, attributes that are plain values: what ranks compare."""
         options = (f"{key}={value!r}" for key, value in sorted(vars(self).items()) if _is_plain(value))
         return f"{type(self).__qualname__}({', '.join([repr(self.name), *options])})"
 

@@ -138,11 +138,6 @@ class BucketSpec:
     def world_size(self) -> int:
         return self.parameters[0].world_size
 
-    @property
-    def full_nbytes(self) -> int:
-        """The bytes of the bucket gathered whole."""
-        return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Offload:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from graph_fsdp.passes.ir.records import Role, has_role
+from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.transforms.edits import add_input, add_outputs, mark_escaping, use_instead
 
 if TYPE_CHECKING:
