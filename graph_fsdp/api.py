@@ -243,21 +243,15 @@ def _model_spec(
                     is_extended(p),
                 )
             )
-    specs = _together(specs, units)
+    # What lies in several modules of one unit is gathered as one: where its first parameter is.
+    several = {unit.name for unit in units if len(unit.modules) > 1}
+    first = {spec.unit: index for index, spec in reversed(list(enumerate(specs)))}
+    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
+    specs = [specs[index] for index in sorted(range(len(specs)), key=places.__getitem__)]
     spec = make_model_spec(specs, mesh.group if mesh is not None else "", world_size)
     if mesh is None:
         return spec
     return dataclasses.replace(spec, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
-
-
-def _together(specs: list[ParameterSpec], units: Sequence[Unit]) -> list[ParameterSpec]:
-    """What lies in several modules of one unit is gathered as one: where its first parameter is."""
-    several = {unit.name for unit in units if len(unit.modules) > 1}
-    first: dict[str, int] = {}
-    for index, spec in enumerate(specs):
-        first.setdefault(spec.unit, index)
-    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
-    return [spec for _, spec in sorted(zip(places, specs, strict=True), key=lambda pair: pair[0])]
 
 
 def _cost_model(
