@@ -7,7 +7,7 @@ from graph_fsdp.passes.analysis.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
-from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError
+from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError
 from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
@@ -26,7 +26,6 @@ from graph_fsdp.passes.transforms.recompute import TagRecompute
 from graph_fsdp.passes.transforms.reductions import defer_reductions
 from graph_fsdp.passes.transforms.reshard import Reshard
 from graph_fsdp.passes.transforms.slots import AssignSlots, SlotTable
-from graph_fsdp.passes.verify.verify import VerificationError
 
 __all__ = [
     "HARDWARE",

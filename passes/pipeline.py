@@ -23,12 +23,13 @@ from graph_fsdp.passes.context import (
     PassContext,
     PassError,
     PipelineError,
+    VerificationError,
     strings_of,
 )
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
-from graph_fsdp.passes.verify.verify import VerificationError, Verifier
+from graph_fsdp.passes.verify.verify import Verifier
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel

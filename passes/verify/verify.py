@@ -7,42 +7,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import fx
 
-from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
-from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import argument, arguments, operand
+from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.transforms import accumulate
+from graph_fsdp.passes.transforms.keep_shard import scale_of
 from graph_fsdp.passes.transforms.slots import first_overlap, lifetimes
-from graph_fsdp.passes.verify.layout import check_layout
 
-
-class VerificationError(RuntimeError):
-    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters: those
-    that the node's record names, or else those that it is computed from most directly."""
-
-    def __init__(
-        self,
-        pass_name: str,
-        graph: Graph,
-        invariant: str,
-        node: fx.Node | None,
-        detail: str,
-        parameters: tuple[str, ...] = (),
-    ) -> None:
-        self.pass_name, self.invariant, self.phase = pass_name, invariant, graph.phase
-        self.node = node.name if node is not None else None
-        self.parameters = parameters or (_parameters(node) if node is not None else ())
-        where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
-        params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
-        super().__init__(
-            f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
-        )
+_GATHER_INVARIANT = "a gathered bucket has its own layout"
+_KEPT_INVARIANT = "a kept shard has its bucket's layout"
+_CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 
 class Verifier:
@@ -155,7 +138,7 @@ class Verifier:
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
-            check_layout(node, self.graph, self.context, self._fail)
+            self._layout(node)
             if node in starts and record(node) is None:
                 self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
             if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
@@ -174,6 +157,68 @@ class Verifier:
             is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
             if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _layout(self, node: fx.Node) -> None:
+        """Chunks go into a gather, and parameters come out of it, where the bucket's layout says; gradients go into a
+        reduction in the messages that it says."""
+        context = self.context
+        if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
+            self._chunks(node, context.bucket_of(node.meta["fsdp"].params[0]))
+        elif node.target is dialect.reduce_scatter_start and "bucketed" in self.graph.facts:
+            invariant = "a bucket is reduced in the same messages on all ranks"
+            names, custom = node.meta["fsdp"].params, context.settings.custom_reduce_scatter
+            messages = context.bucket_of(names[0]).reduced_in([context.model.parameters[name] for name in names])
+            self._messages(node, custom, messages, invariant)
+        elif has_role(node, Role.UNPACK):
+            name = node.meta["fsdp"].params[0]
+            bucket, parameter = context.bucket_of(name), context.model.spec_of(name)
+            piece = node
+            while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
+                piece = piece.args[0]
+            begin = bucket.offsets[name] * bucket.world_size
+            expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
+            if piece.args[1:] != expected:
+                wrong = f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
+                self._fail(_GATHER_INVARIANT, node, wrong)
+
+    def _chunks(self, node: fx.Node, bucket: BucketSpec) -> None:
+        """What is gathered, or cut out of a gathered bucket to be gathered in backward."""
+        model, names, scale = self.context.model, [p.name for p in bucket.parameters], 1
+        source = argument(node, "shards")[0] if node.target is dialect.all_gather_start else operand(node)
+        is_fetched, is_kept = has_role(source, Role.FETCH_WAIT), has_role(source, Role.KEPT_SHARD)
+        if is_kept:
+            scale = scale_of(self.context)
+            name_at = {scale * offset: name for name, offset in bucket.offsets.items()}
+            names = [name_at.get(offset, "") for offset in argument(node, "offsets")]
+        elif node.target is dialect.all_gather_start:
+            shards = argument(operand(source) if is_fetched else node, "shards")
+            names = [shard.meta["fsdp"].params[0] for shard in shards]
+        numel_of = {p.name: p.shard_numel for p in bucket.parameters}
+        offsets = [scale * bucket.offsets.get(name, -1) for name in names]
+        due = {"offsets": offsets, "length": scale * bucket.shard_numel}
+        numels = {"numels": [scale * numel_of.get(name, -1) for name in names]}
+        if is_fetched:
+            self._arguments(operand(source), due, _GATHER_INVARIANT)
+        if is_kept or node.target is dialect.keep_shard:
+            self._arguments(node, {**due, **numels, "group": model.reshard_group}, _KEPT_INVARIANT)
+            if source.meta["fsdp"].bucket != bucket.name:
+                self._fail(_KEPT_INVARIANT, node, f"{node} is of bucket {bucket.name} and takes {source}")
+        else:
+            self._arguments(node, {**due, **(numels if is_fetched else {}), "group": model.group}, _GATHER_INVARIANT)
+        if node.target is dialect.all_gather_start:
+            invariant = "a bucket is gathered in the same messages on all ranks"
+            self._messages(node, self.context.settings.custom_all_gather, bucket.message_arguments(scale), invariant)
+
+    def _arguments(self, node: fx.Node, due: Mapping[str, Any], invariant: str) -> None:
+        given = arguments(node)
+        for name, value in due.items():
+            found = getattr(given, name)
+            if (list(found) if isinstance(value, list) else found) != value:
+                self._fail(invariant, node, f"{node} has {name}={found}, its bucket {value}")
+
+    def _messages(self, node: fx.Node, custom: bool, messages: list[int], invariant: str) -> None:
+        self._arguments(node, {"custom": custom}, _CUSTOM_INVARIANT)
+        self._arguments(node, {"messages": [] if custom else messages}, invariant)
 
     def _slots(self) -> None:
         """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
@@ -324,27 +369,3 @@ def _output_values(graph: Graph) -> list[Any]:
     if graph.phase == "capture":
         return []
     return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in graph.outputs]
-
-
-def _parameters(node: fx.Node) -> tuple[str, ...]:
-    """The parameters of the node's record, or of the records that are the fewest operators above it; views are none."""
-    level = [node] if node.op != "output" else []
-    seen: set[fx.Node] = set()
-    while level:
-        names: list[str] = []
-        above: list[fx.Node] = []
-        for current in level:  # grows
-            if current in seen:
-                continue
-            seen.add(current)
-            found = record(current)
-            if found is not None and found.params:
-                names += found.params
-            elif is_view(current):
-                level += current.all_input_nodes
-            else:
-                above += current.all_input_nodes
-        if names:
-            return tuple(dict.fromkeys(names))
-        level = above
-    return ()
