@@ -171,11 +171,11 @@ class ModelSpec:
     own_reduce_group: str = ""
     offload: Offload | None = None
     payloads: dict[str, ParameterSpec] = field(default_factory=dict)
-    bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
-        object.__setattr__(self, "bucket_of", table)
+    @cached_property
+    def bucket_of(self) -> dict[str, BucketSpec]:
+        """The bucket of each parameter and payload that is in one, by name."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def spec_of(self, name: str) -> ParameterSpec:
         """Return the parameter or the payload of this name."""

@@ -8,7 +8,7 @@ metadata of all values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +63,7 @@ def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
         try:
             _check_gradients(segment, positions)
             groups.setdefault(_key(segment), []).append(segment)
-        except NotRepeatable as reason:
+        except (NotRepeatable, NotDescribed) as reason:
             log.info("%s is traced by itself: %s", segment.unit, reason)
     found = [group for group in groups.values() if len(group) >= WORTH]
     if not found:
@@ -80,7 +80,8 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node.target is dialect.gather_param:
             continue
-        units = _units(node.all_input_nodes, model)
+        gathers = (source for source in node.all_input_nodes if source.target is dialect.gather_param)
+        units = {model.spec_of(dialect.parameter_of(gather)).unit for gather in gathers}  # the root is ""
         if units - seen or "" in units:
             current = None
             if as_here == ambient and len(units) == 1 and "" not in units:
@@ -101,11 +102,6 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
         elif current is not None:
             current.nodes.append(node)
     return [segment for segment in found if segment.nodes]
-
-
-def _units(sources: Iterable[fx.Node], model: ModelSpec) -> set[str]:
-    """The units whose parameters are read; the root is ``""``."""
-    return {model.spec_of(dialect.parameter_of(s)).unit for s in sources if s.target is dialect.gather_param}
 
 
 def _complete(segment: Segment) -> None:
@@ -133,16 +129,14 @@ def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
 
 
 def _key(segment: Segment) -> Hashable:
-    """Return what equal segments have in common. Raises NotRepeatable where there is more to a value than it says."""
-    parts, index = canonical_form(segment.inputs, segment.nodes, _described)
+    """Return what equal segments have in common.
+
+    Raises:
+        NotRepeatable, NotDescribed: there is more to a value of it than a key says.
+    """
+    value = "example_value"
+    parts, index = canonical_form(segment.inputs, segment.nodes, lambda node: describe_value(node.meta.get(value)))
     for node in segment.outputs:
-        if not isinstance(node.meta.get("example_value"), torch.Tensor):
+        if not isinstance(node.meta.get(value), torch.Tensor):
             raise NotRepeatable(f"{node}, which is read outside, is no tensor")
     return parts, tuple(index[node] for node in segment.outputs)
-
-
-def _described(node: fx.Node) -> Hashable:
-    try:
-        return describe_value(node.meta.get("example_value"))
-    except NotDescribed as reason:
-        raise NotRepeatable(f"{node} is {reason}") from None
