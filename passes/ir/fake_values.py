@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -55,20 +55,6 @@ def kind(value: Any) -> Any:
     return type(value).__name__
 
 
-_T = TypeVar("_T")
-
-
-class Memory(dict[Hashable, _T]):
-    """Keeps what is known of calls, in a bounded number: a process may compile any number of models."""
-
-    LIMIT = 20_000
-
-    def __setitem__(self, key: Hashable, value: _T) -> None:
-        if len(self) >= self.LIMIT:
-            self.clear()
-        super().__setitem__(key, value)
-
-
 class _Known(NamedTuple):
     """What equal calls have in common. ``kind``: of their values, None where a size depends on data. ``again``: makes
     the value of such a call, None where there is more to it than is known."""
@@ -77,12 +63,23 @@ class _Known(NamedTuple):
     again: Callable[[fx.Node], torch.Tensor] | None
 
 
+class Memory(dict[Hashable, _Known]):
+    """Keeps what is known of calls, in a bounded number: a process may compile any number of models."""
+
+    LIMIT = 20_000
+
+    def __setitem__(self, key: Hashable, value: _Known) -> None:
+        if len(self) >= self.LIMIT:
+            self.clear()
+        super().__setitem__(key, value)
+
+
 class FakeValues:
     """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running
     the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
 
     def __init__(self) -> None:
-        self._known: Memory[_Known] = Memory()
+        self._known = Memory()
 
     def of(self, node: fx.Node) -> Any:
         """Return the value of a call on the fake values of its inputs. Raises what the operator raises."""
