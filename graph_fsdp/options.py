@@ -21,8 +21,6 @@ from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, wit
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.units import AutoWrapPolicy
 
-Sharding = Literal["manual", "auto", "replicas"]
-
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -45,7 +43,7 @@ class CompileOptions:
     passes: PassPipeline | None
     backend: str
     regions: Literal["cut", "whole"]
-    sharding: Sharding
+    sharding: Literal["manual", "auto", "replicas"]
     shard_output: Callable[[Any, Any], Any] | None
     fullgraph: bool
     dynamic: bool | None
