@@ -26,7 +26,7 @@ class NotDescribed(Exception):
 class _Name(NamedTuple):
     """Stands for a node, whatever it is called."""
 
-    index: int
+    number: int
 
 
 def canonical_form(
@@ -47,7 +47,7 @@ def canonical_form(
         renamed = fx.map_arg(given, names.__getitem__)
         parts.append((target(node), repr(renamed), value(node)))
         names[node] = _Name(len(names))
-    return tuple(parts), {node: name.index for node, name in names.items()}
+    return tuple(parts), {node: name.number for node, name in names.items()}
 
 
 def describe_call(node: fx.Node) -> Hashable:

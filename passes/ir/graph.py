@@ -254,15 +254,13 @@ class Graph:
         last_write: dict[fx.Node, fx.Node] = {}
         uses_since: dict[fx.Node, list[fx.Node]] = {}
         previous: dict[str, fx.Node] = {}
-        sizes: dict[fx.Node, int] = {}
 
         def edge(before: fx.Node, after: fx.Node, kind: str) -> None:
             if before is not after and not dag.has_edge(before, after):
-                dag.add_edge(before, after, kind=kind, nbytes=sizes[before] if kind == "data" else 0)
+                dag.add_edge(before, after, kind=kind, nbytes=dag.nodes[before]["nbytes"] if kind == "data" else 0)
 
         for node in self.fx_graph.nodes:
-            sizes[node] = nbytes(node.meta.get("val"))
-            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=sizes[node])
+            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=nbytes(node.meta.get("val")))
             for source in node.all_input_nodes:
                 edge(source, node, "data")
             written = {root for n in mutated_inputs(node) for root in roots[n]}
