@@ -13,83 +13,70 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graph_fsdp import checkpoint, passes
-    from graph_fsdp.api import compile
-    from graph_fsdp.errors import (
-        AlreadyCompiledError,
-        AlreadyShardedError,
-        BudgetError,
-        CheckpointError,
-        EmptyPlaceholderError,
-        GraphBreakError,
-        HostFallbackError,
-        MeshError,
-        MetaDeviceError,
-        ParameterChangedError,
-        RankDisagreement,
-        RankFailure,
-        SettingError,
-        UnsupportedError,
-        VerificationError,
-    )
-    from graph_fsdp.parameters.unshard import unsharded
-    from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing
-    from graph_fsdp.planning import Plan, plan
-    from graph_fsdp.profiling.profiling import profile
-    from graph_fsdp.profiling.table import Profile
-    from graph_fsdp.report.file import SavedReport, load_report
-    from graph_fsdp.report.report import GraphReport, inspect
+    from graph_fsdp import checkpoint as checkpoint
+    from graph_fsdp import passes as passes
+    from graph_fsdp.api import compile as compile
+    from graph_fsdp.errors import AlreadyCompiledError as AlreadyCompiledError
+    from graph_fsdp.errors import AlreadyShardedError as AlreadyShardedError
+    from graph_fsdp.errors import BudgetError as BudgetError
+    from graph_fsdp.errors import CheckpointError as CheckpointError
+    from graph_fsdp.errors import EmptyPlaceholderError as EmptyPlaceholderError
+    from graph_fsdp.errors import GraphBreakError as GraphBreakError
+    from graph_fsdp.errors import HostFallbackError as HostFallbackError
+    from graph_fsdp.errors import MeshError as MeshError
+    from graph_fsdp.errors import MetaDeviceError as MetaDeviceError
+    from graph_fsdp.errors import ParameterChangedError as ParameterChangedError
+    from graph_fsdp.errors import RankDisagreement as RankDisagreement
+    from graph_fsdp.errors import RankFailure as RankFailure
+    from graph_fsdp.errors import SettingError as SettingError
+    from graph_fsdp.errors import UnsupportedError as UnsupportedError
+    from graph_fsdp.errors import VerificationError as VerificationError
+    from graph_fsdp.parameters.unshard import unsharded as unsharded
+    from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
+    from graph_fsdp.planning import Plan as Plan
+    from graph_fsdp.planning import plan as plan
+    from graph_fsdp.profiling.profiling import profile as profile
+    from graph_fsdp.profiling.table import Profile as Profile
+    from graph_fsdp.report.file import SavedReport as SavedReport
+    from graph_fsdp.report.file import load_report as load_report
+    from graph_fsdp.report.report import GraphReport as GraphReport
+    from graph_fsdp.report.report import inspect as inspect
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ActivationCheckpointing",
-    "AlreadyCompiledError",
-    "AlreadyShardedError",
-    "BudgetError",
-    "CheckpointError",
-    "EmptyPlaceholderError",
-    "GraphBreakError",
-    "GraphReport",
-    "HostFallbackError",
-    "MeshError",
-    "MetaDeviceError",
-    "ParameterChangedError",
-    "Plan",
-    "Profile",
-    "RankDisagreement",
-    "RankFailure",
-    "SavedReport",
-    "SettingError",
-    "UnsupportedError",
-    "VerificationError",
-    "checkpoint",
-    "compile",
-    "inspect",
-    "load_report",
-    "passes",
-    "plan",
-    "profile",
-    "unsharded",
-]
-
+# What is public, by the module that has it.
+_NAMES = {
+    "api": ("compile",),
+    "errors": (
+        "AlreadyCompiledError",
+        "AlreadyShardedError",
+        "BudgetError",
+        "CheckpointError",
+        "EmptyPlaceholderError",
+        "GraphBreakError",
+        "HostFallbackError",
+        "MeshError",
+        "MetaDeviceError",
+        "ParameterChangedError",
+        "RankDisagreement",
+        "RankFailure",
+        "SettingError",
+        "UnsupportedError",
+        "VerificationError",
+    ),
+    "parameters.unshard": ("unsharded",),
+    "passes.transforms.activation_checkpointing": ("ActivationCheckpointing",),
+    "planning": ("Plan", "plan"),
+    "profiling.profiling": ("profile",),
+    "profiling.table": ("Profile",),
+    "report.file": ("SavedReport", "load_report"),
+    "report.report": ("GraphReport", "inspect"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Packages and modules that are public as such.
 _SUBMODULES = ("checkpoint", "errors", "integrations", "passes", "planning")
 
-# The module of each other name that errors.py does not have.
-_MODULES = {
-    "ActivationCheckpointing": "passes.transforms.activation_checkpointing",
-    "GraphReport": "report.report",
-    "Plan": "planning",
-    "Profile": "profiling.table",
-    "SavedReport": "report.file",
-    "compile": "api",
-    "inspect": "report.report",
-    "load_report": "report.file",
-    "plan": "planning",
-    "profile": "profiling.profiling",
-    "unsharded": "parameters.unshard",
-}
+__all__ = sorted(["checkpoint", "passes", *_MODULES])
 
 
 def _bring(name: str) -> Any:
@@ -105,7 +92,7 @@ def _bring(name: str) -> Any:
         importlib.import_module("graph_fsdp.compat")  # first: it says so if torch is too old for the others
         if name in _SUBMODULES:
             return importlib.import_module(f"graph_fsdp.{name}")
-        module = importlib.import_module(f"graph_fsdp.{_MODULES.get(name, 'errors')}")
+        module = importlib.import_module(f"graph_fsdp.{_MODULES[name]}")
     finally:
         random.setstate(drawn)  # rich draws a number at its import, and the script may have set its seed before
     globals()[name] = value = getattr(module, name)  # found at once from now on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -11,23 +11,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from graph_fsdp import validate
+from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
 from graph_fsdp.engine.owned_tensors import model_graphs
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.model_spec import cost_model, model_spec
+from graph_fsdp.mesh import DataParallelMesh, Mesh
 from graph_fsdp.module.module import become_compiled, original_forward
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters.extensions import extend, plain
-from graph_fsdp.parameters.mixed_precision import PrecisionPolicies, find_policies
+from graph_fsdp.parameters.extensions import extend, is_extended, plain
+from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.parameters.shards import Storage
-from graph_fsdp.passes import ActivationCheckpointing, GroupShape, PassPipeline
+from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, find_hardware
+from graph_fsdp.passes.analysis.hardware import detect_hardware
+from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
-from graph_fsdp.place import place_on_ranks
-from graph_fsdp.units import AutoWrapPolicy, find_units, parameter_names
+from graph_fsdp.place import check_model, ignored_parameters, place_on_ranks
+from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -142,8 +143,7 @@ def compile(
         RankDisagreement: ranks would get their values in different ways; likewise.
     """
     given = locals()
-    validate.torch_version(torch.__version__)
-    validate.model(model)
+    check_model(model)
     options = CompileOptions(**{field.name: given[field.name] for field in dataclasses.fields(CompileOptions)})
     return _compile(model, mesh, options)
 
@@ -151,7 +151,7 @@ def compile(
 def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> Model:
     policies = find_policies(model, options.mp_policy)
     trace_composable_checkpoints(model)
-    ignored = validate.ignored_parameters(model, options.ignored_params)
+    ignored = ignored_parameters(model, options.ignored_params)
     names = parameter_names(model)
     units = find_units(model, options.auto_wrap_policy, ignored)
     if options.backend == "xla":
@@ -171,8 +171,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         shard_dims=place.shard_dims,
         checkpoint=options.files,
     )
-    options.warn_of_copies_on(place.device)
-    spec = model_spec(units, names, place.mesh, policies, place.shard_dims)
+    spec = _model_spec(units, names, place.mesh, policies, place.shard_dims)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
     groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
@@ -180,7 +179,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         assert ranks is not None
         spec = dataclasses.replace(spec, reshard_group=ranks.subgroup(size).group_name, reshard_size=size)
         groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
-    cost = cost_model(place.pipeline, groups, place.device, options.backend)
+    cost = _cost_model(place.pipeline, groups, place.device, options.backend)
     spec = place.pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
@@ -212,3 +211,52 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     place.before_compiled(model)
     become_compiled(model, engine, policies, units)
     return model
+
+
+def _model_spec(
+    units: Sequence[Unit],
+    names: Mapping[nn.Parameter, list[str]],
+    mesh: Mesh | None,
+    policies: ModulePolicies,
+    shard_dims: Mapping[str, int],
+) -> ModelSpec:
+    """The parameters of ``units``, in order of registration, which is about the order of use. ``names``: parameter →
+    its names. ``mesh``: None for one process. ``shard_dims``: name → the dimension that is sharded, where it is not
+    the first."""
+    world_size = mesh.world_size if mesh is not None else 1
+    unit_of = {name: unit.name for unit in units for name in unit.parameters}
+    specs = []
+    for p, (name, *others) in names.items():
+        if name in unit_of:
+            param_dtype, reduce_dtype = policies.dtypes_of(p, [name, *others])
+            specs.append(
+                ParameterSpec(
+                    name,
+                    unit_of[name],
+                    tuple(compat.local_part(p).shape),
+                    p.dtype,
+                    param_dtype,
+                    reduce_dtype,
+                    p.requires_grad,
+                    world_size,
+                    shard_dims.get(name, 0),
+                    is_extended(p),
+                )
+            )
+    # What lies in several modules of one unit is gathered as one: where its first parameter is.
+    several = {unit.name for unit in units if len(unit.modules) > 1}
+    first = {spec.unit: index for index, spec in reversed(list(enumerate(specs)))}
+    places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
+    specs = [specs[index] for index in sorted(range(len(specs)), key=places.__getitem__)]
+    spec = make_model_spec(specs, mesh.group if mesh is not None else "", world_size)
+    if mesh is None:
+        return spec
+    return dataclasses.replace(spec, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
+
+
+def _cost_model(
+    pipeline: PassPipeline, groups: Mapping[str, GroupShape], device: torch.device, backend: str
+) -> CostModel:
+    """Seconds of kernels and collectives on the hardware that the pipeline names, or else on the ``device`` found."""
+    hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
+    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from graph_fsdp.passes.context import PassError, PipelineError
-from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.prefetch import BudgetError
-from graph_fsdp.passes.verify.error import VerificationError
-from graph_fsdp.runtime.ranks.agreement import RankDisagreement
-from graph_fsdp.runtime.ranks.failure import RankFailure
-from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError
-
-__all__ = [
-    "AlreadyCompiledError",
-    "AlreadyShardedError",
-    "BudgetError",
-    "CheckpointError",
-    "EmptyPlaceholderError",
-    "GraphBreakError",
-    "HostFallbackError",
-    "MeshError",
-    "MetaDeviceError",
-    "ParameterChangedError",
-    "PassError",
-    "PipelineError",
-    "RankDisagreement",
-    "RankFailure",
-    "SettingError",
-    "UnsupportedError",
-    "VerificationError",
-]
+from graph_fsdp.passes.context import PassError as PassError
+from graph_fsdp.passes.context import PipelineError as PipelineError
+from graph_fsdp.passes.context import VerificationError as VerificationError
+from graph_fsdp.passes.ir.settings import SettingError as SettingError
+from graph_fsdp.passes.transforms.prefetch import BudgetError as BudgetError
+from graph_fsdp.runtime.ranks.agreement import RankDisagreement as RankDisagreement
+from graph_fsdp.runtime.ranks.failure import RankFailure as RankFailure
+from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError as HostFallbackError
 
 
 class MeshError(ValueError):

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from graph_fsdp.errors import MeshError
@@ -44,6 +45,8 @@ OTHER_NAMES = frozenset({"tp", "tensor", "model", "pp", "ep"})
 
 # For all ranks to reach ``graph_fsdp.compile``: the first may be reading a checkpoint while the others wait.
 START_TIMEOUT_SECONDS = 1800.0
+
+_TORCHRUN = "torchrun --nproc-per-node N script.py"
 
 
 class Mesh(Protocol):
@@ -94,20 +97,27 @@ class DataParallelMesh(Mesh):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
+        """What of ``mesh`` is for data parallelism. Raises MeshError where that is no one or two dimensions."""
+        mesh = _data_parallel_slice(mesh)
+        names = mesh.mesh_dim_names or ()
         if mesh.ndim == 2:
             return cls(mesh, shard_dim=1, replicate_dim=0)
-        if mesh.mesh_dim_names and mesh.mesh_dim_names[0] in REPLICATE_NAMES:
-            return cls(mesh, shard_dim=None, replicate_dim=0)
-        return cls(mesh, shard_dim=0, replicate_dim=None)
+        if mesh.ndim == 1:
+            replicates = bool(names) and names[0] in REPLICATE_NAMES
+            return cls(mesh, None, replicate_dim=0) if replicates else cls(mesh, shard_dim=0, replicate_dim=None)
+        example = f", e.g. mesh[{', '.join(map(repr, names[:2]))}]" if names and mesh.ndim > 2 else ""
+        raise MeshError(
+            f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and data parallelism takes one (to shard) "
+            "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
+            + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
+        )
 
     @property
     def world_size(self) -> int:
-        """Ranks over which a parameter is sharded."""
         return 1 if self.shard_dim is None else self.mesh.size(self.shard_dim)
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard."""
         return 1 if self.replicate_dim is None else self.mesh.size(self.replicate_dim)
 
     @property
@@ -116,12 +126,10 @@ class DataParallelMesh(Mesh):
 
     @property
     def group(self) -> str:
-        """Name of the group that shards, "" if nothing does."""
         return "" if self.shard_dim is None else self.mesh.get_group(self.shard_dim).group_name
 
     @property
     def replicate_group(self) -> str:
-        """Name of the group of replicas, "" if there are none."""
         return "" if self.replicate_dim is None else self.mesh.get_group(self.replicate_dim).group_name
 
     @property
@@ -191,16 +199,83 @@ class DataParallelMesh(Mesh):
         dist.broadcast(_bytes(value), dist.get_process_group_ranks(group)[0], group=group)
 
 
-def data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh without the dimensions that are not for data parallelism: one dimension, or two of which the first
-    replicates and the second shards. A mesh of one dimension is what it is, whatever its name.
+def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh | None, torch.device]:
+    """What of ``mesh``, or of all ranks where it is None, is for data parallelism, and the device of a rank's shards.
+    ``device``: of the model; None if it is on the meta device.
+
+    Raises:
+        MeshError, TypeError: it is no mesh of this rank, or not one for a model on this device.
+    """
+    if mesh is None:
+        if not dist.is_initialized() and world_size_of_environment() > 1:
+            dist.init_process_group()
+        if not dist.is_initialized():
+            return None, device if device is not None else _device_of_type(_default_device_type())
+        mesh = init_device_mesh(_first_ranks_device_type(device), (dist.get_world_size(),))
+    _check_mesh(mesh, device)
+    return DataParallelMesh.of(mesh), _device_of_type(mesh.device_type, device)
+
+
+def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
+    """``device`` if it is of this type, else the process's current one of the type."""
+    if device is not None and device.type == device_type:
+        return device
+    return torch.empty(0, device=device_type).device  # with its index
+
+
+def _check_mesh(mesh: Any, device: torch.device | None) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.init_device_mesh) or None, got {mesh!r}")
+    if not dist.is_initialized():
+        raise MeshError(
+            f"mesh: its process group is not initialised (or was destroyed); start the script with {_TORCHRUN!r} and "
+            "make the mesh with init_device_mesh"
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"mesh has the ranks {mesh.mesh.flatten().tolist()} and this one is rank {dist.get_rank()}; call "
+            "graph_fsdp.compile on the ranks of the mesh only"
+        )
+    if device is None and mesh.device_type == "meta":
+        raise MeshError("mesh is of device type 'meta', which holds no values; make it for the device to compute on")
+    moved = device is not None and device.type == "cpu" and mesh.device_type != "meta"
+    if device is not None and device.type != mesh.device_type and not moved:
+        raise MeshError(
+            f"mesh is of device type {mesh.device_type!r} and the model's parameters are on {device.type!r}; move the "
+            "model, or make the mesh for its device type"
+        )
+
+
+def world_size_of_environment() -> int:
+    """Ranks that torchrun started this process with; 1 without a launcher.
+
+    A launcher that set no rendezvous (SLURM) is an error: each process would train a model of its own.
+    """
+    found = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
+    if not found.isdigit():
+        raise MeshError(f"the environment variable WORLD_SIZE (or SLURM_NTASKS) is {found!r}, not a number of ranks")
+    launched = int(found)
+    if launched > 1:
+        missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+        if missing:
+            raise MeshError(
+                f"{launched} processes were started and no process group is initialised, nor can it be: "
+                f"{', '.join(missing)} not set in the environment; start the script with {_TORCHRUN!r} (under SLURM: "
+                "srun torchrun …), or call torch.distributed.init_process_group first"
+            )
+    return launched
+
+
+def _data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh without the dimensions that are not for data parallelism. Of two that are left the first replicates and
+    the second shards. A mesh of one dimension is what it is, whatever its name.
 
     Raises:
         MeshError: the names do not say which dimensions those are.
     """
     names = mesh.mesh_dim_names
     if mesh.ndim == 1 or names is None:
-        return _checked(mesh)
+        return mesh
     sizes = dict(zip(names, mesh.shape, strict=True))
     kept = [name for name in names if name not in OTHER_NAMES]
     known = [name for name in kept if name in SHARD_NAMES | REPLICATE_NAMES]
@@ -217,19 +292,7 @@ def data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
             f"{kept[0]!r} and {kept[1]!r} say; pass a mesh with the dimensions in that order, or a slice with one of "
             "them: mesh['…']"
         )
-    return _checked(mesh if len(kept) == mesh.ndim else mesh[tuple(kept)])
-
-
-def _checked(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim in (1, 2):
-        return mesh
-    names = mesh.mesh_dim_names[:2] if mesh.mesh_dim_names and mesh.ndim > 2 else ()
-    example = f", e.g. mesh[{', '.join(map(repr, names))}]" if names else ""
-    raise MeshError(
-        f"mesh has {mesh.ndim} dimensions of sizes {tuple(mesh.shape)}, and data parallelism takes one (to shard) "
-        "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
-        + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
-    )
+    return mesh if len(kept) == mesh.ndim else mesh[tuple(kept)]
 
 
 # (ranks of the mesh, ranks of the group, use) → what ``subgroup`` has made.
@@ -244,14 +307,14 @@ def _exists(group: dist.ProcessGroup) -> bool:
         return False
 
 
-# Calls of ``first_ranks_device_type`` so far; all ranks count alike.
+# Calls of ``_first_ranks_device_type`` so far; all ranks count alike.
 _calls = itertools.count()
 
 
-def first_ranks_device_type(device: torch.device | None) -> str:
+def _first_ranks_device_type(device: torch.device | None) -> str:
     """Of a mesh of all ranks: the type of the ``device`` that the first rank's model is on. A rank whose own is on the
     meta device (None) could not tell."""
-    own = device.type if device is not None else default_device_type()
+    own = device.type if device is not None else _default_device_type()
     ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
     if not is_shared(ranks):
         return own
@@ -260,7 +323,7 @@ def first_ranks_device_type(device: torch.device | None) -> str:
     return receive(key, ranks, START_TIMEOUT_SECONDS)
 
 
-def default_device_type() -> str:
+def _default_device_type() -> str:
     """Where a model goes that is on the meta device, when no mesh says."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return "cpu"

@@ -21,8 +21,6 @@ from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, wit
 from graph_fsdp.runtime.backends import BACKENDS
 from graph_fsdp.units import AutoWrapPolicy
 
-Sharding = Literal["manual", "auto", "replicas"]
-
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -45,7 +43,7 @@ class CompileOptions:
     passes: PassPipeline | None
     backend: str
     regions: Literal["cut", "whole"]
-    sharding: Sharding
+    sharding: Literal["manual", "auto", "replicas"]
     shard_output: Callable[[Any, Any], Any] | None
     fullgraph: bool
     dynamic: bool | None
@@ -93,8 +91,8 @@ class CompileOptions:
         Raises:
             ValueError: it is a number of ranks that does not divide ``world_size``.
         """
-        value = self.reshard_after_forward
-        if not isinstance(value, int) or isinstance(value, bool):
+        value: Any = self.reshard_after_forward
+        if not self.reshards_to_groups:
             return value, 0
         if value < 1 or value > world_size or world_size % value:
             possible = "".join(f"{n}, " for n in range(2, world_size) if world_size % n == 0)
@@ -112,8 +110,14 @@ class CompileOptions:
         return (True, 0) if value == world_size else (True, value)
 
     def offload(self, device: torch.device) -> Offload | None:
-        """What ``offload_policy`` asks for, of a model that computes on ``device``."""
+        """What ``offload_policy`` asks for, of a model on ``device``. Warns of copies to the CPU that save nothing."""
         policy = self.offload_policy
+        if self.checkpointing is not None and self.checkpointing.offload and device.type == "cpu":
+            warnings.warn(
+                "activation_checkpointing: activations are offloaded to the CPU's memory, and the model is on the CPU: "
+                "the copies save nothing there",
+                stacklevel=4,
+            )
         if not isinstance(policy, CPUOffloadPolicy):
             return None
         if device.type == "cpu":
@@ -124,15 +128,6 @@ class CompileOptions:
                 stacklevel=4,
             )
         return Offload(device, policy.pin_memory and device.type != "cpu")
-
-    def warn_of_copies_on(self, device: torch.device) -> None:
-        """Activations that are offloaded from the CPU to the CPU."""
-        if self.checkpointing is not None and self.checkpointing.offload and device.type == "cpu":
-            warnings.warn(
-                "activation_checkpointing: activations are offloaded to the CPU's memory, and the model is on the CPU: "
-                "the copies save nothing there",
-                stacklevel=4,
-            )
 
     def _check_backend(self) -> None:
         backend, regions = self.backend, self.regions

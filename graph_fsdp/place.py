@@ -1,19 +1,23 @@
-"""Where a model is compiled for: found and checked before anything of the model is changed."""
+"""Where a model is compiled for, and whether it can be: found and checked before anything of the model is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from graph_fsdp import validate
+from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.owned_tensors import check_cuda_graphs
-from graph_fsdp.mesh import DataParallelMesh, Mesh, default_device_type, first_ranks_device_type
+from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, UnsupportedError
+from graph_fsdp.mesh import Mesh, find_mesh
+from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters import tensor_parallel
 from graph_fsdp.parameters.extensions import check_extensions
@@ -22,6 +26,9 @@ from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
 from graph_fsdp.runtime.backends import BACKENDS, Backend
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS))
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,7 @@ def place_on_ranks(
         shard_placement_fn=options.shard_placement_fn is not None,
         checkpoint=options.checkpoint is not None,
     )
-    found, device = _find_mesh(mesh, validate.device(model, ignored))
-    parallel = DataParallelMesh.of(found) if found is not None else None
+    parallel, device = find_mesh(mesh, _device_of(model, ignored))
     if options.cuda_graphs:
         check_cuda_graphs(options, device)
     fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
@@ -87,22 +93,67 @@ def place_on_ranks(
     )
 
 
-def _find_mesh(mesh: DeviceMesh | None, device: torch.device | None) -> tuple[DeviceMesh | None, torch.device]:
-    """The mesh, and the device of this rank's shards. ``device``: of the model; None if it is on the meta device."""
-    if mesh is not None:
-        mesh = validate.mesh(mesh, device)
-        return mesh, _device_of_type(mesh.device_type, device)
-    if not dist.is_initialized() and validate.world_size_of_environment() > 1:
-        dist.init_process_group()
-    if not dist.is_initialized():
-        return None, device if device is not None else _device_of_type(default_device_type())
-    device_type = first_ranks_device_type(device)
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    return validate.mesh(mesh, device), _device_of_type(device_type, device)
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        where = f"its submodule {name!r}" if name else "model"
+        if isinstance(module, GraphFSDPModule):
+            raise AlreadyCompiledError(f"{where} was compiled by graph_fsdp before; compile a model once")
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+            kind = "FSDP2 (fully_shard)" if isinstance(module, FSDPModule) else "FSDP1 (FullyShardedDataParallel)"
+            raise AlreadyShardedError(f"{where} is sharded by {kind} already; pass the model as it was before that")
+        if isinstance(module, DistributedDataParallel):
+            raise AlreadyShardedError(f"{where} is wrapped in DistributedDataParallel; pass {where}.module instead")
+        if isinstance(module, (torch.jit.ScriptModule, compat.OptimizedModule)):
+            raise UnsupportedError(f"{where} is a {type(module).__name__}; pass the module that it was made of")
+    if isinstance(model, _CONTAINERS) and type(model).forward in _NO_FORWARD:
+        raise ValueError(
+            f"model: {type(model).__name__} only holds others and has no forward, so there is nothing to compile; "
+            "pass the module whose forward uses it, or each of its modules that is called by itself"
+        )
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet (a lazy module); run the model once before compile")
+        if p.grad is not None:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which sharding would lose; call model.zero_grad() before compile"
+            )
 
 
-def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
-    """``device`` if it is of this type, else the process's current one of the type."""
-    if device is not None and device.type == device_type:
-        return device
-    return torch.empty(0, device=device_type).device  # with its index
+def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
+    """Those that are given, and those of the modules that are."""
+    parameters, modules = set(model.parameters()), set(model.modules())
+    if isinstance(ignored, (torch.Tensor, nn.Module)):
+        kind = "Parameter" if isinstance(ignored, torch.Tensor) else f"module ({type(ignored).__name__})"
+        raise TypeError(
+            f"ignored_params must be a list or set of parameters and modules, got one {kind}; put it in a list"
+        )
+    found: set[nn.Parameter] = set()
+    for p in ignored if ignored is not None else ():
+        if isinstance(p, nn.Module):
+            if p not in modules:
+                raise ValueError(f"ignored_params holds a module ({type(p).__name__}) that is no submodule of model")
+            found.update(p.parameters())
+            continue
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(f"ignored_params holds {p!r}, neither a parameter nor a module but a {type(p).__name__}")
+        if p not in parameters:
+            raise ValueError(f"ignored_params holds a tensor of shape {tuple(p.shape)} that is no parameter of model")
+        found.add(p)
+    if found and found == parameters:
+        raise ValueError("ignored_params holds every parameter of model, so there is nothing to shard")
+    return found
+
+
+def _device_of(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
+    """Of the parameters that have values, or of buffers where there are no parameters; None if none has any."""
+    devices: dict[torch.device, str] = {}
+    has_parameters = next(model.parameters(), None) is not None
+    for name, p in model.named_parameters() if has_parameters else model.named_buffers():
+        if p not in ignored and not p.is_meta:
+            devices.setdefault(p.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name!r} on {d}" for d, name in devices.items())
+        raise ValueError(f"model: parameters are on several devices ({found}); move the model to one device")
+    return next(iter(devices), None)

@@ -41,21 +41,15 @@ class Unit:
     """A group of parameters that is gathered, freed and reduced as one.
 
     ``name`` is the fully qualified name of its first module (the first name, if it is registered twice), ``""`` for
-    the root. ``parameters`` holds canonical parameter names in registration order (see :func:`parameter_names`).
-    ``others``: further modules of it, by name. ``gathered_by``: where all of the module's parameters are tied to some
-    of other units, the name of one that has them; ``parameters`` is then empty.
+    the root; ``modules`` has that one, and further ones of the unit, by name. ``parameters`` holds canonical parameter
+    names in registration order (see :func:`parameter_names`). ``gathered_by``: where all of the module's parameters are
+    tied to some of other units, the name of one that has them; ``parameters`` is then empty.
     """
 
     name: str
-    module: nn.Module
+    modules: dict[str, nn.Module]
     parameters: tuple[str, ...]
-    others: tuple[tuple[str, nn.Module], ...] = ()
     gathered_by: str | None = None
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """By name."""
-        return {self.name: self.module, **dict(self.others)}
 
 
 def find_units(
@@ -96,13 +90,13 @@ def find_units(
             unit = _owning_unit(model, parameters_names, first_of)
             parameters[unit].append(parameters_names[0])
             owner.update(dict.fromkeys(parameters_names, unit))
-    others = {group[0]: tuple((names[module], module) for module in group[1:]) for group in groups}
+    modules_of = {group[0]: {names[module]: module for module in group} for group in groups}
     units = []
     for module, name in names.items():
         own = tuple(parameters.get(module, ()))
         tied = _tied_elsewhere(module, name, owner, names) if module in parameters and not own else None
         if own or tied is not None:
-            units.append(Unit(name, module, own, others.get(module, ()), tied))
+            units.append(Unit(name, modules_of.get(module, {name: module}), own, tied))
     return units
 
 

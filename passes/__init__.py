@@ -7,11 +7,10 @@ from graph_fsdp.passes.analysis.cost import CostModel, GroupShape, Measurements
 from graph_fsdp.passes.analysis.hardware import HARDWARE, Hardware, Link, detect_hardware, find_hardware
 from graph_fsdp.passes.analysis.memory import MemoryProfile, memory_profile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
-from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError
-from graph_fsdp.passes.ir.accessors import BucketNodes, Gather, Reduction
+from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError
 from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
-from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduction
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
@@ -24,7 +23,6 @@ from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetc
 from graph_fsdp.passes.transforms.recompute import TagRecompute
 from graph_fsdp.passes.transforms.reshard import Reshard
 from graph_fsdp.passes.transforms.slots import AssignSlots, Free, SlotTable
-from graph_fsdp.passes.verify.error import VerificationError
 
 __all__ = [
     "HARDWARE",

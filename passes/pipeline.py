@@ -23,13 +23,12 @@ from graph_fsdp.passes.context import (
     PassContext,
     PassError,
     PipelineError,
+    VerificationError,
     strings_of,
 )
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
-from graph_fsdp.passes.ir.stage_log import log_stage
-from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.passes.verify.verify import Verifier
 
 if TYPE_CHECKING:
@@ -227,7 +226,7 @@ def add_stage(
     taken = time.perf_counter() - begin
     stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, taken, text)
     context.stages[graph.phase][name] = stage
-    log_stage(stage)
+    stage.log()
 
 
 def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str) -> None:

@@ -40,7 +40,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, fake_mode_of, kind
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of, reduced_begins
+from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of
 from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.comm import collectives
@@ -248,7 +248,7 @@ class Lowering:
         world, name = dialect.argument(node, "world_size"), dialect.group_of(node)
         op, before, _ = _mean(node)
         started = []
-        for message in messages_of(node):
+        for message, _ in messages_of(node):
             rows = [self._rank_major(self.values[grad], node, world) for grad in message]
             packed = self.call(aten.reshape.default, self._joined(rows, dim=1), [-1])
             packed = self._divided(packed, before)
@@ -268,7 +268,8 @@ class Lowering:
         start: Any = node.args[0]
         if start.target is dialect.reduce_scatter_start:
             parts = [self.wait(part, node.name) for part in self.values[start]]
-            reduced = self._spread(parts, reduced_begins(start), start.meta["val"].numel())
+            begins = [begin for _, begin in messages_of(start)]
+            reduced = self._spread(parts, begins, start.meta["val"].numel())
         else:
             reduced = self.wait(self.values[start], node.name)
         return self._divided(reduced, _mean(start)[2])

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graph_fsdp.passes.ir import dialect, fake_values
-from graph_fsdp.passes.ir.fake_values import FakeValues, Kinds, kind
+from graph_fsdp.passes.ir.fake_values import FakeValues, kind
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ class Calls:
     """Calls on fake values, and how many of them were run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.graph, self.kinds, self.values, self.run = fx.Graph(), Kinds(), FakeValues(), 0
+        self.graph, self.values, self.run = fx.Graph(), FakeValues(), 0
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
         evaluate = fake_values.evaluate
 
@@ -38,7 +38,7 @@ class Calls:
         return node
 
     def computed(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.kinds.computed(self.graph.call_function(target, args, kwargs))
+        return self.values.kind_of(self.graph.call_function(target, args, kwargs))
 
     def value(self, target: Any, *args: Any) -> Any:
         return self.values.of(self.graph.call_function(target, args))

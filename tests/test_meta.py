@@ -274,7 +274,7 @@ def test_pieces_are_units_and_the_modules_between_them() -> None:
 
     model = on_meta(ViT)
     names = {module: name for name, module in model.named_modules()}
-    pieces = find_pieces(model, {unit.module for unit in find_units(model)}, None)
+    pieces = find_pieces(model, {unit.modules[unit.name] for unit in find_units(model)}, None)
     assert [[names[module] for module in piece.modules] for piece in pieces] == [
         ["embed.0", "embed.1", "embed"],
         ["encoder.blocks.0.up", "encoder.blocks.0.down", "encoder.blocks.0"],

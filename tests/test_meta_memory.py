@@ -30,7 +30,7 @@ def test_no_more_than_one_unit_is_there_above_the_shards(fake_group: None) -> No
 def test_of_a_root_unit_one_module_is_there_at_a_time(fake_group: None) -> None:
     model = on_meta(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
     (unit,) = find_units(model)
-    assert unit.module is model
+    assert unit.modules[unit.name] is model
     peak = peak_of(lambda: initialised(model))
     assert nbytes(model[0]) <= peak - nbytes(model) // FAKE_WORLD_SIZE <= nbytes(model[0]) + SLACK
 

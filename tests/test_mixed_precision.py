@@ -270,8 +270,8 @@ def fsdp2(model: nn.Module, mp_policy: Any, of_unit: MixedPrecisionPolicy) -> nn
             if module is not model and policy_of(module) is not None:
                 fully_shard(module, mp_policy=policy_of(module))
     for unit in find_units(model):
-        if unit.module is not model:
-            fully_shard(unit.module, mp_policy=of_unit)
+        if unit.modules[unit.name] is not model:
+            fully_shard(unit.modules[unit.name], mp_policy=of_unit)
     return fully_shard(model, mp_policy=root)
 
 

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graph_fsdp
 from graph_fsdp.passes import Graph, JustInTime, PassContext, Plan, Prefetch
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.agreed_order import follow
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap, mutated_inputs
 from graph_fsdp.passes.ir.graph import Phase
@@ -231,7 +230,7 @@ def test_a_reduction_starts_behind_the_pointwise_operators_that_follow_its_gradi
 def test_a_gather_moves_up_to_keep_the_plan() -> None:
     graph = gathers_and_reductions()
     planned = [("gather_start", "b"), ("gather_start", "a"), ("reduce_start", "b"), ("reduce_start", "a")]
-    assert follow(graph, planned)
+    assert Plan({graph.phase: planned}).keep(graph)
     assert graph.collectives == planned
     assert "grad_b gather_a reduce_b reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
 
@@ -242,7 +241,7 @@ def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
     graph.placeholders[-1].append(start)
     planned = [("gather_start", "b"), ("reduce_start", "b"), ("gather_start", "a"), ("reduce_start", "a")]
     assert graph.collectives != planned
-    assert follow(graph, planned)
+    assert Plan({graph.phase: planned}).keep(graph)
     assert "grad_b reduce_b gather_a reduced_b full_a grad_a reduce_a reduced_a" in names(graph)
 
 
@@ -256,7 +255,7 @@ def test_a_gather_moves_down_to_keep_the_plan_as_far_as_its_wait() -> None:
 def test_a_graph_that_cannot_keep_the_plan_is_left_as_it_is(planned: list[tuple[str, str]]) -> None:
     graph = gathers_and_reductions()
     before = names(graph)
-    assert not follow(graph, planned)
+    assert not Plan({graph.phase: planned}).keep(graph)
     assert names(graph) == before
 
 

@@ -73,8 +73,8 @@ def test_twenty_steps_with_inductor_equal_one_process() -> None:
 
 def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     for unit in find_units(model):
-        if unit.module is not model:
-            fully_shard(unit.module, **options)
+        if unit.modules[unit.name] is not model:
+            fully_shard(unit.modules[unit.name], **options)
     return fully_shard(model, **options)
 
 

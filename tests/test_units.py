@@ -45,7 +45,7 @@ def listed(units: list[Unit]) -> dict[str, list[str]]:
 def check(model: nn.Module, expected: dict[str, list[str]], policy: object = None, ignored: object = ()) -> None:
     units = find_units(model, policy, ignored)
     assert list(listed(units).items()) == list(expected.items())
-    assert all(model.get_submodule(unit.name) is unit.module for unit in units)
+    assert all(model.get_submodule(unit.name) is unit.modules[unit.name] for unit in units)
 
 
 def block(prefix: str) -> dict[str, list[str]]:

@@ -43,8 +43,7 @@ from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
-from graph_fsdp.passes.repeat.segments import find_repeats
-from graph_fsdp.passes.repeat.trace import NotRepeatable
+from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.report.failed_pass import save_failure
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
@@ -267,7 +266,7 @@ class Engine:
                     return trace.run(repeats.contracted, inputs)
             except NotRepeatable as reason:
                 groups = repeats.without(reason.call)
-                which = "a layer" if reason.call is None else repeats.calls[reason.call][2].unit
+                which = "a layer" if reason.call is None else repeats.calls[reason.call][1].unit
                 log.info("%s has no trace of others: %s", which, reason)
         return AotTrace(self, context, captured, entry, self.backend.prepare).run(module, inputs)
 

@@ -28,12 +28,11 @@ from torch import Tensor, fx
 from graph_fsdp.engine.ranks import facts
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
-from graph_fsdp.passes.context import PassError, Sharing
+from graph_fsdp.passes.context import PassError, Sharing, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
-from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.report.failed_pass import save_failure
 from graph_fsdp.report.report import CapturedGraph
 

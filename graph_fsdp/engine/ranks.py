@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
-from graph_fsdp.passes.ir.dialect import STARTS, is_custom, reduce_payloads
+from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
+from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared, publish, receive
 from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
@@ -143,7 +144,7 @@ def facts(engine: Engine) -> list[str]:
         lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")
     if spec.reshard_size:
         lines.append(f"resharded to {spec.reshard_size} ranks")
-    lines += [f"pass {p.settings()}" for p in engine.pipeline]
+    lines += [f"pass {p!r}" for p in engine.pipeline]
     for bucket in spec.buckets:
         lines.append(f"bucket {bucket.name} in {len(bucket.messages) or 1} messages {list(bucket.messages)}")
     for p in spec.parameters.values():
@@ -166,7 +167,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassConte
             record = node.meta.get("fsdp")
             if record is not None and (node.target in STARTS or node.target is reduce_payloads):
                 dtype = node.meta["val"].dtype
-                by_user = ", by the user's own collective" if is_custom(node) else ""
+                by_user = ", by the user's own collective" if getattr(arguments(node), "custom", False) else ""
                 lines.append(
                     f"{graph.phase} {record.role.value} {record.bucket} {record.nbytes} bytes {dtype} "
                     f"of {', '.join(record.params)}{by}{by_user}"

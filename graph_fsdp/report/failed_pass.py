@@ -7,8 +7,7 @@ import tempfile
 from typing import Any
 
 from graph_fsdp import compat
-from graph_fsdp.passes.context import PassError
-from graph_fsdp.passes.verify.error import VerificationError
+from graph_fsdp.passes.context import PassError, VerificationError
 from graph_fsdp.report.data import report_data
 from graph_fsdp.report.file import SavedReport
 from graph_fsdp.report.report import GraphReport

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graph_fsdp import validate
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import MeshError, UnsupportedError
+from graph_fsdp.mesh import world_size_of_environment
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import is_extended
 from graph_fsdp.runtime.xla.program import are_threads
@@ -35,7 +35,7 @@ def environment(replicas: bool = False) -> None:
     check_versions(torch.__version__, _installed("torch_xla"))
     if compat_xla.is_spmd() == replicas:
         raise UnsupportedError(_SPMD_IS_ON if replicas else _SPMD_IS_OFF)
-    launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
+    launched = dist.get_world_size() if dist.is_initialized() else world_size_of_environment()
     if not replicas:
         check_world_sizes(launched, compat_xla.process_count())
         return

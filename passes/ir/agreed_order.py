@@ -33,11 +33,40 @@ class Plan:
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
-        """Move the starts of a graph's collectives until they stand in the planned order, as :func:`follow` does. A
-        pass that schedules ends with it. True where nothing is planned yet; False where the graph cannot keep the
-        plan: the ranks then have to agree on another."""
+        """Move the starts of a graph's collectives until they stand in the planned order: gathers up where that is
+        enough, else reductions down, and gathers down as far as their waits. A pass that schedules ends with it. True
+        where nothing is planned yet; False, and the order is as it was, where the graph has other collectives or needs
+        them in another order: the ranks then have to agree on another plan."""
         planned = self.collectives.get(graph.phase)
-        return planned is None or follow(graph, planned)
+        if planned is None:
+            return True
+        starts = dict(zip(graph.collectives, graph.starts, strict=True))
+        if sorted(starts) != sorted(planned):
+            return False
+        ordered = [starts[entry] for entry in planned]
+        positions = graph.positions()
+        if ordered == sorted(ordered, key=positions.__getitem__):
+            return True
+        order = list(graph.fx_graph.nodes)
+        moved: dict[fx.Node, float] = {}
+        limit = float(len(order))
+        for node in reversed(ordered):  # a gather that stands behind its successor moves up to just before it
+            place = float(positions[node])
+            if place > limit and has_role(node, Role.GATHER_START):
+                place = limit
+            moved[node] = place
+            limit = min(limit, place)
+        earliest = -1.0
+        for node in ordered:  # what stands before its predecessor moves down to just behind it
+            place = max(moved[node], earliest)
+            if place > max(positions[node], moved[node]) and place >= min(positions[user] for user in node.users):
+                return False
+            moved[node] = earliest = place
+        # Starts that share a place keep the planned order, behind the node there if that is their own place.
+        rank = {node: index for index, node in enumerate(ordered)}
+        keys = {node: (moved.get(node, float(positions[node])), node in moved, rank.get(node, 0)) for node in order}
+        graph.reorder(sorted(order, key=keys.__getitem__))
+        return True
 
     def copy(self) -> Plan:
         """Return a plan that may be changed apart from this one."""
@@ -62,36 +91,3 @@ def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
         parts += sorted({model.bucket_of[name].name if name in model.bucket_of else name for name in names})
         parts.append("")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def follow(graph: Graph, planned: Sequence) -> bool:
-    """Move starts until they stand in the planned order: gathers up where that is enough, else reductions down, and
-    gathers down as far as their waits. Return False, and leave the order as it is, where the graph has other
-    collectives or needs them in another order."""
-    starts = dict(zip(graph.collectives, graph.starts, strict=True))
-    if sorted(starts) != sorted(planned):
-        return False
-    ordered = [starts[entry] for entry in planned]
-    positions = graph.positions()
-    if ordered == sorted(ordered, key=positions.__getitem__):
-        return True
-    order = list(graph.fx_graph.nodes)
-    moved: dict[fx.Node, float] = {}
-    limit = float(len(order))
-    for node in reversed(ordered):  # a gather that stands behind its successor moves up to just before it
-        place = float(positions[node])
-        if place > limit and has_role(node, Role.GATHER_START):
-            place = limit
-        moved[node] = place
-        limit = min(limit, place)
-    earliest = -1.0
-    for node in ordered:  # what stands before its predecessor moves down to just behind it
-        place = max(moved[node], earliest)
-        if place > max(positions[node], moved[node]) and place >= min(positions[user] for user in node.users):
-            return False
-        moved[node] = earliest = place
-    # Starts that share a place keep the planned order; behind the node that stands there, if that is their own place.
-    rank = {node: index for index, node in enumerate(ordered)}
-    keys = {node: (moved.get(node, float(positions[node])), node in moved, rank.get(node, 0)) for node in order}
-    graph.reorder(sorted(order, key=keys.__getitem__))
-    return True

@@ -8,7 +8,7 @@ parameters too, and nothing else differs: so a fake value is computed once (``fa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,14 +23,10 @@ class NotDescribed(Exception):
     """There is more to a value or an argument than its description would say. The message says what the value is."""
 
 
-class _Name:
-    """Stands for a node by its number, whatever it is called."""
+class _Name(NamedTuple):
+    """Stands for a node, whatever it is called."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
+    number: int
 
 
 def canonical_form(
@@ -41,16 +37,17 @@ def canonical_form(
 ) -> tuple[tuple[Hashable, ...], dict[fx.Node, int]]:
     """Return what ``body`` computes of ``inputs``, up to the names of nodes and parameters, and the number of each node
     in it. ``value`` describes the value of a node, ``target`` what it calls."""
-    names: dict[fx.Node, Any] = {}
+    names: dict[fx.Node, _Name] = {}
     parts: list[Hashable] = []
     for node in inputs:
         parts.append(value(node))
         names[node] = _Name(len(names))
     for node in body:
-        renamed = fx.map_arg((dialect.with_parameter(node.target, node.args, ""), node.kwargs), names.__getitem__)
+        given: Any = (dialect.with_parameter(node.target, node.args, ""), node.kwargs)
+        renamed = fx.map_arg(given, names.__getitem__)
         parts.append((target(node), repr(renamed), value(node)))
         names[node] = _Name(len(names))
-    return tuple(parts), {node: name.index for node, name in names.items()}
+    return tuple(parts), {node: name.number for node, name in names.items()}
 
 
 def describe_call(node: fx.Node) -> Hashable:
@@ -65,22 +62,18 @@ def describe_call(node: fx.Node) -> Hashable:
         raise NotDescribed
     if target._schema.is_mutable and target not in dialect.EXECUTED:  # may change sizes or storages of its inputs
         raise NotDescribed
-    keywords = tuple((name, _describe(value)) for name, value in node.kwargs.items()) if node.kwargs else ()
+    if _is_symbolic((node.args, tuple(node.kwargs.values()))):
+        raise NotDescribed
+    values = {n: describe_value(n.meta["val"], storage=True) for n in node.all_input_nodes}
+    parts, _ = canonical_form(values, [node], values.get)
     autocast = [torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu")]
-    arguments = _describe(dialect.with_parameter(node.target, node.args, ""))
-    return (target, arguments, keywords, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
+    return (parts, torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
 
 
-def _describe(argument: Any) -> Hashable:
-    if isinstance(argument, fx.Node):
-        return describe_value(argument.meta["val"], storage=True)
+def _is_symbolic(argument: Any) -> bool:
     if isinstance(argument, (tuple, list)):
-        return tuple([_describe(item) for item in argument])
-    if isinstance(argument, slice):
-        return ("slice", _describe(argument.start), _describe(argument.stop), _describe(argument.step))
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise NotDescribed("of symbolic size")
-    return (type(argument), argument)  # 1, 1.0 and True are equal, and mean different things
+        return any(map(_is_symbolic, argument))
+    return isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def describe_value(value: Any, *, storage: bool = False) -> Hashable:

@@ -38,7 +38,7 @@ Where shards are kept on the CPU (``sources.py``), ``gather_param`` is told the 
 ``reduce_payloads``: an all-reduce that tensor extensions ask for, of small tensors of one type: flat, one behind the
 other, and waited for at once. ``op`` is that of functional collectives (``sources.py``).
 
-A node's role is a fact of its ``meta["fsdp"]`` record (``records.py``), never of its name. The operators'
+A node's role is a fact of its ``meta["fsdp"]`` record, never of its name. The operators'
 implementations on process groups are in the runtime.
 """
 
@@ -58,11 +58,72 @@ from torch import Tensor, fx
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.operands import argument as argument
 from graph_fsdp.passes.ir.operands import by_name, defaults
-from graph_fsdp.passes.ir.records import NodeRecord as NodeRecord
-from graph_fsdp.passes.ir.records import Role as Role
-from graph_fsdp.passes.ir.records import has_role as has_role
-from graph_fsdp.passes.ir.records import record as record
-from graph_fsdp.passes.ir.records import set_record as set_record
+
+
+class Role(enum.Enum):
+    """Says what a node does in the schedule."""
+
+    SHARD = "shard"  # a graph input: the local shard of a parameter
+    TANGENT = "tangent"  # a graph input: the gradient of an output
+    GATHER = "gather"
+    GATHER_START = "gather_start"
+    GATHER_WAIT = "gather_wait"
+    UNPACK = "unpack"  # a view of one parameter in a gathered bucket
+    FREE = "free"
+    REDUCE = "reduce"
+    REDUCE_START = "reduce_start"
+    REDUCE_WAIT = "reduce_wait"
+    REPLICATE_START = "replicate_start"  # what was reduced, reduced again over the replicas
+    REPLICATE_WAIT = "replicate_wait"
+    SHARD_GRAD = "shard_grad"  # the gradient of a local shard
+    ACCUMULATE = "accumulate"  # keeps a gradient for a later graph, which reduces it
+    REDUCE_HOOK = "reduce_hook"
+    KEPT = "kept"  # a gathered bucket that goes from forward to backward
+    KEEP_SHARD = "keep_shard"  # cuts a shard out of a gathered bucket
+    KEPT_SHARD = "kept_shard"  # such a shard, in backward
+    UNSHARDED = "unsharded"  # a graph input: a parameter that was whole before the forward began
+    OFFLOAD = "offload"  # copies a saved activation to the CPU
+    RELOAD = "reload"  # and back, in backward
+    PAYLOAD = "payload"  # what is gathered of a parameter that travels as something else
+    PAYLOAD_REDUCE = "payload_reduce"  # an all-reduce of an extension's, for payloads
+    FETCH_START = "fetch_start"  # shards that are kept on the CPU, to the device
+    FETCH_WAIT = "fetch_wait"
+    OFFLOAD_START = "offload_start"  # gradients of shards, to the CPU
+    OFFLOAD_WAIT = "offload_wait"
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """Says what a node of the dialect does. ``nbytes`` counts the gathered, reduced or copied buffer. ``slot`` and
+    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
+    their own, or where there is no such buffer."""
+
+    role: Role
+    unit: str
+    bucket: str
+    params: tuple[str, ...]
+    nbytes: int = 0
+    escapes: bool = False  # the buffer outlives the graph: kept for backward, or returned to the user
+    slot: int | None = None
+    landing_slot: int | None = None
+
+
+def record(node: fx.Node) -> NodeRecord | None:
+    """Return the record of a node, None where it is not the dialect's."""
+    return node.meta.get("fsdp")
+
+
+def has_role(node: fx.Node, *roles: Role) -> bool:
+    """Say whether a node has a record of one of these roles."""
+    found = record(node)
+    return found is not None and found.role in roles
+
+
+def set_record(node: fx.Node, value: NodeRecord) -> fx.Node:
+    """Give a node its record, and return the node."""
+    node.meta["fsdp"] = value
+    return node
+
 
 ALIGNMENT = 64  # bytes; a cache line, and enough for every vector load of the backends
 
@@ -93,16 +154,19 @@ class Operator:
 OPERATORS: dict[compat.OpOverload[..., Any], Operator] = {}
 
 
-def _define(schema: str, effect: Effect, meaning: str, fake: Callable[..., Any]) -> compat.OpOverload[..., Any]:
-    """Define an operator. Its fake is given those arguments that it names."""
+def _define(
+    schema: str, effect: Effect, meaning: str, fake: Callable[..., Any] | None = None
+) -> compat.OpOverload[..., Any]:
+    """Define an operator. Its fake is given those arguments that it names; without one, the operator works in the
+    memory of its first argument, which is its value."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
-    read = inspect.signature(fake).parameters
+    read = inspect.signature(fake).parameters if fake is not None else ()
 
     def called(*args: Any, **kwargs: Any) -> Any:
         given = by_name(defined, args, kwargs)
-        return fake(**{argument: given[argument] for argument in read})
+        return next(iter(given.values())) if fake is None else fake(**{name: given[name] for name in read})
 
     torch.library.register_fake(f"graph_fsdp::{name}", called, lib=_LIBRARY)
     OPERATORS[defined] = Operator(name, effect, meaning)
@@ -134,7 +198,6 @@ all_gather_wait = _define(
     "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
     Effect.WAIT,
     "the same buffer, gathered",
-    lambda buffer: buffer,
 )
 keep_shard = _define(
     "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
@@ -170,13 +233,11 @@ all_reduce_shard_start = _define(
     " -> Tensor(a!)",
     Effect.START,
     "the same buffer: the mean over replicas, in place, unknown until it is waited for",
-    lambda shard: shard,
 )
 reduce_wait = _define(
     "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
     Effect.WAIT,
     "the same buffer, reduced",
-    lambda buffer: buffer,
 )
 accumulate_grad = _define(
     "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
@@ -189,7 +250,6 @@ reduce_hook = _define(
     "reduce_hook(Tensor(a!) buffer, str unit) -> Tensor(a!)",
     Effect.LOCAL,
     "the same buffer, which a function of the user has seen",
-    lambda buffer: buffer,
 )
 reduce_payloads = _define(
     "reduce_payloads(Tensor[] values, str op, str group) -> Tensor",
@@ -207,7 +267,6 @@ activation_offloaded = _define(
     "activation_offloaded(Tensor(a!) host, Tensor value) -> Tensor(a!)",
     Effect.ACTIVATION_COPY,
     "the same copy, which is there; ``value`` may go",
-    lambda host: host,
 )
 reload_activation = _define(
     "reload_activation(Tensor host, Device device) -> Tensor",
@@ -219,7 +278,6 @@ activation_reloaded = _define(
     "activation_reloaded(Tensor(a!) buffer, Tensor host) -> Tensor(a!)",
     Effect.ACTIVATION_COPY,
     "the same copy, which is there; ``host`` may go",
-    lambda buffer: buffer,
 )
 fetch_start = _define(
     "fetch_start(Tensor[] shards, int[] offsets, int length, Device device) -> Tensor",
@@ -231,7 +289,6 @@ fetch_wait = _define(
     "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
     Effect.COPY_WAIT,
     "the same copy, which is there",
-    lambda buffer: buffer,
 )
 offload_start = _define(
     "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
@@ -243,7 +300,6 @@ offload_wait = _define(
     "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
     Effect.COPY_WAIT,
     "the same copy, which is there",
-    lambda buffer: buffer,
 )
 
 
@@ -255,11 +311,6 @@ STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
 COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
 TRANSFER_STARTS, TRANSFER_WAITS = STARTS | COPY_STARTS, WAITS | COPY_WAITS  # of collectives and of copies
 EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
-
-
-def is_custom(node: fx.Node) -> bool:
-    """Say whether an object of the user's runs a collective."""
-    return node.target in (all_gather_start, reduce_scatter_start) and bool(argument(node, "custom"))
 
 
 def parameter_of(node: fx.Node) -> str:

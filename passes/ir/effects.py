@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,34 +20,25 @@ _IN_LIST = "*"
 _UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, operator.getitem})
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """Says what an operator does with the memory of its arguments. Arguments are (position, name)."""
-
-    aliased: tuple[tuple[int, str], ...] = ()  # the value may lie in their memory
-    mutated: tuple[tuple[int, str], ...] = ()
-    unknown: bool = False  # no schema says: any input may be aliased
+_Places = tuple[tuple[int, str], ...]  # (position, name) of arguments
 
 
 @functools.cache
-def _memory(target: Any) -> _Memory:
-    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
+def _memory(target: Any) -> tuple[_Places, _Places]:
+    """The arguments in whose memory the value of an operator may lie, and those that it writes to. Read once: a schema
+    is slow to read, and a graph calls few operators many times."""
     if target in _UNANNOTATED_VIEWS:
-        return _Memory(aliased=((0, ""),))
+        return ((0, ""),), ()
     schema = getattr(target, "_schema", None)
     if schema is None:
-        return _Memory(unknown=isinstance(target, compat.HigherOrderOperator))
+        return (), ()
     returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
     arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
-    return _Memory(
-        aliased=tuple(
-            place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set
-        ),
-        mutated=tuple(place for place, alias in arguments if alias.is_write),
-    )
+    aliased = (place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set)
+    return tuple(aliased), tuple(place for place, alias in arguments if alias.is_write)
 
 
-def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Node]:
+def _nodes_at(node: fx.Node, places: _Places) -> list[fx.Node]:
     found: list[fx.Node] = []
     args = node.args
     for index, name in places:
@@ -63,20 +53,14 @@ def _nodes_at(node: fx.Node, places: tuple[tuple[int, str], ...]) -> list[fx.Nod
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the node's value may share: what the schema's alias annotations say, and every
     input of a call that has no schema (higher-order operators)."""
-    if node.op != "call_function":
-        return []
-    memory = _memory(node.target)
-    if memory.unknown:
+    if isinstance(node.target, compat.HigherOrderOperator):
         return list(node.all_input_nodes)
-    return _nodes_at(node, memory.aliased) if memory.aliased else []
+    return _nodes_at(node, _memory(node.target)[0]) if node.op == "call_function" else []
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that the node writes to, by its schema. A wait and a free do: they end what it was."""
-    if node.op != "call_function":
-        return []
-    mutated = _memory(node.target).mutated
-    return _nodes_at(node, mutated) if mutated else []
+    return _nodes_at(node, _memory(node.target)[1]) if node.op == "call_function" else []
 
 
 def is_view(node: fx.Node) -> bool:

@@ -2,8 +2,7 @@
 
 A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
 operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on
-(``canonical_form.py``), and each distinct one is run once per process: once by the passes, which make values
-(``VALUES``), and once by the verifier, which does not trust them (``KINDS``). Calls of operators that others have
+(``canonical_form.py``), and each distinct one is run once per process (``VALUES``). Calls of operators that others have
 registered are run each time.
 """
 
@@ -11,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -57,30 +55,23 @@ def kind(value: Any) -> Any:
     return type(value).__name__
 
 
-_T = TypeVar("_T")
+class _Known(NamedTuple):
+    """What equal calls have in common. ``kind``: of their values, None where a size depends on data. ``again``: makes
+    the value of such a call, None where there is more to it than is known."""
+
+    kind: Any
+    again: Callable[[fx.Node], torch.Tensor] | None
 
 
-class Memory(dict[Hashable, _T]):
+class Memory(dict[Hashable, _Known]):
     """Keeps what is known of calls, in a bounded number: a process may compile any number of models."""
 
     LIMIT = 20_000
 
-    def __setitem__(self, key: Hashable, value: _T) -> None:
+    def __setitem__(self, key: Hashable, value: _Known) -> None:
         if len(self) >= self.LIMIT:
             self.clear()
         super().__setitem__(key, value)
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """Says how to make the value of a call again. ``view``: in the memory of the first argument; else in its own."""
-
-    view: bool
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
 
 
 class FakeValues:
@@ -88,35 +79,40 @@ class FakeValues:
     the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
 
     def __init__(self) -> None:
-        self._recipes: Memory[_Recipe | None] = Memory()
+        self._known = Memory()
 
     def of(self, node: fx.Node) -> Any:
         """Return the value of a call on the fake values of its inputs. Raises what the operator raises."""
-        key = _key(node)
-        recipe = self._recipes.get(key)
-        if recipe is None:
-            value = evaluate(node)
-            if key is not None and key not in self._recipes:
-                self._recipes[key] = _recipe(node, value)
-            return value
-        memory = _first_argument(node) if recipe.view else None
-        layout = (recipe.shape, recipe.stride, recipe.dtype, recipe.device)
-        return compat.fake_tensor(fake_mode_of(node.all_input_nodes), *layout, memory, recipe.offset)
+        known = self._known.get(key := _key(node))
+        return self._run(node, key) if known is None or known.again is None else known.again(node)
+
+    def kind_of(self, node: fx.Node) -> Any:
+        """Return the kind of what the operator makes of the fake values of its inputs, whatever value the call has
+        been given since. Raises what the operator raises."""
+        known = self._known.get(key := _key(node))
+        return kind(self._run(node, key)) if known is None or known.kind is None else known.kind
+
+    def _run(self, node: fx.Node, key: Hashable) -> Any:
+        value = evaluate(node)
+        if key is not None and key not in self._known:
+            is_static = all(type(size) is int for tensor in iterate_tensors(value) for size in tensor.shape)
+            self._known[key] = _Known(kind(value) if is_static else None, _again(node, value))
+        return value
 
 
 def _key(node: fx.Node) -> Hashable:
     """Return what equal calls have in common; None for a call that is run each time."""
-    try:
-        key = describe_call(node)
-        hash(key)
-    except (NotDescribed, TypeError):  # not described, or not hashable
+    if fake_mode_of(node.all_input_nodes) is None:  # nothing else says in which mode the value is made
         return None
-    mode = fake_mode_of(node.all_input_nodes)  # nothing else says in which mode the value is made
-    return key if mode is not None else None
+    try:
+        return describe_call(node)
+    except NotDescribed:
+        return None
 
 
-def _recipe(node: fx.Node, value: Any) -> _Recipe | None:
-    """Return how a value is made again, None where there is more to it than a recipe says."""
+def _again(node: fx.Node, value: Any) -> Callable[[fx.Node], torch.Tensor] | None:
+    """Return how the value of an equal call is made, in the memory of its first argument or in its own; None where
+    there is more to it than that."""
     try:
         describe_value(value, storage=True)
     except NotDescribed:
@@ -132,7 +128,13 @@ def _recipe(node: fx.Node, value: Any) -> _Recipe | None:
         fits = first is not None and compat.same_memory(value, first) and value.dtype == first.dtype
     if not fits:
         return None
-    return _Recipe(not own, value.shape, value.stride(), int(value.storage_offset()), value.dtype, value.device)
+    layout, offset = (value.shape, value.stride(), value.dtype, value.device), int(value.storage_offset())
+
+    def again(equal: fx.Node) -> torch.Tensor:
+        memory = None if own else _first_argument(equal)
+        return compat.fake_tensor(fake_mode_of(equal.all_input_nodes), *layout, memory, offset)
+
+    return again
 
 
 def _first_argument(node: fx.Node) -> torch.Tensor | None:
@@ -141,23 +143,4 @@ def _first_argument(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-class Kinds:
-    """Remembers kinds of computed values by what calls depend on."""
-
-    def __init__(self) -> None:
-        self._known: Memory[Any] = Memory()
-
-    def computed(self, node: fx.Node) -> Any:
-        """Return the kind of what a call computes of the fake values of its inputs. Raises what the operator raises."""
-        key = _key(node)
-        if key in self._known:
-            return self._known[key]
-        value = evaluate(node)
-        # A size that depends on data is another one each time.
-        is_static = all(type(size) is int for tensor in iterate_tensors(value) for size in tensor.shape)
-        if key is not None and is_static:
-            self._known[key] = kind(value)
-        return kind(value)
-
-
-VALUES, KINDS = FakeValues(), Kinds()
+VALUES = FakeValues()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import networkx as nx
 import torch
 from torch import fx
 
 from graph_fsdp.compat import HigherOrderOperator
-from graph_fsdp.passes.ir import accessors, dialect
-from graph_fsdp.passes.ir.dialect import Role
-from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, mutated_inputs
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role
+from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 
 if TYPE_CHECKING:
@@ -30,6 +32,66 @@ GIVEN: dict[Phase, frozenset[str]] = {
 }
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A gather brings one bucket into one graph.
+
+    ``nbytes``: of the gathered buffer. ``start`` and ``wait``: None where backward received the buffer from forward.
+    ``buffer``: the node whose value is the gathered buffer, the wait or the input that received it. ``reads``: what
+    reads the buffer through any alias, views too, in the graph's order. ``free``: None before the free pass, and where
+    the buffer ``escapes``: the graph returns it, or a view of it.
+    """
+
+    bucket: str
+    unit: str
+    params: tuple[str, ...]
+    nbytes: int
+    start: fx.Node | None
+    wait: fx.Node | None
+    buffer: fx.Node
+    reads: tuple[fx.Node, ...]
+    free: fx.Node | None
+    escapes: bool
+
+    @property
+    def views(self) -> tuple[fx.Node, ...]:
+        """The nodes that are parameters, as views of the buffer."""
+        return tuple(node for node in self.reads if dialect.has_role(node, Role.UNPACK))
+
+    @property
+    def uses(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute with the parameters: ``reads`` without views."""
+        return tuple(node for node in self.reads if not is_view(node))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction takes one bucket of gradients in the backward graph.
+
+    ``nbytes``: of the reduced shard. ``gradients``: the full gradients that go in, and ``results``: the gradients of
+    the shards that come out, both in the order of ``params``. On a mesh that also replicates, ``replicate_start`` and
+    ``replicate_wait`` are the second stage, over the replicas; None elsewhere.
+    """
+
+    bucket: str
+    unit: str
+    params: tuple[str, ...]
+    nbytes: int
+    gradients: tuple[fx.Node, ...]
+    start: fx.Node
+    wait: fx.Node
+    replicate_start: fx.Node | None
+    replicate_wait: fx.Node | None
+    results: tuple[fx.Node, ...]
+
+
+class BucketNodes(NamedTuple):
+    """Holds what a graph does with one bucket, None for what it does not."""
+
+    gather: Gather | None
+    reduction: Reduction | None
 
 
 class Graph:
@@ -106,22 +168,49 @@ class Graph:
         return [(record.role.value, record.bucket) for record in (start.meta["fsdp"] for start in self.starts)]
 
     @property
-    def gathers(self) -> list[accessors.Gather]:
-        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. Linear."""
-        return accessors.find_gathers(self)
+    def gathers(self) -> list[Gather]:
+        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. As all
+        that follows of buckets, it is found in one walk, and says how the graph was: ask again after an edit."""
+        roots = self.alias_roots()
+        buffers = self.with_role(Role.KEPT, Role.GATHER_START)
+        reads: dict[fx.Node, list[fx.Node]] = {buffer: [] for buffer in buffers}
+        escaping: set[fx.Node] = set()
+        for node in self.fx_graph.nodes:
+            for root in {root for source in node.all_input_nodes for root in roots[source]} & reads.keys():
+                if node.op == "output":
+                    escaping.add(root)
+                elif node.target is not dialect.all_gather_wait and node.target is not dialect.free:
+                    reads[root].append(node)
+        found = []
+        for buffer in buffers:
+            start = None if dialect.has_role(buffer, Role.KEPT) else buffer
+            wait = dialect.wait_of(start) if start is not None else None
+            whole = wait or buffer
+            free = next((user for user in whole.users if user.target is dialect.free), None)
+            found.append(Gather(*_labels(buffer), start, wait, whole, tuple(reads[buffer]), free, buffer in escaping))
+        return found
 
     @property
-    def reductions(self) -> list[accessors.Reduction]:
-        """The reduced buckets of a bucketed graph, in the order in which they start. Linear."""
-        return accessors.find_reductions(self)
+    def reductions(self) -> list[Reduction]:
+        """The reduced buckets of a bucketed graph, in the order in which they start."""
+        results = {node.meta["fsdp"].params[0]: node for node in self.with_role(Role.SHARD_GRAD)}
+        found = []
+        for start in self.with_role(Role.REDUCE_START):
+            labels, wait = _labels(start), dialect.wait_of(start)
+            second = next((user for user in wait.users if dialect.has_role(user, Role.REPLICATE_START)), None)
+            second_wait = dialect.wait_of(second) if second is not None else None
+            shards = tuple(results[name] for name in labels[2] if name in results)
+            gradients = tuple(dialect.argument(start, "grads"))
+            found.append(Reduction(*labels, gradients, start, wait, second, second_wait, shards))
+        return found
 
     @property
-    def buckets(self) -> dict[str, accessors.BucketNodes]:
+    def buckets(self) -> dict[str, BucketNodes]:
         """Bucket → its gather and its reduction in a bucketed graph, None where there is none: gathers in order, then
-        reductions of what is not gathered (scalars). Linear."""
+        reductions of what is not gathered (scalars)."""
         gathers = {gather.bucket: gather for gather in self.gathers}
         reductions = {reduction.bucket: reduction for reduction in self.reductions}
-        return {n: accessors.BucketNodes(gathers.get(n), reductions.get(n)) for n in {**gathers, **reductions}}
+        return {n: BucketNodes(gathers.get(n), reductions.get(n)) for n in {**gathers, **reductions}}
 
     def positions(self) -> dict[fx.Node, int]:
         """Return the place of each node in the graph."""
@@ -148,7 +237,7 @@ class Graph:
             roots[node] = found[0] if len(found) == 1 else frozenset().union(*found)
         return roots
 
-    def dependencies(self, cost: CostModel | None = None) -> nx.DiGraph:
+    def dependencies(self) -> nx.DiGraph:
         """Build the dependency DAG: an edge from a node to each node that must come after it.
 
         Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
@@ -158,24 +247,21 @@ class Graph:
         ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
 
         Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
-        by ``cost``, which is the graph's own where it is not given; 0.0 without one.
+        by ``cost``; 0.0 without one.
         """
-        cost = cost or self.cost
-        seconds = cost.node_seconds(self) if cost is not None else {}
+        seconds = self.cost.node_seconds(self) if self.cost is not None else {}
         dag = nx.DiGraph()
         roots = self.alias_roots()
         last_write: dict[fx.Node, fx.Node] = {}
         uses_since: dict[fx.Node, list[fx.Node]] = {}
         previous: dict[str, fx.Node] = {}
-        sizes: dict[fx.Node, int] = {}
 
         def edge(before: fx.Node, after: fx.Node, kind: str) -> None:
             if before is not after and not dag.has_edge(before, after):
-                dag.add_edge(before, after, kind=kind, nbytes=sizes[before] if kind == "data" else 0)
+                dag.add_edge(before, after, kind=kind, nbytes=dag.nodes[before]["nbytes"] if kind == "data" else 0)
 
         for node in self.fx_graph.nodes:
-            sizes[node] = nbytes(node.meta.get("val"))
-            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=sizes[node])
+            dag.add_node(node, seconds=seconds.get(node, 0.0), nbytes=nbytes(node.meta.get("val")))
             for source in node.all_input_nodes:
                 edge(source, node, "data")
             written = {root for n in mutated_inputs(node) for root in roots[n]}
@@ -204,13 +290,12 @@ class Graph:
             raise ValueError(
                 f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
             )
-        previous = None
-        for node in order:
-            if previous is not None and previous.next is not node:
+        first = next(iter(self.fx_graph.nodes))
+        if first is not order[0]:
+            first.prepend(order[0])
+        for previous, node in itertools.pairwise(order):
+            if previous.next is not node:
                 previous.append(node)
-            elif previous is None and node is not next(iter(self.fx_graph.nodes)):
-                next(iter(self.fx_graph.nodes)).prepend(node)
-            previous = node
 
     def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
         """Make each use of a key one of its value, and erase the keys. Linear, also where one node (the output) uses
@@ -240,6 +325,11 @@ class Graph:
                     node.meta[key] = like.meta[key]
         node.meta["val"] = VALUES.of(node)
         return node
+
+
+def _labels(node: fx.Node) -> tuple[str, str, tuple[str, ...], int]:
+    record: NodeRecord = node.meta["fsdp"]
+    return record.bucket, record.unit, record.params, record.nbytes
 
 
 def nbytes(value: Any) -> int:

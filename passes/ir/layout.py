@@ -92,26 +92,19 @@ def layout_of(start: fx.Node) -> GatherLayout:
     return GatherLayout.make(given.offsets, numels, given.length, given.world_size, given.messages)
 
 
-def messages_of(start: fx.Node) -> list[list[fx.Node]]:
-    """Return the gradients of a ``reduce_scatter_start``, message by message."""
-    given = arguments(start)
-    grads = iter(given.grads)
-    return [list(itertools.islice(grads, count)) for count in given.messages or [len(given.grads)]]
-
-
-def reduced_begins(start: fx.Node) -> list[int]:
-    """Return the element at which the result of each message of a ``reduce_scatter_start`` begins."""
+def messages_of(start: fx.Node) -> list[tuple[list[fx.Node], int]]:
+    """Return the gradients of a ``reduce_scatter_start``, by message, and the element at which its result begins."""
     given = arguments(start)
     values = [grad.meta["val"] for grad in given.grads]
     offsets = dialect.reduced_offsets(values, given.dtype, given.world_size, given.messages)
-    firsts = itertools.accumulate((len(message) for message in messages_of(start)[:-1]), initial=0)
-    return [offsets[first] for first in firsts]
+    ends = itertools.accumulate(given.messages or [len(values)], initial=0)
+    return [(list(given.grads[first:end]), offsets[first]) for first, end in itertools.pairwise(ends)]
 
 
 def gradients_sent(start: fx.Node) -> list[fx.Node]:
     """Return the gradients that a ``reduce_scatter_start`` sends from where they lie."""
     given = arguments(start)
-    alone = [] if given.custom else [message[0] for message in messages_of(start) if len(message) == 1]
+    alone = [] if given.custom else [message[0] for message, _ in messages_of(start) if len(message) == 1]
     return [grad for grad in alone if dialect.is_sent_as_it_is(grad.meta["val"], given.dtype, given.world_size)]
 
 

@@ -48,10 +48,6 @@ class Settings:
     custom_all_gather: bool = False
     custom_reduce_scatter: bool = False
 
-    def divide_factor(self, unit: str) -> float | None:
-        """Return what the user divides the sum of a unit's gradients by; None for the mean."""
-        return dict(self.divide_factors).get(unit)
-
     def key(self) -> str:
         """Return a text that is equal for equal settings, on all ranks; "" where nothing was changed."""
         changed = []

@@ -138,11 +138,6 @@ class BucketSpec:
     def world_size(self) -> int:
         return self.parameters[0].world_size
 
-    @property
-    def full_nbytes(self) -> int:
-        """The bytes of the bucket gathered whole."""
-        return self.shard_numel * self.world_size * self.parameters[0].param_dtype.itemsize
-
 
 HOST = torch.device("cpu")
 
@@ -179,11 +174,11 @@ class ModelSpec:
     own_reduce_group: str = ""
     offload: Offload | None = None
     payloads: dict[str, ParameterSpec] = field(default_factory=dict)
-    bucket_of: dict[str, BucketSpec] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        table = {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
-        object.__setattr__(self, "bucket_of", table)
+    @cached_property
+    def bucket_of(self) -> dict[str, BucketSpec]:
+        """The bucket of each parameter and payload that is in one, by name."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def spec_of(self, name: str) -> ParameterSpec:
         """Return the parameter or the payload of this name."""

@@ -1,13 +1,26 @@
-"""Stages show a graph as it was after one pass, printed as Python that runs."""
+"""Stages show a graph as it was after one pass, printed as Python that runs.
+
+They are logged where torch's users look for them. ``TORCH_LOGS="graph_fsdp"`` says what each pass did,
+``TORCH_LOGS="+graph_fsdp"`` prints the graph after each pass too. With ``TORCH_TRACE=DIR`` each stage is an artifact of
+its compilation, which ``tlparse`` shows between Dynamo's graph and Inductor's code.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import fx
+
+from graph_fsdp import compat
+
+log = logging.getLogger(__name__)
+
+_TRACE = "TORCH_TRACE"  # torch reads it when it is imported
 
 _PREAMBLE = """\
 import operator
@@ -82,6 +95,14 @@ class Stage:
     def body(self) -> str:
         """The function alone; ``self`` is a parameter only where the graph refers to constants or subgraphs."""
         return self.text if self.text is not None else readable(self.graph)
+
+    def log(self) -> None:
+        """Write the stage to the logs that ask for it."""
+        log.info("%s, %d nodes%s", self.title, len(self.snapshot), f": {self.summary}" if self.summary else "")
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", self.code)
+        if os.environ.get(_TRACE):
+            compat.trace_artifact(f"graph_fsdp_{self.phase}_{self.name}", lambda: self.code)
 
     def __repr__(self) -> str:
         return f"Stage({self.name!r}, {self.phase}, {len(self.snapshot)} nodes)"

@@ -8,8 +8,9 @@ in have neither: they belong to where what they read comes from, or else to wher
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -32,7 +33,7 @@ class UnitCall:
 def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
     """Find the call that each node belongs to; nodes of the root are left out. Of gradients only those are in it whose
     stack says so. Linear."""
-    units = _Units({p.unit for p in model.parameters.values() if p.unit})
+    unit_of = _unit_of({p.unit for p in model.parameters.values() if p.unit})
     calls: dict[tuple[str, str], UnitCall] = {}
     found: dict[fx.Node, UnitCall] = {}
     unknown: list[fx.Node] = []
@@ -46,10 +47,10 @@ def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
         if node.op != "call_function" or has_role(node, Role.GATHER, Role.REDUCE):
             continue
         stack = node.meta.get("nn_module_stack")
-        if stack:
-            key = units.innermost(stack)
-            if key is not None:
-                found[node] = calls.setdefault(key, UnitCall(key[0], len(calls)))
+        for key, (module, _) in reversed((stack or {}).items()):
+            if (unit := unit_of(module)) is not None:
+                found[node] = calls.setdefault((unit, key), UnitCall(unit, len(calls)))
+                break
         if stack or "stack_trace" in node.meta:
             continue
         read = {unit_of_value[source] for source in inputs if source in unit_of_value}
@@ -65,31 +66,21 @@ def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
     return found
 
 
-class _Units:
-    """Finds the innermost unit of module stacks."""
+def _unit_of(names: Collection[str]) -> Callable[[str], str | None]:
+    """Return what finds the unit of these ``names`` that is a module of a stack: below ``self``, the model, the unit
+    of that name; else the unit whose name the module's ends with: a forward that was set on the instance reaches its
+    model in another way."""
+    by_path = {tuple(name.split(".")): name for name in names}
+    lengths = sorted({len(path) for path in by_path}, reverse=True)
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._by_path = {tuple(name.split(".")): name for name in names}
-        self._lengths = sorted({len(path) for path in self._by_path}, reverse=True)
-        self._known: dict[str, str | None] = {}
-
-    def innermost(self, stack: dict[str, tuple[str, type]]) -> tuple[str, str] | None:
-        """Return (unit, which call of it)."""
-        for key, (module, _) in reversed(stack.items()):
-            if module not in self._known:
-                self._known[module] = self._unit(module)
-            unit = self._known[module]
-            if unit is not None:
-                return unit, key
-        return None
-
-    def _unit(self, module: str) -> str | None:
-        """Return, below ``self``, the model, the unit of that name; else the unit whose name the module's ends with: a
-        forward that was set on the instance reaches its model in another way."""
+    @functools.cache
+    def find(module: str) -> str | None:
         path = module_path(module)
         if path[:1] == ("self",):
-            return self._by_path.get(path[1:])
-        return next((self._by_path[path[-n:]] for n in self._lengths if path[-n:] in self._by_path), None)
+            return by_path.get(path[1:])
+        return next((by_path[path[-n:]] for n in lengths if path[-n:] in by_path), None)
+
+    return find
 
 
 def module_path(module: str) -> tuple[str, ...]:

@@ -6,19 +6,24 @@ Layers of one class repeat the same trace. So, between Dynamo's graph and the jo
 1. *find* (``segments.py``): which parts of Dynamo's graph are equal.
 2. *trace* (``trace.py``): of equal segments one is traced, as AOTAutograd traces a whole model.
 3. *contract*: each becomes one call, which is differentiated by another call.
-4. *expand* (``expand.py``): in the joint graph, or that of inference, the nodes of the trace take the place of the
-   calls.
+4. *expand*: in the joint graph, or that of inference, the nodes of the trace take the place of the calls.
 
 The graph is then what it would have been without: the same operators on the same values, in the same order. Where that
 is not certain a segment is left alone, or ``NotRepeatable`` is raised and the graph is traced without these calls.
+
+[Note: the order of a joint graph]
+Autograd runs the adjoints of operators in the reverse order of the operators. The nodes of a segment are consecutive,
+so nothing comes between their adjoints. The exception are gathers: they stand in front of all other operators, and so
+their adjoints behind all others, in the reverse order. The expansion puts them there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -26,14 +31,25 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.repeat.expand import Expansion
-from graph_fsdp.passes.repeat.segments import WORTH, Segment
-from graph_fsdp.passes.repeat.trace import NotRepeatable, Trace, call, raise_failures, registered, trace
+from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
+from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
+from graph_fsdp.passes.repeat.trace import (
+    CALLED,
+    FAILURES,
+    Decompositions,
+    Prepare,
+    Trace,
+    call,
+    repeat,
+    repeat_backward,
+    trace,
+)
 
 log = logging.getLogger(__name__)
 
-Prepare = Callable[[fx.GraphModule], fx.GraphModule]
-Decompositions = dict[Any, Callable[..., Any]] | None
+_NUMBER = re.compile(r"_\d+$")
+
+_Place = tuple[int | None, fx.Node]  # a node of the trace that a call stands for, by the call's index, or one around
 
 
 class Repeats:
@@ -49,25 +65,30 @@ class Repeats:
     ) -> None:
         self._prepare = prepare
         self.traces: list[Trace] = []
-        # By the index of a call: its trace, the segment that was traced, and the one that is meant.
-        self.calls: list[tuple[Trace, Segment, Segment]] = []
+        self.calls: list[tuple[Trace, Segment]] = []  # by the index of a call: its trace, and what it stands for
         for group in groups:
             try:
-                made = _trace(len(self.traces), group[0], module, prepare, decompositions)
+                made = trace(len(self.traces), group[0], module, prepare, decompositions)
             except NotRepeatable as reason:
                 log.info("%s and %d layers like it are traced by themselves: %s", group[0].unit, len(group) - 1, reason)
                 continue
             self.traces.append(made)
-            self.calls += [(made, group[0], segment) for segment in group]
+            self.calls += [(made, segment) for segment in group]
         if not self.traces:
             raise NotRepeatable("no layer can be traced for others")
         nodes = module.graph.nodes
         self._gathered = [dialect.parameter_of(node) for node in nodes if node.target is dialect.gather_param]
         self.contracted = self._contract(module)
 
-    def registered(self) -> AbstractContextManager[None]:
-        """For as long as the contracted graph is traced."""
-        return registered(self.traces)
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """For as long as the contracted graph is traced: ``repeat`` and ``repeat_backward`` know the traces."""
+        CALLED.update((index, made) for index, (made, _) in enumerate(self.calls))
+        try:
+            yield
+        finally:
+            CALLED.clear()
+            FAILURES.clear()
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
         """``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
@@ -75,30 +96,30 @@ class Repeats:
         Raises:
             NotRepeatable: a layer has other values or gradients than the trace.
         """
-        raise_failures()
+        if FAILURES:
+            raise FAILURES[0]
         prepared = all(made.prepared for made in self.traces)
         module = self._prepare(module) if prepared else module
-        Expansion(module, self.calls, self._gathered).run()
+        _Expansion(module, self.calls, self._gathered).run()
         return module if prepared else self._prepare(module)
 
     def without(self, call: int | None) -> list[list[Segment]]:
         """The groups of segments that were traced, without that of a call; without any if it is not known which."""
         groups: dict[int, list[Segment]] = {}
-        for index, (made, _, segment) in enumerate(self.calls):
+        for index, (made, segment) in enumerate(self.calls):
             if call is not None and index != call:
                 groups.setdefault(made.index, []).append(segment)
         return [group for group in groups.values() if len(group) >= WORTH]
 
     def _contract(self, module: fx.GraphModule) -> fx.GraphModule:
-        ends = {segment.nodes[-1]: index for index, (_, _, segment) in enumerate(self.calls)}
-        inside = {node for _, _, segment in self.calls for node in segment.nodes}
+        ends = {segment.nodes[-1]: index for index, (_, segment) in enumerate(self.calls)}
+        inside = {node for _, segment in self.calls for node in segment.nodes}
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node in ends:
-                made, _, segment = self.calls[ends[node]]
-                arguments: tuple[Any, ...] = (made.index, ends[node], *map(copies.__getitem__, segment.inputs))
-                results = graph.call_function(call, arguments)
+                _, segment = self.calls[ends[node]]
+                results = graph.call_function(call, (ends[node], *map(copies.__getitem__, segment.inputs)))
                 for index, output in enumerate(segment.outputs):
                     copies[output] = graph.call_function(operator.getitem, (results, index))
             elif node not in inside:
@@ -106,19 +127,127 @@ class Repeats:
         return compat.with_graph(module, graph, copies)
 
 
-def _trace(
-    index: int, segment: Segment, module: fx.GraphModule, prepare: Prepare, decompositions: Decompositions
-) -> Trace:
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in segment.inputs}
-    for node in segment.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in segment.outputs))
-    arguments = []
-    with compat.current_fake_mode():
-        for node in segment.inputs:
-            value = node.meta["example_value"]
-            argument = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            arguments.append(argument.requires_grad_(value.requires_grad))
-    differentiable = [node.meta["example_value"].requires_grad for node in segment.outputs]
-    return trace(index, fx.GraphModule(module, graph), arguments, differentiable, prepare, decompositions)
+class _Expansion:
+    """Copies ``module``, the trace of a graph in which ``calls`` stand for layers, into a graph of all their nodes.
+    ``gathered``: all parameters in the order of their gathers in Dynamo's graph."""
+
+    def __init__(self, module: fx.GraphModule, calls: list[tuple[Trace, Segment]], gathered: list[str]) -> None:
+        self.module, self.calls, self.graph = module, calls, fx.Graph()
+        self._place_of = {name: index for index, name in enumerate(gathered)}
+        self._parameters = [dict(zip(made.segment.parameters, s.parameters, strict=True)) for made, s in calls]
+        self._origins = [_origins(made.segment, segment) for made, segment in calls]
+        self._same: dict[_Place, _Place] = {}  # an input of a trace → what it is given, a result → the trace's node
+        self._copies: dict[_Place, fx.Node] = {}
+
+    def run(self) -> None:
+        """Raises NotRepeatable where the expanded graph would not be what a whole trace is."""
+        places = [place for node in self.module.graph.nodes for place in self._expanded(node)]
+        for place in sorted(places, key=self._order):
+            self._copy(place)
+        self.module.graph = self.graph
+
+    def _expanded(self, node: fx.Node) -> Iterator[_Place]:
+        """What is computed where a node of the contracted graph stands."""
+        if node.target is not repeat and node.target is not repeat_backward:
+            if (None, node) not in self._same:
+                yield None, node
+            return
+        given, index = node.args
+        assert isinstance(given, (list, tuple)) and isinstance(index, int)
+        made, _ = self.calls[index]
+        inputs, body, outputs = made.inputs, made.forward, made.outputs
+        if node.target is repeat_backward:
+            inputs, body, outputs = made.tangents, made.backward, made.found_gradients
+        self._same.update(((index, place), (None, value)) for place, value in zip(inputs, given, strict=True))
+        for result in node.users:
+            which = result.args[1]
+            assert isinstance(which, int)
+            self._same[None, result] = (index, outputs[which])
+        yield from ((index, inner) for inner in body)
+
+    def _order(self, place: _Place) -> tuple[int, int]:
+        """See [Note: the order of a joint graph]."""
+        node = place[1]
+        if node.target is dialect.gather_param:
+            return 1, self._gather_order(place)
+        if node.target is dialect.reduce_grad:
+            return 3, -self._gather_order(place)
+        return {"placeholder": 0, "output": 4}.get(node.op, 2), 0
+
+    def _gather_order(self, place: _Place) -> int:
+        if (name := self._parameter(place)) not in self._place_of:
+            raise NotRepeatable(f"{name} is not gathered in Dynamo's graph", place[0])
+        return self._place_of[name]
+
+    def _parameter(self, place: _Place) -> str:
+        """What a gather or a reduction gathers or reduces here."""
+        index, node = place
+        name = dialect.parameter_of(node)
+        return name if index is None else self._parameters[index][name]
+
+    def _copy(self, place: _Place) -> None:
+        index, node = place
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._copy_of((index, source)))
+        name = node.name if node.op == "placeholder" else _NUMBER.sub("", node.name)
+        target: Any = node.target
+        if target is dialect.gather_param or target is dialect.reduce_grad:
+            args = dialect.with_parameter(target, args, self._parameter(place))
+        elif index is not None and node.op == "get_attr":
+            made, _ = self.calls[index]
+            target = f"_repeated_{made.index}_{node.target}"  # a constant; the layers share it
+            setattr(self.module, target, getattr(made.module, str(node.target)))
+        copy = self.graph.create_node(node.op, target, args, kwargs, name, node.type)
+        copy.meta = node.meta.copy()
+        self._copies[place] = copy
+        for key, renamed in self._origins[index].items() if index is not None else ():
+            if key in copy.meta:
+                copy.meta[key] = renamed.get(_hashable(copy.meta[key]), copy.meta[key])
+        if node.op == "call_function" and (index is not None or self._lies_in_a_copy(node)):
+            with contextlib.nullcontext() if copy.all_input_nodes else compat.current_fake_mode():
+                copy.meta["val"] = VALUES.of(copy)
+            _check(node, copy, index)
+
+    def _copy_of(self, place: _Place) -> fx.Node:
+        """The node that takes the place of another, or of what that stands for."""
+        index, node = place
+        while place in self._same:
+            place = self._same[place]
+        if place not in self._copies:
+            raise NotRepeatable(f"{node} would be computed behind what reads it", index)
+        if index is not None and place != (index, node):
+            _check(node, self._copies[place], index)
+        return self._copies[place]
+
+    def _lies_in_a_copy(self, node: fx.Node) -> bool:
+        """Whether a value around layers lies in the memory of one of theirs, which is not that of the call's result."""
+        memory = {compat.storage_id(tensor) for tensor in iterate_tensors(node.meta.get("val"))}
+        for source in node.all_input_nodes:
+            old, new = source.meta.get("val"), self._copy_of((None, source)).meta.get("val")
+            if old is not new and not memory.isdisjoint(map(compat.storage_id, iterate_tensors(old))):
+                return True
+        return False
+
+
+def _check(original: fx.Node, node: fx.Node, index: int | None) -> None:
+    if _layout(original.meta.get("val")) != _layout(node.meta.get("val")):
+        raise NotRepeatable(f"{node} is not laid out as {original} of the trace", index)
+
+
+def _origins(traced: Segment, segment: Segment) -> dict[str, dict[Hashable, Any]]:
+    """Where nodes come from: per kind of metadata, that of the traced segment → that of this one."""
+    found: dict[str, dict[Hashable, Any]] = {}
+    for key, source in (("stack_trace",) * 2, ("nn_module_stack",) * 2, ("fwd_nn_module_stack", "nn_module_stack")):
+        olds, news = ([node.meta.get(source) for node in s.nodes] for s in (traced, segment))
+        pairs = zip(olds, news, strict=True)
+        found[key] = {_hashable(old): new for old, new in pairs if old is not None and new is not None}
+    return found
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(value.items()) if isinstance(value, dict) else value
+
+
+def _layout(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype, value.device)
+    return tuple(map(_layout, value)) if isinstance(value, (tuple, list)) else type(value)

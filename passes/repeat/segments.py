@@ -8,7 +8,7 @@ metadata of all values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,15 @@ WORTH = 3  # equal segments: to trace one by itself costs about what it costs wi
 _SET_GRAD = compat.set_grad_enabled
 # Without a value, and without effect on how the operators that follow are traced. Anything else might have one.
 _WITHOUT_EFFECT = frozenset({compat.log_api_usage})
+
+
+class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
+    """A layer does not repeat the trace of another, although it looked like it. The message says why, ``call`` which
+    layer, by the index of its call, where it is a single one."""
+
+    def __init__(self, reason: str, call: int | None = None) -> None:
+        super().__init__(reason)
+        self.call = call
 
 
 @dataclass
@@ -54,16 +63,12 @@ def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
         try:
             _check_gradients(segment, positions)
             groups.setdefault(_key(segment), []).append(segment)
-        except Unequal as reason:
+        except (NotRepeatable, NotDescribed) as reason:
             log.info("%s is traced by itself: %s", segment.unit, reason)
     found = [group for group in groups.values() if len(group) >= WORTH]
     if not found:
         log.info("no %d of %d layers are equal: each is traced by itself", WORTH, len(segments))
     return found
-
-
-class Unequal(Exception):
-    """A segment is not comparable with others. The message says why."""
 
 
 def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
@@ -75,7 +80,8 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node.target is dialect.gather_param:
             continue
-        units = _units(node.all_input_nodes, model)
+        gathers = (source for source in node.all_input_nodes if source.target is dialect.gather_param)
+        units = {model.spec_of(dialect.parameter_of(gather)).unit for gather in gathers}  # the root is ""
         if units - seen or "" in units:
             current = None
             if as_here == ambient and len(units) == 1 and "" not in units:
@@ -98,11 +104,6 @@ def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
     return [segment for segment in found if segment.nodes]
 
 
-def _units(sources: Iterable[fx.Node], model: ModelSpec) -> set[str]:
-    """The units whose parameters are read; the root is ``""``."""
-    return {model.spec_of(dialect.parameter_of(s)).unit for s in sources if s.target is dialect.gather_param}
-
-
 def _complete(segment: Segment) -> None:
     """Add the gathers that nothing else reads, and find what goes in and comes out."""
     inside = set(segment.nodes)
@@ -120,32 +121,22 @@ def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
     is the same order only where no other use comes behind it; sums of floating-point numbers differ otherwise."""
     inside, end = set(segment.nodes), positions[segment.nodes[-1]]
     for node in segment.inputs:
-        if not _requires_grad(node):
+        if not any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value"))):
             continue
         for user in node.users:
             if positions[user] > end and user not in inside:
-                raise Unequal(f"it reads {node}, which is read again behind it, by {user}")
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value")))
+                raise NotRepeatable(f"it reads {node}, which is read again behind it, by {user}")
 
 
 def _key(segment: Segment) -> Hashable:
     """Return what equal segments have in common.
 
     Raises:
-        Unequal: there is more to a value of it than a key says.
+        NotRepeatable, NotDescribed: there is more to a value of it than a key says.
     """
-    parts, index = canonical_form(segment.inputs, segment.nodes, _described)
+    value = "example_value"
+    parts, index = canonical_form(segment.inputs, segment.nodes, lambda node: describe_value(node.meta.get(value)))
     for node in segment.outputs:
-        if not isinstance(node.meta.get("example_value"), torch.Tensor):
-            raise Unequal(f"{node}, which is read outside, is no tensor")
+        if not isinstance(node.meta.get(value), torch.Tensor):
+            raise NotRepeatable(f"{node}, which is read outside, is no tensor")
     return parts, tuple(index[node] for node in segment.outputs)
-
-
-def _described(node: fx.Node) -> Hashable:
-    try:
-        return describe_value(node.meta.get("example_value"))
-    except NotDescribed as reason:
-        raise Unequal(f"{node} is {reason}") from None

@@ -1,13 +1,13 @@
 """The trace of one of several equal layers, and the operators that stand for them while the model around is traced.
 
-A layer is called as ``repeat`` on its inputs and differentiated as ``repeat_backward`` on the gradients of its outputs.
-Neither is ever run: what they compute is the trace, which takes their places (``repeat.py``).
+A layer is called as ``repeat`` on its inputs and differentiated as ``repeat_backward`` on the gradients of its outputs;
+both are told which call it is. Neither is ever run: what they compute is the trace, which takes their places
+(``repeat.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +16,22 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.effects import draws, mutated_inputs
+from graph_fsdp.passes.repeat.segments import NotRepeatable, Segment
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
-_LIBRARY.define("repeat(Tensor[] inputs, int trace, int call) -> Tensor[]")
-_LIBRARY.define("repeat_backward(Tensor[] gradients, int trace, int call) -> Tensor[]")
+_LIBRARY.define("repeat(Tensor[] inputs, int call) -> Tensor[]")
+_LIBRARY.define("repeat_backward(Tensor[] gradients, int call) -> Tensor[]")
 repeat = torch.ops.graph_fsdp.repeat.default
 repeat_backward = torch.ops.graph_fsdp.repeat_backward.default
 
-
-class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
-    """A layer does not repeat the trace of another, although it looked like it. The message says why, ``call`` which
-    layer, by the index of its call, where it is a single one."""
-
-    def __init__(self, reason: str, call: int | None = None) -> None:
-        super().__init__(reason)
-        self.call = call
+Prepare = Callable[[fx.GraphModule], fx.GraphModule]
+Decompositions = dict[Any, Callable[..., Any]] | None
 
 
 @dataclass
 class Trace:
-    """What AOTAutograd made of a layer. ``forward`` and ``backward`` are the nodes of ``module``, without its inputs,
-    that are computed in either.
+    """What AOTAutograd made of ``segment``. ``forward`` and ``backward`` are the nodes of ``module``, without
+    its inputs, that are computed in either.
 
     ``inputs``: placeholders for the layer's inputs; ``tangents``: for the gradients of those ``outputs`` that are
     ``differentiable``. ``gradients``: per input the node, or None where it needs none. ``prepared``: for the backend,
@@ -44,6 +39,7 @@ class Trace:
     """
 
     index: int
+    segment: Segment
     module: fx.GraphModule
     inputs: list[fx.Node]
     tangents: list[fx.Node]
@@ -61,22 +57,27 @@ class Trace:
 
 
 def trace(
-    index: int,
-    function: fx.GraphModule,
-    arguments: list[Tensor],
-    differentiable: list[bool],
-    prepare: Callable[[fx.GraphModule], fx.GraphModule],
-    decompositions: dict[Any, Callable[..., Any]] | None,
+    index: int, segment: Segment, module: fx.GraphModule, prepare: Prepare, decompositions: Decompositions
 ) -> Trace:
-    """Trace ``function`` on fake ``arguments``; with its gradients where AOTAutograd would.
+    """Trace a segment of Dynamo's ``module``; with its gradients where AOTAutograd would.
 
     Raises:
         NotRepeatable: it writes to its inputs, returns views of them, or has something in it that is not an operator.
     """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in segment.inputs}
+    for node in segment.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in segment.outputs))
+    with compat.current_fake_mode():
+        given = [node.meta["example_value"] for node in segment.inputs]
+        arguments = [_like(value).requires_grad_(value.requires_grad) for value in given]
+    differentiable = [node.meta["example_value"].requires_grad for node in segment.outputs]
     try:
-        module, forward_outputs = compat.traced_by_aot_autograd(function, arguments, decompositions)
+        traced = compat.traced_by_aot_autograd(fx.GraphModule(module, graph), arguments, decompositions)
     except Exception as error:  # a wrong model is told so when it is traced whole
         raise NotRepeatable(f"by itself it is an error: {error}") from error
+    module, forward_outputs = traced
     if forward_outputs != len(differentiable):
         raise NotRepeatable("it writes to its inputs, or returns views of what it computes")
     prepared = not any(map(draws, module.graph.nodes))  # a backend may make one seed per graph, and number the draws
@@ -90,8 +91,8 @@ def trace(
     _check(nodes, inputs, outputs)
     if len(gradients) != len(inputs) or len(tangents) not in (0, sum(differentiable)):
         raise NotRepeatable("it has other gradients than those of its outputs for its inputs")
-    forward, backward = _divide(nodes, tangents)
-    return Trace(index, module, inputs, tangents, forward, backward, outputs, differentiable, gradients, prepared)
+    computed = _divide(nodes, tangents)
+    return Trace(index, segment, module, inputs, tangents, *computed, outputs, differentiable, gradients, prepared)
 
 
 def _check(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
@@ -124,38 +125,21 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
 
 # How a layer is called while the model around it is traced
 
-_registered: dict[int, Trace] = {}
-_failures: list[NotRepeatable] = []
+CALLED: dict[int, Trace] = {}  # by the index of a call
+FAILURES: list[NotRepeatable] = []  # of layers whose gradients the trace does not compute
 
 
-@contextmanager
-def registered(traces: Sequence[Trace]) -> Iterator[None]:
-    """For a time, ``repeat`` and ``repeat_backward`` know these traces."""
-    _registered.update((trace.index, trace) for trace in traces)
-    try:
-        yield
-    finally:
-        _registered.clear()
-        _failures.clear()
-
-
-def raise_failures() -> None:
-    """Raise the NotRepeatable of the first layer whose gradients the trace does not compute."""
-    if _failures:
-        raise _failures[0]
-
-
-def call(trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = _LayerCall.apply(trace_index, call_index, *inputs)
+def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = _LayerCall.apply(index, *inputs)
     return outputs
 
 
 class _LayerCall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trace_index: int, call_index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.trace, ctx.call = _registered[trace_index], call_index
+    def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.trace, ctx.call = CALLED[index], index
         ctx.set_materialize_grads(False)
-        outputs = repeat(inputs, trace_index, call_index)
+        outputs = repeat(inputs, index)
         pairs = zip(outputs, ctx.trace.differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
         ctx.versions = [(tensor, tensor._version) for tensor in (*inputs, *outputs)]
@@ -171,22 +155,21 @@ class _LayerCall(torch.autograd.Function):
         elif any(gradient is None for gradient in given):
             failure = "an output of it has no gradient"
         if failure is not None:  # not raised here: autograd would warn of it
-            _failures.append(NotRepeatable(failure, ctx.call))
-            return (None,) * (2 + len(ctx.trace.gradients))
-        found = iter(repeat_backward(given, ctx.trace.index, ctx.call))
-        return None, None, *(None if node is None else next(found) for node in ctx.trace.gradients)
+            FAILURES.append(NotRepeatable(failure, ctx.call))
+            return (None,) * (1 + len(ctx.trace.gradients))
+        found = iter(repeat_backward(given, ctx.call))
+        return None, *(None if node is None else next(found) for node in ctx.trace.gradients)
 
 
 @torch.library.register_fake("graph_fsdp::repeat", lib=_LIBRARY)
-def _(inputs: Sequence[Tensor], trace: int, call: int) -> list[Tensor]:
-    return [_like(node) for node in _registered[trace].outputs]
+def _(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
+    return [_like(node.meta["val"]) for node in CALLED[call].outputs]
 
 
 @torch.library.register_fake("graph_fsdp::repeat_backward", lib=_LIBRARY)
-def _(gradients: Sequence[Tensor], trace: int, call: int) -> list[Tensor]:
-    return [_like(node) for node in _registered[trace].found_gradients]
+def _(gradients: Sequence[Tensor], call: int) -> list[Tensor]:
+    return [_like(node.meta["val"]) for node in CALLED[call].found_gradients]
 
 
-def _like(node: fx.Node) -> Tensor:
-    value = node.meta["val"]
+def _like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -333,7 +333,8 @@ def reduction_options(
         ValueError: the units of the bucket differ in what the user has set.
     """
     settings, units = context.settings, list(dict.fromkeys(p.unit for p in parameters))
-    found = [(settings.divide_factor(u), u in settings.summed, u if u in settings.hooked else None) for u in units]
+    factors = dict(settings.divide_factors)
+    found = [(factors.get(u), u in settings.summed, u if u in settings.hooked else None) for u in units]
     if len(set(found)) > 1:
         raise ValueError(
             f"the gradients of the units {', '.join(map(repr, units))} are reduced together, in bucket {bucket!r}, and "

@@ -30,8 +30,7 @@ from torch import fx
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.simulate import Conditions, Simulation, Task
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.accessors import Gather
-from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.graph import Gather, Graph
 
 After = list[int]
 

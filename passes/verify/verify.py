@@ -5,20 +5,27 @@ Each check costs one walk of the graph; fake tensors are propagated only through
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import fx
 
-from graph_fsdp.passes.context import PassContext
+from graph_fsdp.passes.context import PassContext, VerificationError
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, record
-from graph_fsdp.passes.ir.fake_values import KINDS, kind
+from graph_fsdp.passes.ir.fake_values import VALUES, kind
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import argument, arguments, operand
+from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.passes.transforms.bucket import is_unreplicated
+from graph_fsdp.passes.transforms.reshard import scale_of
 from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
-from graph_fsdp.passes.verify.error import VerificationError
-from graph_fsdp.passes.verify.layout import check_layout
+
+_GATHER_INVARIANT = "a gathered bucket has its own layout"
+_KEPT_INVARIANT = "a kept shard has its bucket's layout"
+_CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 
 class Verifier:
@@ -28,15 +35,10 @@ class Verifier:
         self.graph, self.context = graph, context
         self.proven: dict[fx.Node, tuple[Any, ...]] = {n: _signature(n) for n in graph.fx_graph.nodes}
         self.outputs = _output_values(graph)
-        self.gradients = {
-            index: value.meta["fsdp"].params
-            for index, value in enumerate(graph.outputs)
-            if isinstance(value, fx.Node) and has_role(value, Role.REDUCE)
-        }
         reduced = (n for n in graph.fx_graph.nodes if n.target is dialect.reduce_grad)
         self.reduced = {dialect.parameter_of(n) for n in reduced}
-        self.place_of_gradient = {
-            dialect.parameter_of(value): index
+        self.gradients = {  # the place of a gradient among the outputs → its parameter
+            index: dialect.parameter_of(value)
             for index, value in enumerate(graph.outputs)
             if isinstance(value, fx.Node) and value.target is dialect.reduce_grad
         }
@@ -94,7 +96,7 @@ class Verifier:
     def _value(self, node: fx.Node) -> None:
         invariant = "shapes, dtypes and devices agree with the fake tensors"
         try:
-            computed = KINDS.computed(node)
+            computed = VALUES.kind_of(node)
         except Exception as error:
             raise VerificationError(
                 self.pass_name, self.graph, invariant, node, f"{node} cannot be computed from its inputs: {error}"
@@ -114,11 +116,12 @@ class Verifier:
         if len(found) != len(expected):
             self._fail(invariant, output, f"output: there were {len(expected)} values and are {len(found)}")
         outputs = self.graph.outputs
-        for index, params in self.gradients.items() if self.context.model.ranks > 1 else ():
+        is_checked = self.graph.phase == "backward" and self.context.model.ranks > 1
+        for index, name in self.gradients.items() if is_checked else ():
             value = outputs[index]
             own = isinstance(value, fx.Node) and has_role(value, Role.REDUCE, Role.SHARD_GRAD, Role.ACCUMULATE)
-            if not own or value.meta["fsdp"].params != params:
-                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {params[0]}", params)
+            if not own or value.meta["fsdp"].params != (name,):
+                self._fail(invariant, output, f"output {index} is {value} and not the gradient of {name}", (name,))
         offloaded = set(self.graph.offloaded.values())  # their copies are on another device
         for index, (before, after) in enumerate(zip(expected, found, strict=True)):
             if before != after and not (outputs[index] in offloaded and before[:2] == after[:2]):
@@ -135,7 +138,7 @@ class Verifier:
         latest = {buffer: buffer for buffer in buffers}  # the collective that was started last on it
         gathered: dict[str, fx.Node] = {}
         for node in self.graph.fx_graph.nodes:
-            check_layout(node, self.graph, self.context, self._fail)
+            self._layout(node)
             if node in starts and record(node) is None:
                 self._fail("collectives carry a record", node, f"{node} has no meta['fsdp']")
             if node in buffers and node.meta["fsdp"].role in (Role.GATHER_START, Role.KEPT):
@@ -154,6 +157,68 @@ class Verifier:
             is_gather = buffer.target is dialect.all_gather_start or has_role(buffer, Role.KEPT)
             if is_gather and freed_due and final == "ready" and not buffer.meta["fsdp"].escapes:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
+
+    def _layout(self, node: fx.Node) -> None:
+        """Chunks go into a gather, and parameters come out of it, where the bucket's layout says; gradients go into a
+        reduction in the messages that it says."""
+        context = self.context
+        if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
+            self._chunks(node, context.bucket_of(node.meta["fsdp"].params[0]))
+        elif node.target is dialect.reduce_scatter_start and "bucketed" in self.graph.facts:
+            invariant = "a bucket is reduced in the same messages on all ranks"
+            names, custom = node.meta["fsdp"].params, context.settings.custom_reduce_scatter
+            messages = context.bucket_of(names[0]).reduced_in([context.model.parameters[name] for name in names])
+            self._messages(node, custom, messages, invariant)
+        elif has_role(node, Role.UNPACK):
+            name = node.meta["fsdp"].params[0]
+            bucket, parameter = context.bucket_of(name), context.model.spec_of(name)
+            piece = node
+            while isinstance(piece.args[0], fx.Node) and not has_role(piece.args[0], Role.GATHER_WAIT, Role.KEPT):
+                piece = piece.args[0]
+            begin = bucket.offsets[name] * bucket.world_size
+            expected = (0, begin, begin + parameter.shard_numel * bucket.world_size)
+            if piece.args[1:] != expected:
+                wrong = f"{name} lies at {expected[1:]} of its bucket and is read at {piece.args[2:]}"
+                self._fail(_GATHER_INVARIANT, node, wrong)
+
+    def _chunks(self, node: fx.Node, bucket: BucketSpec) -> None:
+        """What is gathered, or cut out of a gathered bucket to be gathered in backward."""
+        model, names, scale = self.context.model, [p.name for p in bucket.parameters], 1
+        source = argument(node, "shards")[0] if node.target is dialect.all_gather_start else operand(node)
+        is_fetched, is_kept = has_role(source, Role.FETCH_WAIT), has_role(source, Role.KEPT_SHARD)
+        if is_kept:
+            scale = scale_of(self.context)
+            name_at = {scale * offset: name for name, offset in bucket.offsets.items()}
+            names = [name_at.get(offset, "") for offset in argument(node, "offsets")]
+        elif node.target is dialect.all_gather_start:
+            shards = argument(operand(source) if is_fetched else node, "shards")
+            names = [shard.meta["fsdp"].params[0] for shard in shards]
+        numel_of = {p.name: p.shard_numel for p in bucket.parameters}
+        offsets = [scale * bucket.offsets.get(name, -1) for name in names]
+        due = {"offsets": offsets, "length": scale * bucket.shard_numel}
+        numels = {"numels": [scale * numel_of.get(name, -1) for name in names]}
+        if is_fetched:
+            self._arguments(operand(source), due, _GATHER_INVARIANT)
+        if is_kept or node.target is dialect.keep_shard:
+            self._arguments(node, {**due, **numels, "group": model.reshard_group}, _KEPT_INVARIANT)
+            if source.meta["fsdp"].bucket != bucket.name:
+                self._fail(_KEPT_INVARIANT, node, f"{node} is of bucket {bucket.name} and takes {source}")
+        else:
+            self._arguments(node, {**due, **(numels if is_fetched else {}), "group": model.group}, _GATHER_INVARIANT)
+        if node.target is dialect.all_gather_start:
+            invariant = "a bucket is gathered in the same messages on all ranks"
+            self._messages(node, self.context.settings.custom_all_gather, bucket.message_arguments(scale), invariant)
+
+    def _arguments(self, node: fx.Node, due: Mapping[str, Any], invariant: str) -> None:
+        given = arguments(node)
+        for name, value in due.items():
+            found = getattr(given, name)
+            if (list(found) if isinstance(value, list) else found) != value:
+                self._fail(invariant, node, f"{node} has {name}={found}, its bucket {value}")
+
+    def _messages(self, node: fx.Node, custom: bool, messages: list[int], invariant: str) -> None:
+        self._arguments(node, {"custom": custom}, _CUSTOM_INVARIANT)
+        self._arguments(node, {"messages": [] if custom else messages}, invariant)
 
     def _slots(self) -> None:
         """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
@@ -198,38 +263,35 @@ class Verifier:
         budget = self.context.budget
         if budget is None or "scheduled" not in self.graph.facts:
             return
-        live = {n: n.meta["fsdp"].nbytes for n in self.graph.with_role(Role.KEPT)}
-        roots = self.graph.alias_roots()
-        buffers = {*live, *self.graph.with_role(Role.GATHER_START)}
-        last_use = {
-            root: n for n in self.graph.fx_graph.nodes for i in n.all_input_nodes for root in roots[i] & buffers
-        }
+        gathers = self.graph.gathers
+        starts = {gather.start or gather.buffer: gather.nbytes for gather in gathers}
+        ends: Counter[fx.Node] = Counter()
+        for gather in gathers:
+            if not gather.escapes:
+                ends[gather.free or [gather.buffer, *gather.reads][-1]] += gather.nbytes
+        live = 0
         for node in self.graph.fx_graph.nodes:
-            if node in buffers and node not in live:
-                live[node] = node.meta["fsdp"].nbytes
-                if sum(live.values()) > budget:
-                    self._fail(
-                        "bytes gathered and in flight stay under the budget",
-                        node,
-                        f"{sum(live.values()):,} bytes are gathered at once, the budget is {budget:,}",
-                    )
-            for root in {root for i in node.all_input_nodes for root in roots[i]}:
-                if last_use.get(root) is node:
-                    live.pop(root, None)
+            live += starts.get(node, 0)
+            if live > budget and node.target is dialect.all_gather_start:
+                wrong = f"{live:,} bytes are gathered at once, the budget is {budget:,}"
+                self._fail("bytes gathered and in flight stay under the budget", node, wrong)
+            live -= ends[node]
 
     def _reductions(self) -> None:
         """Each parameter whose gradient the joint graph reduced is still reduced, exactly once."""
+        settings, parameters = self.context.settings, self.context.model.parameters
+        may_be_kept = settings.unsynced | settings.unreplicated
         seen: set[str] = set()
         produced: set[str] = set()
         for node in self.graph.fx_graph.nodes:
             if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
                 continue
             names = node.meta["fsdp"].params
-            if has_role(node, Role.ACCUMULATE):
-                self._kept(node)
+            if has_role(node, Role.ACCUMULATE) and node.meta["fsdp"].unit not in may_be_kept:
+                self._fail("each gradient is reduced exactly once", node, f"{names[0]} is kept and not reduced", names)
             if has_role(node, Role.SHARD_GRAD) or node.target is dialect.accumulate_grad:
                 produced |= set(names)
-                if has_role(node, Role.SHARD_GRAD) or self._is_reduced(node):
+                if has_role(node, Role.SHARD_GRAD) or is_unreplicated(parameters[names[0]], self.context):
                     continue
             for name in names:
                 if name in seen:
@@ -241,7 +303,6 @@ class Verifier:
         bucketed = "bucketed" in self.graph.facts
         if bucketed and self.context.model.ranks == 1:
             return
-        parameters = self.context.model.parameters
         expected = {n for n in self.reduced if not (bucketed and parameters[n].empty)}
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
@@ -254,20 +315,10 @@ class Verifier:
                 invariant = "each reduced gradient is returned"
                 self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
 
-    def _kept(self, node: fx.Node) -> None:
-        """A gradient is kept back only where the user has said so."""
-        (name,), settings = node.meta["fsdp"].params, self.context.settings
-        if node.meta["fsdp"].unit not in settings.unsynced | settings.unreplicated:
-            self._fail("each gradient is reduced exactly once", node, f"{name} is kept and not reduced", (name,))
-
-    def _is_reduced(self, node: fx.Node) -> bool:
-        """Whether what is kept was reduced over the ranks that shard."""
-        return is_unreplicated(self.context.model.parameters[node.meta["fsdp"].params[0]], self.context)
-
     def _returned_for(self, parameter: str) -> fx.Node:
         """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
-        index, values = self.place_of_gradient.get(parameter), self.graph.outputs
-        value = values[index] if index is not None and index < len(values) else None
+        places = (index for index, name in self.gradients.items() if name == parameter)
+        value = dict(enumerate(self.graph.outputs)).get(next(places, -1))
         return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
@@ -299,21 +350,11 @@ class Verifier:
             return
         sequence = self.graph.collectives
         planned = self.graph.order = sequence if self.graph.order is None else self.graph.order
-        if sequence != planned:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(sequence, planned, strict=False)) if a != b),
-                min(len(sequence), len(planned)),
-            )
-            starts = self.graph.starts
-            self._fail(
-                "the sequence of collectives is the plan's",
-                starts[index] if index < len(starts) else None,
-                f"entry {index} is {_entry(sequence, index)}, planned was {_entry(planned, index)}",
-            )
-
-
-def _entry(sequence: Sequence[object], index: int) -> object:
-    return sequence[index] if index < len(sequence) else "nothing"
+        for index, (found, due) in enumerate(itertools.zip_longest(sequence, planned, fillvalue="nothing")):
+            if found != due:
+                start = next(itertools.islice(self.graph.starts, index, None), None)
+                wrong = f"entry {index} is {found}, planned was {due}"
+                self._fail("the sequence of collectives is the plan's", start, wrong)
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
