@@ -16,32 +16,25 @@ with a copy of them: an initialisation may read it, and what it writes there is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
-from graph_fsdp.initialise.random_numbers import first_ranks_random_numbers
 from graph_fsdp.initialise.written import Writes
 from graph_fsdp.mesh import Mesh
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import described
 from graph_fsdp.units import modules_on_path
 
-ParamInitFn = Callable[[nn.Module], Any]
-
-
-@dataclass(frozen=True)
-class Initialiser:
-    """One call of a user's initialisation."""
-
-    what: str
-    function: Callable[[], Any]
+ParamInitFn: TypeAlias = Callable[[nn.Module], Any]
+Call: TypeAlias = tuple[str, Callable[[], Any]]  # of a user's initialisation, with what it is in words
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class Piece:
     modules: tuple[nn.Module, ...]
     fresh: tuple[Tensor, ...]  # of theirs: get their values here
     others: tuple[Tensor, ...]  # of theirs: have values already
-    calls: tuple[Initialiser, ...]
+    calls: tuple[Call, ...]
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, str]:
@@ -100,9 +93,42 @@ def materialise(
         MetaDeviceError: an initialisation raised, wrote where it must not, or left something without values.
     """
     writes = Writes({compat.storage_id(tensor): name for tensor, name in names.items()})
-    with torch.no_grad(), device, first_ranks_random_numbers(mesh, device):
+    with torch.no_grad(), device, _first_ranks_random_numbers(mesh, device):
         for piece in pieces:
             _initialise(piece, names, device, storage, writes)
+
+
+@contextlib.contextmanager
+def _first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
+    """Every rank draws what the mesh's first rank draws. Afterwards the first rank's generators, and those of ranks
+    that were in the same state, are where the draws have brought them, as if the model had been built there; the others
+    are where they were, as all are after an error."""
+    own = _random_states(device)
+    states = [state.clone() for state in own]
+    if mesh is not None:
+        for state in states:
+            sent = state.to(device)
+            mesh.broadcast(sent)
+            state.copy_(sent)
+    with mesh.turn() if mesh is not None else contextlib.nullcontext():
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            _set_random_states(states, device)
+            yield
+            drawn = _random_states(device)
+        if all(map(torch.equal, own, states)):
+            _set_random_states(drawn, device)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _initialise(
@@ -117,16 +143,16 @@ def _initialise(
         for tensor in piece.others:
             value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
             stand_ins[tensor] = _stand_in(tensor, value)
-        for call in piece.calls:
+        for what, function in piece.calls:
             try:
                 with writes:
-                    call.function()
+                    function()
             except Exception as error:
                 reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
-                raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
+                raise MetaDeviceError(f"{what} failed, on a model on the meta device: {reason}") from error
             for table, module, leaf, tensor in registered:
                 if table.get(leaf) is not tensor:
-                    _take_over(tensor, table.get(leaf), f"{call.what} replaced {names[tensor]} by", writes)
+                    _take_over(tensor, table.get(leaf), f"{what} replaced {names[tensor]} by", writes)
                     _register(table, module, leaf, tensor)
             writes.forget_all_but(piece.fresh)
         for tensor in piece.fresh:
@@ -216,14 +242,14 @@ def _all_tensors(*modules: nn.Module) -> set[Tensor]:
     return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 
-def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Initialiser]:
+def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
     """``init_fn`` on every module that has something to initialise in it or below it."""
     for module, name in modules.items():
         if not fresh or not fresh.isdisjoint(_all_tensors(module)):
-            yield Initialiser(f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module))
+            yield f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module)
 
 
-def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Initialiser]:
+def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
     """Each module's own initialisation, or that of the nearest module above it in the piece that has one."""
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
@@ -242,7 +268,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
             )
         chosen.add(by)
     return [
-        Initialiser(f"{method.__name__}() of {_where(module, name)}", method)
+        (f"{method.__name__}() of {_where(module, name)}", method)
         for module, name in modules.items()
         if module in chosen and (method := _own_initialisation(module)) is not None
     ]

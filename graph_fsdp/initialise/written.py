@@ -10,8 +10,7 @@ is not seen.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
+from graph_fsdp.passes.ir.effects import memory_effects
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 
 _aten = torch.ops.aten
@@ -56,9 +56,8 @@ class Writes(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        mutated, makes_memory = _effects(func)
-        values = (args[index] if index < len(args) else kwargs.get(name) for index, name in mutated)
+        kwargs, memory = kwargs or {}, memory_effects(func)
+        values = (args[index] if index < len(args) else kwargs.get(name) for index, name in memory.mutated)
         written = [tensor for value in values for tensor in iterate_tensors(value)]
         for tensor in written:
             name = self.protected.get(compat.storage_id(tensor))
@@ -70,21 +69,10 @@ class Writes(compat.TorchDispatchMode):
                 )
         result = func(*args, **kwargs)
         self.unwritten.difference_update(map(compat.storage_id, written))
-        if makes_memory:
+        if not memory.aliased:
             made = map(compat.storage_id, iterate_tensors(result))
             if func.overloadpacket in _ALLOCATING:
                 self.unwritten.update(made)
             else:
                 self.unwritten.difference_update(made)
         return result
-
-
-@functools.cache
-def _effects(func: Callable[..., Any]) -> tuple[tuple[tuple[int, str], ...], bool]:
-    """(position, name) of the arguments that an operator writes to, and whether it returns memory of its own."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return (), False
-    arguments = enumerate(schema.arguments)
-    mutated = tuple((index, a.name) for index, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return mutated, bool(schema.returns) and all(r.alias_info is None for r in schema.returns)

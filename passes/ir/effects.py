@@ -31,8 +31,9 @@ class _Memory:
 
 
 @functools.cache
-def _memory(target: Any) -> _Memory:
-    """Read once per operator: a schema is slow to read, and a graph calls few operators many times."""
+def memory_effects(target: Any) -> _Memory:
+    """Say what an operator does with the memory of its arguments. Read once per operator: a schema is slow to read, and
+    a graph calls few operators many times."""
     if target in _UNANNOTATED_VIEWS:
         return _Memory(aliased=((0, ""),))
     schema = getattr(target, "_schema", None)
@@ -65,7 +66,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     input of a call that has no schema (higher-order operators)."""
     if node.op != "call_function":
         return []
-    memory = _memory(node.target)
+    memory = memory_effects(node.target)
     if memory.unknown:
         return list(node.all_input_nodes)
     return _nodes_at(node, memory.aliased) if memory.aliased else []
@@ -75,7 +76,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that the node writes to, by its schema. A wait and a free do: they end what it was."""
     if node.op != "call_function":
         return []
-    mutated = _memory(node.target).mutated
+    mutated = memory_effects(node.target).mutated
     return _nodes_at(node, mutated) if mutated else []
 
 
