@@ -8,6 +8,7 @@ called ``reshard()``: gathers outside of graphs keep step as programs do, and a 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
@@ -44,7 +45,8 @@ class _Gather:
 
 @dataclass
 class _Kept:
-    """A bucket of one forward, as long as its backward may come. ``undo``: counts its bytes again."""
+    """A bucket of one forward, as long as its backward may come. ``undo``: counts its bytes again, while its memory is
+    given back."""
 
     gather: _Gather
     shards: list[Tensor]
@@ -62,52 +64,38 @@ class KeptBuckets:
         self._counter, self._schedules = counter, schedules
         self._add: Callable[[int], None] = counter.add if not whole else lambda _: None
         self._kept: list[_Kept] = []
-        self._freed: dict[int, _Kept] = {}  # by the number of the storage
 
     def around(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
         """``program``, which runs ``graph``: forward's are remembered, and backward's find what they need."""
-        if graph.phase == "backward":
-            return self._gathered_again(program, graph)
-        return self._remembered(program, graph, spec) if graph.phase == "forward" else program
-
-    def _remembered(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
-        """``program``, which runs a forward graph: what it keeps can be freed."""
-        found = _gathers(graph, spec)
-        if not found:
-            return program
         weak = weakref.ref(self)  # what Dynamo keeps must not keep the model
-        returned_as_well: list[frozenset[int]] = []  # outputs in whose memory others lie too; after the first run
+        found = _gathers(graph, spec) if graph.phase == "forward" else []
+        places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
 
-        def run(args: list[Any]) -> Any:
+        def forward(args: list[Any]) -> Any:
             shards = [[args[i] for i in gather.inputs] for gather in found]
             outputs = program(args)
-            if not returned_as_well:
-                returned_as_well.append(_shared(outputs, [gather.output for gather in found]))
             buckets = weak()
             assert buckets is not None, "the model's forward runs"
             buckets._kept = [kept for kept in buckets._kept if kept.storage() is not None]
             for gather, given in zip(found, shards, strict=True):
                 storage = outputs[gather.output].untyped_storage()
-                if gather.output not in returned_as_well[0] and storage.resizable():
+                if storage.resizable():
                     buckets._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
             return outputs
 
-        vars(run)["_boxed_call"] = True  # see Program
-        return run
-
-    def _gathered_again(self, program: Runnable, graph: Graph) -> Runnable:
-        """``program``, which runs a backward graph, after a gather of what was freed."""
-        places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
-        if not places:
-            return program
-        weak = weakref.ref(self)
-
-        def run(args: list[Any]) -> Any:
-            buckets = weak()
-            if buckets is None or buckets._freed:  # a backward may come when the model is gone
-                _fill([args[i] for i in places], buckets)
+        def backward(args: list[Any]) -> Any:
+            if (buckets := weak()) is not None:
+                buckets._gather([args[i] for i in places])
+            elif not all(args[i].untyped_storage().nbytes() for i in places):
+                raise RuntimeError(
+                    "a backward came after its model was deleted, and reshard() had freed what it reads; keep the "
+                    "model to the end of the backward"
+                )
             return program(args)
 
+        if not found and (graph.phase != "backward" or not places):
+            return program
+        run = forward if found else backward
         vars(run)["_boxed_call"] = True  # see Program
         return run
 
@@ -115,7 +103,7 @@ class KeptBuckets:
         """Give the memory of what is kept of ``unit`` back; of a bucket of several units with the last of them."""
         for kept in self._kept:
             storage = kept.storage()
-            if unit not in kept.gather.units or storage is None or not storage.nbytes():
+            if unit not in kept.gather.units or storage is None or kept.undo is not None:
                 continue
             kept.given_up.add(unit)
             if kept.given_up == kept.gather.units:
@@ -124,12 +112,12 @@ class KeptBuckets:
                 # What counts a buffer that is dropped does so for this one, too.
                 kept.undo = weakref.finalize(storage, self._add, kept.nbytes)
                 kept.undo.atexit = False
-                self._freed[storage._cdata] = kept
 
     def _gather(self, buffers: list[Tensor]) -> None:
-        self._freed = {number: kept for number, kept in self._freed.items() if kept.storage() is not None}
-        empty = {compat.storage_id(buffer): buffer for buffer in buffers if not buffer.untyped_storage().nbytes()}
-        found = [(buffer, self._freed.pop(number)) for number, buffer in empty.items()]
+        """Gather those of ``buffers`` that were given back."""
+        by_storage = {compat.storage_id(buffer): buffer for buffer in buffers}
+        freed = [(kept, kept.storage()) for kept in self._kept if kept.undo is not None]
+        found = [(by_storage[s._cdata], kept) for kept, s in freed if s is not None and s._cdata in by_storage]
         if not found:
             return
         gathers = [f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found]
@@ -140,55 +128,35 @@ class KeptBuckets:
             self._schedules.wait(pending)
 
     def _start(self, buffer: Tensor, kept: _Kept) -> Pending:
-        storage = buffer.untyped_storage()
+        storage, gather = buffer.untyped_storage(), kept.gather
         storage.resize_(kept.nbytes)
         kept.undo.detach()
+        kept.undo = None
         kept.given_up.clear()
         self._add(kept.nbytes)
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
-        whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
-        gather = kept.gather
+        whole = torch.empty(0, dtype=gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
         return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, whole)
 
 
-def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:
-    """Gather those of ``values`` that were freed again."""
-    if buckets is not None:
-        buckets._gather(values)
-    elif not all(value.untyped_storage().nbytes() for value in values):
-        raise RuntimeError(
-            "a backward came after its model was deleted, and reshard() had freed what it reads; keep the model to the "
-            "end of the backward"
-        )
-
-
 def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
-    """Describe what a forward graph gathers from its inputs and returns whole."""
+    """Describe what a forward graph gathers from its inputs and returns whole, and in no other output (as a parameter
+    that the model returns)."""
     places = {node: i for i, node in enumerate(graph.placeholders)}
+    outputs = {node: i for i, node in enumerate(graph.outputs) if isinstance(node, fx.Node)}
+    waits = [node for node in outputs if has_role(node, Role.GATHER_WAIT)]
+    roots = graph.alias_roots() if waits else {}
+    returned = Counter(root for node in outputs for root in roots.get(node, ()))
     found: dict[str, _Gather] = {}
-    for output, node in enumerate(operands(graph.output)):
-        if not isinstance(node, fx.Node) or not has_role(node, Role.GATHER_WAIT):
-            continue
+    for node in waits:
         start = operand(node)
         shards = dialect.argument(start, "shards")
-        if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards):
+        if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards) or returned[start] > 1:
             continue  # fetched from the host, or made by a tensor extension
         record = start.meta["fsdp"]
         units = frozenset(spec.spec_of(name).unit for name in record.params)
         inputs = tuple(places[shard] for shard in shards)
         dtype, group = dialect.argument(start, "dtype"), compat.resolve_group(dialect.group_of(start))
-        found[record.bucket] = _Gather(record.bucket, units, output, inputs, layout_of(start), dtype, group)
+        found[record.bucket] = _Gather(record.bucket, units, outputs[node], inputs, layout_of(start), dtype, group)
     return list(found.values())
-
-
-def _shared(outputs: Any, buffers: list[int]) -> frozenset[int]:
-    """Those of ``buffers``, places among outputs, in whose memory other outputs lie: a parameter that the model
-    returns."""
-    numbers = {compat.storage_id(outputs[place]): place for place in buffers}
-    return frozenset(
-        place
-        for value in outputs
-        if isinstance(value, Tensor) and (place := numbers.get(compat.storage_id(value))) is not None
-        if value is not outputs[place]
-    )
