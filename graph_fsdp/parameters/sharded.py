@@ -29,8 +29,7 @@ class ShardedParameter:
     placeholder: nn.Parameter
     shard: nn.Parameter
     input: Tensor  # padded local shard as it is gathered, a view of the storage
-    rows: Tensor  # without padding, as it is used; likewise
-    local: Tensor  # the shard's own local tensor: the same memory, in a storage of its own (see ``Storage``)
+    local: Tensor  # the shard's own local tensor: the same memory without padding, in a storage of its own
     filled: bool = False  # it has the parameter's values
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
 
@@ -108,12 +107,13 @@ class Shards(ABC):
 
     def without_placeholders(self, outputs: Any) -> Any:
         """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
-        with compat.without_torch_function():
-            return compat.tree_map_only(nn.Parameter, self._without_placeholder, outputs)
 
-    def _without_placeholder(self, p: nn.Parameter) -> nn.Parameter:
-        found = self.by_placeholder.get(id(p))
-        return p if found is None else found.registered
+        def registered(p: nn.Parameter) -> nn.Parameter:
+            found = self.by_placeholder.get(id(p))
+            return p if found is None else found.registered
+
+        with compat.without_torch_function():
+            return compat.tree_map_only(nn.Parameter, registered, outputs)
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
         """``whole`` stands in the modules from now on; None: the shard."""
