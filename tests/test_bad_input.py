@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import graph_fsdp
 from graph_fsdp import AlreadyCompiledError, AlreadyShardedError, MeshError, UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
-from graph_fsdp.module.gradients import GradientMethods
 from graph_fsdp.module.module import unsupported
 from graph_fsdp.module.unit_methods import UnitMethods
 from graph_fsdp.validate import torch_version, world_size_of_environment
@@ -286,7 +285,7 @@ FSDP2_METHODS = [
     n
     for n, method in vars(FSDPModule).items()
     if callable(method) and not n.startswith("_")
-    if not any(hasattr(methods, n) for methods in (UnitMethods, GradientMethods, CommunicationMethods))
+    if not any(hasattr(methods, n) for methods in (UnitMethods, CommunicationMethods))
 ]
 
 

@@ -30,7 +30,7 @@ from graph_fsdp.engine.ranks import Schedules, facts
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
-from graph_fsdp.module.gradients import check_unchanged
+from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets

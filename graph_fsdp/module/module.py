@@ -18,7 +18,6 @@ from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
-from graph_fsdp.module.gradients import GradientMethods
 from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
@@ -35,7 +34,7 @@ class _NotStatically(property):
         return False
 
 
-class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, CommunicationMethods, FSDPModule):
+class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     """Mixed into the classes of a compiled model and of its units, before their own.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
