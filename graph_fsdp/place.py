@@ -15,9 +15,8 @@ from graph_fsdp.engine.engine import Engine
 from graph_fsdp.engine.owned_tensors import check_cuda_graphs
 from graph_fsdp.mesh import DataParallelMesh, Mesh, default_device_type, first_ranks_device_type
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters import tensor_parallel
 from graph_fsdp.parameters.extensions import check_extensions
-from graph_fsdp.parameters.placements import shard_dims
+from graph_fsdp.parameters.placements import check_tensor_parallel, shard_dims
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
@@ -72,7 +71,7 @@ def place_on_ranks(
     parallel = DataParallelMesh.of(found) if found is not None else None
     if options.cuda_graphs:
         check_cuda_graphs(options, device)
-    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
+    fixed_shapes = check_tensor_parallel(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
     return Place(
         mesh=parallel,
         device=device,

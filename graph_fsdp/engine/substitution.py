@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
-from graph_fsdp.parameters.tensor_parallel import as_model_uses_it
+from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.passes import PassContext
 
 Runnable: TypeAlias = Callable[..., Any]

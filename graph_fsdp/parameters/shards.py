@@ -37,7 +37,7 @@ from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.placeholder import guard
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
-from graph_fsdp.parameters.tensor_parallel import give_memory, shard_spec
+from graph_fsdp.parameters.placements import give_memory, shard_spec
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.passes.transforms.offload import HOST
 
