@@ -23,9 +23,8 @@ the DTensor itself, which has no bytes, and is another one then.
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,12 +35,10 @@ from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.placeholder import guard
-from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
 from graph_fsdp.parameters.placements import give_memory, shard_spec
+from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, aligned
 from graph_fsdp.passes.transforms.offload import HOST
-
-_storage_of = Tensor.untyped_storage
 
 
 class Storage(Shards):
@@ -75,13 +72,11 @@ class Storage(Shards):
             if self.has_memory:
                 end = begin + local.numel()
                 self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
-            owners = owners_of(model, names[original])
-            self.parameters[name] = ShardedParameter(
-                p, owners, original, self._make_shard(p, original, local), p.as_stored(padded), local
-            )
+            owners, shard = owners_of(model, names[original]), self._make_shard(p, original, local)
+            stored = p.as_stored(padded)
+            self.parameters[name] = ShardedParameter(p, owners, original, shard, stored, local, seen=_parts(shard))
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
-        self._assigned = AssignedData(self.parameters.values())
 
     def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         offload = self.spec.offload
@@ -108,7 +103,6 @@ class Storage(Shards):
         return shard
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
-        """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
         p.local.detach().copy_(self._own_part(p, compat.local_part(full)))
         p.filled = True
 
@@ -124,9 +118,6 @@ class Storage(Shards):
         return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
     def install(self, model: nn.Module, fullgraph: bool) -> None:
-        """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
-        memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
-        and placeholders need no guard while its forward runs."""
         self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
             if self.has_memory and not p.filled:
@@ -146,37 +137,39 @@ class Storage(Shards):
         self._whole.clear()
 
     def refresh(self) -> None:
-        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
-        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process).
-
-        Raises:
-            ParameterChangedError: it cannot be taken over.
-        """
-        self._assigned.check()
         for p in self._tied:
             check_tied(p)
-        taken = [self._take_over(p) for p in self.parameters.values()]
-        if any(taken):
-            self._assigned.look()
+        assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
+        if assigned:
+            raise ParameterChangedError(
+                f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
+                "they are what they were. Write to the parameter in torch.no_grad() (parameter.copy_ of a DTensor, "
+                "parameter.to_local().copy_ of this rank's rows), use load_state_dict, or write in a block of "
+                "graph_fsdp.unsharded(model)"
+            )
 
     def _take_over(self, p: ShardedParameter) -> bool:
-        """Whether there was something to take over."""
+        """Whether ``data`` was assigned, which cannot be taken over: see [Note: data of a DTensor]."""
         module, leaf = p.owners[0]
-        registered, found = module._parameters.get(leaf), False
+        registered = module._parameters.get(leaf)
         if p.whole is not None:
             p.whole = registered
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
-            p.shard, found = checked_replacement(p, registered), True
+            p.shard = checked_replacement(p, registered)
         memory = p.shard.data if self.mesh is None else compat.local_part(p.shard)
+        # What ``model.to(…)`` does exchanges the local tensor too.
+        assigned = memory is p.seen[0] and p.shard.untyped_storage() is not p.seen[1]
+        if assigned:
+            p.shard.data = compat.make_dtensor(memory, p.shard)
         if memory.data_ptr() != p.input.data_ptr() and memory.numel():
             self._adopt(p, memory)
-            found = True
+        p.seen = _parts(p.shard)
         with compat.without_torch_function():
             if p.placeholder.requires_grad != p.shard.requires_grad:
                 p.placeholder.requires_grad_(p.shard.requires_grad)
-        return found
+        return assigned
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
         if memory.data_ptr() == p.local.data_ptr():  # its storage was moved, to be shared with other processes
@@ -196,48 +189,13 @@ class Storage(Shards):
             compat.set_local_tensor(p.shard, p.local)
 
     def inputs_after_refresh(self) -> dict[str, Tensor]:
-        """Parameter name → the padded local shard that the graphs take, connected to the parameter's ``grad``."""
         self.refresh()
         shards = connected_shards(list(self.parameters.values()), self.mesh is not None)
         return dict(zip(self.parameters, shards, strict=True))
 
 
-class AssignedData:
-    """Finds shards whose ``data`` was assigned: see [Note: data of a DTensor]. Asked before each forward, so it is one
-    loop in C."""
-
-    def __init__(self, parameters: Collection[ShardedParameter]) -> None:
-        self._parameters = [p for p in parameters if isinstance(p.shard, DTensor)]
-        self.look()
-
-    def look(self) -> None:
-        """What the shards are now, is right."""
-        self._shards = [p.shard for p in self._parameters]
-        self._storages = [*map(_storage_of, self._shards)]
-        self._locals = [compat.local_part(shard) for shard in self._shards]
-
-    def check(self) -> None:
-        """
-        Raises:
-            ParameterChangedError: ``data`` of a shard was assigned; once.
-        """
-        if all(map(operator.is_, map(_storage_of, self._shards), self._storages)):
-            return
-        assigned = []
-        for p, storage, local in zip(self._parameters, self._storages, self._locals, strict=True):
-            # What ``model.to(…)`` does exchanges the local tensor too.
-            if _storage_of(p.shard) is not storage and compat.local_part(p.shard) is local:
-                p.shard.data = compat.make_dtensor(local, p.shard)
-                assigned.append(p.spec.name)
-        self.look()
-        if assigned:
-            names = ", ".join(map(repr, assigned))
-            raise ParameterChangedError(
-                f".data of parameter {names} was assigned, which does not change values of a DTensor: they are what "
-                "they were. Write to the parameter in torch.no_grad() (parameter.copy_ of a DTensor, "
-                "parameter.to_local().copy_ of this rank's rows), use load_state_dict, or write in a block of "
-                "graph_fsdp.unsharded(model)"
-            )
+def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
+    return compat.local_part(shard), shard.untyped_storage()
 
 
 def check_tied(p: ShardedParameter) -> None:
