@@ -101,16 +101,10 @@ class CommunicationMethods:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole
         model, so call it on the model. Instead of what ``default_pipeline(reductions_in_flight=…)`` said."""
-        engine, unit = place(self)
-        check_bool(recurse=recurse)
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
-        _check_reduced(engine, "set_reduce_scatter_max_input_buffers")
-        if unit or not recurse:
-            raise UnsupportedError(
-                "set_reduce_scatter_max_input_buffers() is about the reductions of the whole model, which one schedule "
-                "bounds; call it on the model, with recurse=True"
-            )
+        what = "the reductions of the whole model, which one schedule bounds"
+        engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
         if not any(isinstance(p, Prefetch) for p in engine.pipeline):
             raise UnsupportedError(
                 "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
@@ -136,14 +130,8 @@ class CommunicationMethods:
         so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
         on all ranks. It takes the memory of another communicator. False: in the group that gathers, again. Raises
         RankDisagreement where another rank does something else instead."""
-        check_bool(enable=enable, recurse=recurse)
-        engine, unit = place(self)
-        _check_reduced(engine, "set_separate_reduce_scatter_group")
-        if unit or not recurse:
-            raise UnsupportedError(
-                "set_separate_reduce_scatter_group() is about the order of all collectives; call it on the model, with "
-                "recurse=True"
-            )
+        check_bool(enable=enable)
+        engine = _of_whole_model(self, "set_separate_reduce_scatter_group", "the order of all collectives", recurse)
         mesh = engine.storage.mesh
         if mesh is None or mesh.shard_dim is None:
             raise UnsupportedError(
@@ -295,6 +283,15 @@ def _check_reduced(engine: Engine, method: str) -> None:
     _check_cut(engine, method)
     if engine.spec.ranks == 1:
         raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
+
+
+def _of_whole_model(module: object, method: str, what: str, recurse: bool) -> Engine:
+    engine, unit = place(module)
+    check_bool(recurse=recurse)
+    _check_reduced(engine, method)
+    if unit or not recurse:
+        raise UnsupportedError(f"{method}() is about {what}; call it on the model, with recurse=True")
+    return engine
 
 
 def _on_stream(hook: Callable[[Tensor], Any], stream: Any) -> Callable[[Tensor], Any]:
