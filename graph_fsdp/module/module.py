@@ -21,7 +21,7 @@ from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
-from graph_fsdp.parameters.mixed_precision import InputOutputCasts, ModulePolicies
+from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
 from graph_fsdp.parameters.shards import own_rows
 from graph_fsdp.units import Unit
 
@@ -159,11 +159,13 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         if Entered.engine == number:  # traced with the model: every call less is a frame less
             return function(self, *args, **kwargs)
         own = vars(self)
-        convert: InputOutputCasts = own["_graph_fsdp_casts"]
-        args, kwargs = convert.inputs(args, kwargs)
+        of_inputs, of_outputs = own["_graph_fsdp_casts"]
+        if of_inputs is not None:
+            args, kwargs = cast_floats((args, kwargs), of_inputs)
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         entry = Entry(own["_graph_fsdp_name"], name, function)
-        return convert.outputs(engine.run(entry, self, *args, **kwargs))
+        outputs = engine.run(entry, self, *args, **kwargs)
+        return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
     return run
 
