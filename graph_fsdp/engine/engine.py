@@ -31,7 +31,7 @@ from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_capture
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
-from graph_fsdp.module.structure import NO_STRUCTURE, Structure
+from graph_fsdp.module.structure import Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
@@ -105,7 +105,7 @@ class Engine:
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, whole)
         self._compiled: dict[tuple[Settings, Entry, bool, Any], Callable[..., Any]] = {}
-        self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
+        self.structure: Structure  # once the model is compiled
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or whole else Pieces(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
@@ -117,10 +117,6 @@ class Engine:
         # program that makes model after model would grow.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
-
-    @property
-    def structure(self) -> Structure:
-        return self.structure_of_model() or NO_STRUCTURE
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
