@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from graph_fsdp import compat
@@ -22,7 +21,7 @@ from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
+from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
@@ -30,25 +29,13 @@ from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
 from graph_fsdp.runtime.ranks.runnable_program import Runnable
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """How a bucket that forward returns, at ``output``, is gathered: from these inputs of forward."""
-
-    bucket: str
-    units: frozenset[str]
-    output: int
-    inputs: tuple[int, ...]
-    layout: GatherLayout
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-
-
 @dataclass
 class _Kept:
-    """A bucket of one forward, as long as its backward may come. ``undo``: counts its bytes again, while its memory is
-    given back."""
+    """A bucket of one forward, as long as its backward may come. ``start``: the node that gathers it, of ``shards``.
+    ``undo``: counts its bytes again, while its memory is given back."""
 
-    gather: _Gather
+    start: fx.Node
+    units: frozenset[str]
     shards: list[Tensor]
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
@@ -72,15 +59,15 @@ class KeptBuckets:
         places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
 
         def forward(args: list[Any]) -> Any:
-            shards = [[args[i] for i in gather.inputs] for gather in found]
+            shards = [[args[i] for i in inputs] for *_, inputs in found]
             outputs = program(args)
             buckets = weak()
             assert buckets is not None, "the model's forward runs"
             buckets._kept = [kept for kept in buckets._kept if kept.storage() is not None]
-            for gather, given in zip(found, shards, strict=True):
-                storage = outputs[gather.output].untyped_storage()
+            for (start, units, output, _), given in zip(found, shards, strict=True):
+                storage = outputs[output].untyped_storage()
                 if storage.resizable():
-                    buckets._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
+                    buckets._kept.append(_Kept(start, units, given, weakref.ref(storage), storage.nbytes()))
             return outputs
 
         def backward(args: list[Any]) -> Any:
@@ -103,10 +90,10 @@ class KeptBuckets:
         """Give the memory of what is kept of ``unit`` back; of a bucket of several units with the last of them."""
         for kept in self._kept:
             storage = kept.storage()
-            if unit not in kept.gather.units or storage is None or kept.undo is not None:
+            if unit not in kept.units or storage is None or kept.undo is not None:
                 continue
             kept.given_up.add(unit)
-            if kept.given_up == kept.gather.units:
+            if kept.given_up == kept.units:
                 storage.resize_(0)
                 self._add(-kept.nbytes)
                 # What counts a buffer that is dropped does so for this one, too.
@@ -120,7 +107,7 @@ class KeptBuckets:
         found = [(by_storage[s._cdata], kept) for kept, s in freed if s is not None and s._cdata in by_storage]
         if not found:
             return
-        gathers = [f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found]
+        gathers = [f"gather {kept.start.meta['fsdp'].bucket} of {kept.nbytes} bytes" for _, kept in found]
         self._schedules.begin("gather", "of what reshard() has freed, before backward,", gathers)
         with torch.no_grad():
             under_way = [self._start(buffer, kept) for buffer, kept in found]
@@ -128,7 +115,7 @@ class KeptBuckets:
             self._schedules.wait(pending)
 
     def _start(self, buffer: Tensor, kept: _Kept) -> Pending:
-        storage, gather = buffer.untyped_storage(), kept.gather
+        storage, dtype = buffer.untyped_storage(), dialect.argument(kept.start, "dtype")
         storage.resize_(kept.nbytes)
         kept.undo.detach()
         kept.undo = None
@@ -136,27 +123,25 @@ class KeptBuckets:
         self._add(kept.nbytes)
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
-        whole = torch.empty(0, dtype=gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
-        return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, whole)
+        whole = torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
+        group = compat.resolve_group(dialect.group_of(kept.start))
+        return start_all_gather(kept.shards, layout_of(kept.start), dtype, group, whole)
 
 
-def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
-    """Describe what a forward graph gathers from its inputs and returns whole, and in no other output (as a parameter
-    that the model returns)."""
+def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str], int, list[int]]]:
+    """What a forward graph gathers from its inputs and returns whole, and in no other output (as a parameter that the
+    model returns): its start, the units that are in it, and the places of the output and of the inputs."""
     places = {node: i for i, node in enumerate(graph.placeholders)}
     outputs = {node: i for i, node in enumerate(graph.outputs) if isinstance(node, fx.Node)}
     waits = [node for node in outputs if has_role(node, Role.GATHER_WAIT)]
     roots = graph.alias_roots() if waits else {}
     returned = Counter(root for node in outputs for root in roots.get(node, ()))
-    found: dict[str, _Gather] = {}
+    found = []
     for node in waits:
         start = operand(node)
         shards = dialect.argument(start, "shards")
         if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards) or returned[start] > 1:
             continue  # fetched from the host, or made by a tensor extension
-        record = start.meta["fsdp"]
-        units = frozenset(spec.spec_of(name).unit for name in record.params)
-        inputs = tuple(places[shard] for shard in shards)
-        dtype, group = dialect.argument(start, "dtype"), compat.resolve_group(dialect.group_of(start))
-        found[record.bucket] = _Gather(record.bucket, units, outputs[node], inputs, layout_of(start), dtype, group)
-    return list(found.values())
+        units = frozenset(spec.spec_of(name).unit for name in start.meta["fsdp"].params)
+        found.append((start, units, outputs[node], [places[shard] for shard in shards]))
+    return found
