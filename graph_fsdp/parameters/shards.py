@@ -160,12 +160,14 @@ class Storage(Shards):
             p.shard = checked_replacement(p, registered)
         memory = p.shard.data if self.mesh is None else compat.local_part(p.shard)
         # What ``model.to(…)`` does exchanges the local tensor too.
-        assigned = memory is p.seen[0] and p.shard.untyped_storage() is not p.seen[1]
+        changed = memory is not p.seen[0], p.shard.untyped_storage() is not p.seen[1]
+        assigned = changed == (False, True)
         if assigned:
             p.shard.data = compat.make_dtensor(memory, p.shard)
         if memory.data_ptr() != p.input.data_ptr() and memory.numel():
             self._adopt(p, memory)
-        p.seen = _parts(p.shard)
+        if any(changed):
+            p.seen = _parts(p.shard)
         with compat.without_torch_function():
             if p.placeholder.requires_grad != p.shard.requires_grad:
                 p.placeholder.requires_grad_(p.shard.requires_grad)
