@@ -161,16 +161,8 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     else:
         place = place_on_ranks(model, mesh, names, ignored, options)
     ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
-    put_values = initial_values(
-        model,
-        {module for unit in units if unit.parameters for module in unit.modules.values()},
-        place.mesh,
-        place.values_on,
-        sync_module_states=options.sync_module_states,
-        param_init_fn=options.param_init_fn,
-        shard_dims=place.shard_dims,
-        checkpoint=options.files,
-    )
+    gathered = {module for unit in units if unit.parameters for module in unit.modules.values()}
+    put_values = initial_values(model, gathered, place, options)
     options.warn_of_copies_on(place.device)
     spec = model_spec(units, names, place.mesh, policies, place.shard_dims)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
