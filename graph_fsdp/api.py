@@ -196,9 +196,10 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         fullgraph=options.fullgraph,
         dynamic=place.dynamic,
         whole=place.whole,
-        cuda_graphs=model_graphs(model, storage) if options.cuda_graphs and isinstance(storage, Storage) else None,
     )
     engine.extensions = extensions
+    if options.cuda_graphs and isinstance(storage, Storage):
+        engine.cuda_graphs = model_graphs(model, storage, engine.counter)
     storage.install(model, options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
     place.before_compiled(model)

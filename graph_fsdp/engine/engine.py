@@ -80,13 +80,12 @@ class Engine:
         fullgraph: bool,
         dynamic: bool | None,
         whole: bool = False,
-        cuda_graphs: Callable[[GatheredBytes], ModelGraphs] | None = None,
     ) -> None:
         self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
         self.counter = GatheredBytes()
         self.regions, self.whole = RegionCache(backend), whole
-        self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
+        self.cuda_graphs: ModelGraphs | None = None
         self.graphs: list[CapturedGraph] = []
         self._traced: list[TracedGraph] = []  # by Dynamo
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
