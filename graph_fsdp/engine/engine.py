@@ -28,7 +28,7 @@ from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.engine.ranks import Schedules, facts
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
-from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
+from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
 from graph_fsdp.module.structure import Structure
@@ -193,8 +193,10 @@ class Engine:
         key = CaptureKey(settings, entry.unit, entry.name, self._layout, self.structure.has_hooks)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
+        names = tuple(p.spec.name for p in parameters.values())
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))
         run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
+        traced.programs[names] = run
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
@@ -202,7 +204,8 @@ class Engine:
             again = why_run_again(cause, [p.spec.name for p in given.values()])
             return self._compile_with(settings, entry, again, module, inputs, given)
 
-        return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
+        traced = weakref.proxy(traced)  # Dynamo keeps what it is given here
+        return lambda *args: traced.run(args, self._inputs, compile_again)
 
     def _compile_with(
         self,
