@@ -186,16 +186,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     if storage.has_memory:
         put_values(storage)
     engine = place.engine(
-        original_forward(model),
-        spec,
-        storage,
-        place.pipeline,
-        place.backend,
-        cost,
-        reshard_after_forward=reshard,
-        fullgraph=options.fullgraph,
-        dynamic=place.dynamic,
-        whole=place.whole,
+        original_forward(model), spec, storage, place, cost, reshard_after_forward=reshard, fullgraph=options.fullgraph
     )
     engine.extensions = extensions
     if options.cuda_graphs and isinstance(storage, Storage):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.effects import draws

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.engine.entry import Entry
-from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.placeholder import calling_line
 from graph_fsdp.parameters.sharded import ShardedParameter
@@ -168,7 +168,7 @@ class PythonReads:
                 cause = Cause("python", cost)
                 by_place = dict(enumerate(members))
                 inputs: list[Any] = [None] * len(members)
-                self._programs[key] = engine._compile_with(settings, entry, cause, module, inputs, by_place)
+                self._programs[key] = engine._compile_with(CaptureKey(settings, entry), cause, module, inputs, by_place)
         return self._programs[key]
 
     # --- gradients

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp import compat
+from graph_fsdp.engine.dynamo import Entered, Entry
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
 from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
