@@ -161,16 +161,9 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     else:
         place = place_on_ranks(model, mesh, names, ignored, options)
     ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
-    put_values = initial_values(
-        model,
-        {module for unit in units if unit.parameters for module in unit.modules.values()},
-        place.mesh,
-        place.values_on,
-        sync_module_states=options.sync_module_states,
-        param_init_fn=options.param_init_fn,
-        shard_dims=place.shard_dims,
-        checkpoint=options.files,
-    )
+    gathered = {module for unit in units if unit.parameters for module in unit.modules.values()}
+    put_values = initial_values(model, gathered, place, options)
+    options.warn_of_copies_on(place.device)
     spec = _model_spec(units, names, place.mesh, policies, place.shard_dims)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
@@ -193,19 +186,11 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     if storage.has_memory:
         put_values(storage)
     engine = place.engine(
-        original_forward(model),
-        spec,
-        storage,
-        place.pipeline,
-        place.backend,
-        cost,
-        reshard_after_forward=reshard,
-        fullgraph=options.fullgraph,
-        dynamic=place.dynamic,
-        whole=place.whole,
-        cuda_graphs=model_graphs(model, storage) if options.cuda_graphs and isinstance(storage, Storage) else None,
+        original_forward(model), spec, storage, place, cost, reshard_after_forward=reshard, fullgraph=options.fullgraph
     )
     engine.extensions = extensions
+    if options.cuda_graphs and isinstance(storage, Storage):
+        engine.cuda_graphs = model_graphs(model, storage, engine.counter)
     storage.install(model, options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
     place.before_compiled(model)

@@ -19,9 +19,8 @@ from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, Unsuppo
 from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.options import CompileOptions
-from graph_fsdp.parameters import tensor_parallel
 from graph_fsdp.parameters.extensions import check_extensions
-from graph_fsdp.parameters.placements import shard_dims
+from graph_fsdp.parameters.placements import check_tensor_parallel, shard_dims
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
@@ -78,7 +77,7 @@ def place_on_ranks(
     parallel, device = find_mesh(mesh, _device_of(model, ignored))
     if options.cuda_graphs:
         check_cuda_graphs(options, device)
-    fixed_shapes = tensor_parallel.check(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
+    fixed_shapes = check_tensor_parallel(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
     return Place(
         mesh=parallel,
         device=device,

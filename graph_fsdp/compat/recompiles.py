@@ -10,22 +10,17 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TypeAlias
 
 from torch._dynamo import utils as dynamo_utils
 from torch._guards import CompileContext
 
 _REASON = re.compile(r"(?P<compilation>\S+): (?P<guard>.*)", re.DOTALL)
+# The compilation of an earlier graph, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; the line
+# that the guard is due to, where Dynamo says it.
+FailedGuard: TypeAlias = tuple[str, str, str | None]
+
 _WHERE = re.compile(r"(?P<file>[^\s#]+\.py):(?P<line>\d+) in (?P<function>\S+)")
-
-
-class FailedGuard(NamedTuple):
-    """``compilation``: of the earlier graph, as torch's logs name it ("0/1"). ``guard``: what did not hold, in Dynamo's
-    words. ``where``: the line that the guard is due to, where Dynamo says it."""
-
-    compilation: str
-    guard: str
-    where: str | None
 
 
 def current_compilation() -> str | None:
@@ -54,4 +49,4 @@ def _parsed(reason: str) -> FailedGuard:
     compilation, text = (found["compilation"], found["guard"]) if found else ("", reason)
     guard, _, comment = text.partition("  #")  # 2.13 adds the user's stack in further lines
     where = _WHERE.search(comment.split("\n", 1)[0])
-    return FailedGuard(compilation, guard.strip(), where[0] if where else None)
+    return compilation, guard.strip(), where[0] if where else None

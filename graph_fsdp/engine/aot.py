@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.agreed_order import kind_of
 from graph_fsdp.passes.ir.effects import draws
@@ -45,9 +45,8 @@ class AotTrace:
         self.engine: Engine = weakref.proxy(engine)
         self._owner = weakref.ref(engine)
         self.context, self.captured, self.entry, self.prepare = context, captured, entry, prepare
-        self._partitioned: list[Graph] = []  # until their regions are compiled
-        self._piece: list[tuple[Snapshot | None, str]] = []  # until its program is
-        self._alive: list[Engine | None] = []  # until backward is compiled, which the model may not live to see
+        self._piece: tuple[Snapshot | None, str] = None, ""  # until its program is compiled
+        self._alive: Engine | None = None  # until backward is compiled, which the model may not live to see
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         backend = self.engine.backend
@@ -69,7 +68,7 @@ class AotTrace:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         engine, context = self.engine, self.context
-        self._alive.append(self._owner())
+        self._alive = self._owner()
         joint = self.prepare(joint)
         context.forward_outputs = num_fwd_outputs
         joint_graph = Graph(joint, "joint")
@@ -89,47 +88,44 @@ class AotTrace:
         save_as_they_were(graphs[0], num_fwd_outputs)
         for graph in graphs:
             add_stage(graph, context, "partition", time.perf_counter() - begin)
-        take_unsharded(graphs, context)
-        before_passes = engine.before_passes(graphs[0], self.entry)
-        engine.run_passes(graphs, context, self.captured, kind)
-        self._partitioned[:] = graphs
-        self._piece[:] = [(before_passes, kind)]
+        self._run_passes(graphs, kind)
         return forward, backward
 
     def compile_forward(self, forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
-        if not self.engine.whole:
-            self.engine.regions.prepare(self._partitioned)
-        self._partitioned.clear()
-        return self._first_program(self._gone_over(forward, "forward"), *self._piece.pop())
+        return self._first_program(forward, "forward", "backward")
 
     def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         with collector_paused(), compat.without_dispatch_modes():  # torch may ask for it in the backward itself
-            program = self.engine.program(self._gone_over(backward, "backward"), self.context, self.captured)
-        self._alive.clear()
+            program = self._program(backward, "backward")
+        self._alive = None
         return program
 
     def compile_inference(self, inference: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         graph = Graph(self.prepare(inference), "inference")
-        take_unsharded([graph], self.context)
-        kind = self._kind(graph)
-        before_passes = self.engine.before_passes(graph, self.entry)
-        self.engine.run_passes([graph], self.context, self.captured, kind)
-        if not self.engine.whole:
-            self.engine.regions.prepare([graph])
-        return self._first_program(graph, before_passes, kind)
+        self._run_passes([graph], self._kind(graph))
+        return self._first_program(graph.module, "inference")
 
-    def _gone_over(self, module: fx.GraphModule, phase: Phase) -> Graph:
-        """The graph that the passes have gone over. Its module may be a copy of AOTAutograd's by now."""
-        graph = self.context.graphs[phase]
-        graph.module = module
-        return graph
+    def _run_passes(self, graphs: list[Graph], kind: str) -> None:
+        take_unsharded(graphs, self.context)
+        before_passes = self.engine.before_passes(graphs[0], self.entry)
+        self.engine.run_passes(graphs, self.context, self.captured, kind)
+        self._piece = before_passes, kind
 
     def _kind(self, graph: Graph) -> str:
         return kind_of(graph, self.engine.spec, self.context.settings) + self.entry.suffix
 
-    def _first_program(self, graph: Graph, before_passes: Snapshot | None, kind: str) -> Callable[[list[Any]], Any]:
-        program, pieces = self.engine.program(graph, self.context, self.captured), self.engine.pieces
+    def _first_program(self, module: fx.GraphModule, phase: Phase, *later: Phase) -> Callable[[list[Any]], Any]:
+        if not self.engine.whole:
+            self.engine.regions.prepare([self.context.graphs[each] for each in (phase, *later)])
+        program, pieces = self._program(module, phase), self.engine.pieces
+        (before_passes, kind), self._piece = self._piece, (None, "")
         if pieces is None or before_passes is None:
             return program
-        return pieces.sharing(program, graph, before_passes, self.context, kind)
+        return pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
+
+    def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
+        """The program of a graph that the passes have gone over. Its module may be a copy of AOTAutograd's by now."""
+        graph = self.context.graphs[phase]
+        graph.module = module
+        return self.engine.program(graph, self.context, self.captured)

@@ -14,29 +14,36 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp import compat
 from graph_fsdp.engine.aot import AotTrace
-from graph_fsdp.engine.dynamo import forget_programs, graph_break, own_code, traced_too_often
-from graph_fsdp.engine.entry import Entry, differentiable_once, entered
+from graph_fsdp.engine.dynamo import (
+    Entered,
+    Entry,
+    differentiable_once,
+    forget_programs,
+    graph_break,
+    own_code,
+    traced_too_often,
+)
 from graph_fsdp.engine.owned_tensors import program_graphs
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.engine.ranks import Schedules, facts
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
-from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards, substituting
+from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
-from graph_fsdp.module.gradients import check_unchanged
-from graph_fsdp.module.structure import NO_STRUCTURE, Structure
+from graph_fsdp.module.communication import check_unchanged
+from graph_fsdp.module.structure import Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
-from graph_fsdp.passes import CostModel, Graph, PassContext, PassPipeline, Plan, memory_profile
+from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
@@ -47,10 +54,12 @@ from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.report.failed_pass import save_failure
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
-from graph_fsdp.runtime.backends import Backend
 from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
 from graph_fsdp.runtime.withheld_gradients import KeptGradients
+
+if TYPE_CHECKING:
+    from graph_fsdp.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -71,21 +80,17 @@ class Engine:
         forward: Callable[..., Any],
         spec: ModelSpec,
         storage: Shards,
-        pipeline: PassPipeline,
-        backend: Backend,
-        cost: CostModel | None = None,
+        place: Place,
+        cost: CostModel | None,
         *,
         reshard_after_forward: bool | Literal["auto"] | None,
         fullgraph: bool,
-        dynamic: bool | None,
-        whole: bool = False,
-        cuda_graphs: Callable[[GatheredBytes], ModelGraphs] | None = None,
     ) -> None:
-        self.spec, self.storage, self.pipeline, self.backend = spec, storage, pipeline, backend
+        self.spec, self.storage, self.pipeline, self.backend = spec, storage, place.pipeline, place.backend
         self.reshard_after_forward, self.cost = reshard_after_forward, cost
         self.counter = GatheredBytes()
-        self.regions, self.whole = RegionCache(backend), whole
-        self.cuda_graphs = cuda_graphs(self.counter) if cuda_graphs is not None else None
+        self.regions, self.whole = RegionCache(place.backend), place.whole
+        self.cuda_graphs: ModelGraphs | None = None
         self.graphs: list[CapturedGraph] = []
         self._traced: list[TracedGraph] = []  # by Dynamo
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
@@ -102,24 +107,20 @@ class Engine:
         self.wait_before_forward: Any = None  # an event
         self.number = next(_engines)  # in this process
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
-        self.kept_buckets = KeptBuckets(self.counter, self.schedules, whole)
-        self._compiled: dict[tuple[Settings, Entry, bool, Any], Callable[..., Any]] = {}
-        self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
+        self.kept_buckets = KeptBuckets(self.counter, self.schedules, self.whole)
+        self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
+        self.structure: Structure  # once the model is compiled
         self._fullgraph = fullgraph
-        self.pieces = None if fullgraph or whole else Pieces(weakref.proxy(self))
+        self.pieces = None if fullgraph or self.whole else Pieces(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
-        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic)
+        self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
         # What torch remembers of fake tensors, for good, keeps symbols of graphs, and so sizes, guards and sources: a
         # program that makes model after model would grow.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
-
-    @property
-    def structure(self) -> Structure:
-        return self.structure_of_model() or NO_STRUCTURE
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
@@ -128,34 +129,30 @@ class Engine:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
             )
-        try:
-            return self._run(entry, module, *args, **kwargs)
-        except BaseException as error:
-            self.schedules.failed_outside(error, entry.name)
-            raise
-
-    def _run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.structure.check()
-        if self.wait_before_forward is not None:
-            self.wait_before_forward.wait()
-            self.wait_before_forward = None
-        self.unsharded.before_forward()
-        inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
-        hooks = self.structure.has_hooks
-        is_first = (self.settings, entry, hooks, self._layout) not in self._compiled
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.schedules.failures_told(entry.name))
+            self.structure.check()
+            if self.wait_before_forward is not None:
+                self.wait_before_forward.wait()
+                self.wait_before_forward = None
+            self.unsharded.before_forward()
+            if self.settings.unsharded != self.unsharded.units:
+                self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
+            inputs = self.unsharded.watched(self.storage.inputs_after_refresh())
+            key = CaptureKey(self.settings, entry, self._layout, self.structure.has_hooks)
             stack.enter_context(self.storage.placeholders_registered())
-            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=hooks))
+            stack.enter_context(compat.tracing_options(self._fullgraph, hooks=key.hooks))
             stack.enter_context(compat.dynamo_ignores_modes())
-            stack.enter_context(entered(self.number))
+            stack.callback(setattr, Entered, "engine", Entered.engine)
+            Entered.engine = self.number
             if self.pieces is not None:
                 stack.enter_context(self.pieces.forward_call())
             stack.enter_context(self.python_reads.forward_call())
-            if is_first:  # Dynamo traces
+            if key not in self._compiled:  # Dynamo traces
                 stack.enter_context(collector_paused())
             self._inputs, self._call = inputs, Call(entry.function, module, args, kwargs)
             try:
-                outputs = self._function_compiled(entry, hooks)(module, *args, **kwargs)
+                outputs = self._function_compiled(key)(module, *args, **kwargs)
                 outputs = self.storage.without_placeholders(outputs)
                 return differentiable_once(outputs, self.python_reads.before_backward())
             except compat.BackendCompilerFailed as error:
@@ -166,59 +163,56 @@ class Engine:
             except compat.Unsupported as error:
                 raise graph_break(error, entry, self._call, self.structure) from error
             except compat.FailOnRecompileLimitHit as error:
-                if hooks:
+                if key.hooks:
                     raise traced_too_often(self.structure) from error
                 raise
             finally:
                 self._inputs, self._call = {}, None
 
-    def _function_compiled(self, entry: Entry, hooks: bool) -> Callable[..., Any]:
-        """A function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings, and of
-        hooks only where there are some (``structure.py``).
+    def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
+        """An entry's function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings,
+        and of hooks only where there are some (``structure.py``).
 
         What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
         collector does not see it. So it must not keep the engine, which has that code object.
         """
-        if self.settings.unsharded != self.unsharded.units:
-            self.settings = dataclasses.replace(self.settings, unsharded=self.unsharded.units)
-        key = (self.settings, entry, hooks, self._layout)
         if key not in self._compiled:
-            backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), self.settings, entry)
-            function = own_code(entry.function, self._fullgraph)
+            backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
+            function = own_code(key.entry.function, self._fullgraph)
             weakref.finalize(self, forget_programs, function).atexit = False
             self._compiled[key] = self._compile(function, backend=backend)
         return self._compiled[key]
 
     def _compile_graph(
-        self, settings: Settings, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
         ``_function_compiled``."""
-        key = CaptureKey(settings, entry.unit, entry.name, self._layout, self.structure.has_hooks)
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
+        names = tuple(p.spec.name for p in parameters.values())
         self._traced.append(traced := TracedGraph(module, parameters, self.storage))
-        run = self._compile_with(settings, entry, cause, module, list(example_inputs), parameters)
+        traced.programs[names] = self._compile_with(key, cause, module, list(example_inputs), parameters)
 
         def compile_again(module: fx.GraphModule, inputs: list[Any], given: dict[int, ShardedParameter]) -> Any:
             if self.backend.name == "xla":
                 raise UnsupportedError("backend='xla': a module was exchanged for another after its code was compiled")
             again = why_run_again(cause, [p.spec.name for p in given.values()])
-            return self._compile_with(settings, entry, again, module, inputs, given)
+            return self._compile_with(key, again, module, inputs, given)
 
-        return substituting(run, parameters, weakref.proxy(traced), compile_again, lambda: self._inputs)
+        traced = weakref.proxy(traced)  # Dynamo keeps what it is given here
+        return lambda *args: traced.run(args, self._inputs, compile_again)
 
     def _compile_with(
         self,
-        settings: Settings,
-        entry: Entry,
+        key: CaptureKey,
         cause: Cause,
         module: fx.GraphModule,
         inputs: list[Any],
         parameters: dict[int, ShardedParameter],
     ) -> Callable[..., Any]:
         """A graph of Dynamo's with these parameters among its inputs, by their places."""
-        spec = self.spec
+        spec, settings = self.spec, key.settings
         if settings.own_reduce_group:
             spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
         captured = CapturedGraph(len(self.graphs), spec, cause)
@@ -232,7 +226,8 @@ class Engine:
         try:
             with collector_paused(), compat.without_dispatch_modes():
                 self.pipeline.run([Graph(module, "capture")], context)
-                return self._through_aot_autograd(module, inputs, context, captured, entry)
+                trace = functools.partial(AotTrace, self, context, captured, key.entry)
+                return self._through_aot_autograd(module, inputs, trace)
         except (VerificationError, PassError) as error:
             save_failure(error, self)
             raise
@@ -243,32 +238,24 @@ class Engine:
         substitute_shards(module, inputs, parameters, context)
 
     def _through_aot_autograd(
-        self,
-        module: fx.GraphModule,
-        inputs: list[Any],
-        context: PassContext,
-        captured: CapturedGraph,
-        entry: Entry,
+        self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
     ) -> Callable[..., Any]:
+        """``trace``: makes the steps of AOTAutograd, given what prepares the graph that it traces."""
         groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
         for _ in range(_ATTEMPTS):
             if not groups:
                 break
+            repeats: Repeats | None = None
             try:
                 repeats = Repeats(module, groups, self.backend.prepare, self.backend.decompositions())
-            except NotRepeatable as reason:
-                log.info("%s", reason)
-                break
-            try:
                 log.info("%d layers have %d traces", len(repeats.calls), len(repeats.traces))
                 with repeats.registered():
-                    trace = AotTrace(self, context, captured, entry, repeats.expand)
-                    return trace.run(repeats.contracted, inputs)
+                    return trace(repeats.expand).run(repeats.contracted, inputs)
             except NotRepeatable as reason:
-                groups = repeats.without(reason.call)
-                which = "a layer" if reason.call is None else repeats.calls[reason.call][1].unit
+                which = "a layer" if repeats is None or reason.call is None else repeats.calls[reason.call][1].unit
                 log.info("%s has no trace of others: %s", which, reason)
-        return AotTrace(self, context, captured, entry, self.backend.prepare).run(module, inputs)
+                groups = [] if repeats is None else repeats.without(reason.call)
+        return trace(self.backend.prepare).run(module, inputs)
 
     def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:

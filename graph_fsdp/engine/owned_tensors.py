@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +57,7 @@ def check_cuda_graphs(options: CompileOptions, device: torch.device) -> None:
         )
 
 
-def model_graphs(model: nn.Module, storage: Storage) -> Callable[[GatheredBytes], ModelGraphs]:
+def model_graphs(model: nn.Module, storage: Storage, counter: GatheredBytes) -> ModelGraphs:
     """What the CUDA graphs of a model share. Dynamo keeps it, so it must not keep the model, nor the storage, which
     refers to the model."""
     model_reference, storage_reference, device = weakref.ref(model), weakref.ref(storage), storage.device
@@ -72,16 +72,9 @@ def model_graphs(model: nn.Module, storage: Storage) -> Callable[[GatheredBytes]
             if id(p) not in shards.by_placeholder and not isinstance(p, DTensor):
                 yield p
 
-    capture = CAPTURES[device.type](device)
-
-    def make(counter: GatheredBytes) -> ModelGraphs:
-        graphs = ModelGraphs(capture, device, counter, state)
-        shards = storage_reference()
-        assert shards is not None
-        weakref.finalize(shards, graphs.close).atexit = False
-        return graphs
-
-    return make
+    graphs = ModelGraphs(CAPTURES[device.type](device), device, counter, state)
+    weakref.finalize(storage, graphs.close).atexit = False
+    return graphs
 
 
 def program_graphs(engine: Engine, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:

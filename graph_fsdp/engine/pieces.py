@@ -52,30 +52,17 @@ class _Step:
 
 
 @dataclass
-class _Made:
-    """What variants of a piece are made of: its graph before the passes, and what the passes knew."""
+class _Piece:
+    """What variants of a piece are made of: its graph before the passes, and what the passes knew. ``variants``: what
+    runs one, which takes the buckets of the first list behind its other inputs, and returns those of the second behind
+    its other outputs."""
 
     snapshot: Snapshot
     owner: fx.GraphModule
     context: PassContext
     phase: Phase
     step: _Step
-    variants: dict[Sharing, _Variant] = dataclasses.field(default_factory=dict)
-
-
-@dataclass
-class _Variant:
-    """Takes the buckets ``taken`` behind its other inputs, and returns ``given`` behind its other outputs."""
-
-    run: Runnable
-    taken: list[str]
-    given: list[str]
-
-
-@dataclass
-class _Held:
-    buffer: Tensor
-    parameters: frozenset[str]  # those whose values it has
+    variants: dict[Sharing, tuple[Runnable, list[str], list[str]]] = dataclasses.field(default_factory=dict)
 
 
 class Pieces:
@@ -83,10 +70,10 @@ class Pieces:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine  # a weak proxy
-        self._made: list[_Made] = []
+        self._made: list[_Piece] = []
         self._before: dict[str, list[_Step]] = {}  # by the kind of its first piece
         self._now: list[_Step] | None = None  # None: no forward call runs
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, tuple[Tensor, frozenset[str]]] = {}  # buffers, and the parameters whose values they have
 
     @contextlib.contextmanager
     def forward_call(self) -> Iterator[None]:
@@ -111,45 +98,51 @@ class Pieces:
         wants = _wants(graph)
         if not wants or context.budget is not None:  # which no graph could keep for what is held beside it
             return base
-        self._made.append(_Made(snapshot, graph.module, context, graph.phase, _Step(kind, wants)))
-        return _Piece(weakref.proxy(self), len(self._made) - 1, base)
+        self._made.append(piece := _Piece(snapshot, graph.module, context, graph.phase, _Step(kind, wants)))
+        pieces, piece = weakref.proxy(self), weakref.proxy(piece)  # what Dynamo keeps must not keep the model
 
-    def decide(self, index: int) -> Sharing:
+        def run(args: list[Any]) -> Any:
+            sharing = pieces._decide(piece.step)
+            return pieces._run(piece, sharing, args) if sharing else base(args)
+
+        vars(run)["_boxed_call"] = True  # see Program
+        return run
+
+    def _decide(self, step: _Step) -> Sharing:
         """What a piece that runs now takes and gives."""
         if self._now is None:  # run by autograd (a checkpoint's recomputation)
             return Sharing()
-        self._now.append(step := self._made[index].step)
+        self._now.append(step)
         inference = torch.is_inference_mode_enabled()
-        usable = {b: held.parameters for b, held in self._held.items() if held.buffer.is_inference() == inference}
+        usable = {b: names for b, (buffer, names) in self._held.items() if buffer.is_inference() == inference}
         takes = {bucket for bucket, names in step.wants.items() if bucket in usable and names <= usable[bucket]}
         before = self._before.get(self._now[0].kind, [])
         later = before[len(self._now) :] if before[: len(self._now)] == self._now else []
         gives = set()
         for bucket, names in step.wants.items():
-            there = self._held[bucket].parameters if bucket in takes else names
+            there = usable[bucket] if bucket in takes else names
             if any(bucket in other.wants and other.wants[bucket] <= there for other in later):
                 gives.add(bucket)
         return Sharing(frozenset(takes), frozenset(gives))
 
-    def run(self, index: int, sharing: Sharing, args: list[Any]) -> Any:
-        made = self._made[index]
-        if sharing not in made.variants:
-            made.variants[sharing] = self._make(made, sharing)
-        variant = made.variants[sharing]
-        taken = {bucket: self._held.pop(bucket) for bucket in variant.taken}
-        args.extend(held.buffer for held in taken.values())
-        parameters = {**made.step.wants, **{bucket: held.parameters for bucket, held in taken.items()}}
+    def _run(self, piece: _Piece, sharing: Sharing, args: list[Any]) -> Any:
+        if sharing not in piece.variants:
+            piece.variants[sharing] = self._make(piece, sharing)
+        run, takes, gives = piece.variants[sharing]
+        taken = {bucket: self._held.pop(bucket) for bucket in takes}
+        args.extend(buffer for buffer, _ in taken.values())
+        parameters = {**piece.step.wants, **{bucket: names for bucket, (_, names) in taken.items()}}
         taken.clear()  # the program drops a buffer after its last use
-        outputs = variant.run(args)
-        count = len(outputs) - len(variant.given)
-        for bucket, buffer in zip(variant.given, outputs[count:], strict=True):
-            self._held[bucket] = _Held(buffer, parameters[bucket])
+        outputs = run(args)
+        count = len(outputs) - len(gives)
+        for bucket, buffer in zip(gives, outputs[count:], strict=True):
+            self._held[bucket] = buffer, parameters[bucket]
         return outputs[:count]
 
-    def _make(self, made: _Made, sharing: Sharing) -> _Variant:
-        engine, base = self._engine, made.context
+    def _make(self, piece: _Piece, sharing: Sharing) -> tuple[Runnable, list[str], list[str]]:
+        engine, base = self._engine, piece.context
         begin = time.perf_counter()
-        before = base.graphs[made.phase]
+        before = base.graphs[piece.phase]
         kept = tuple(before.kept)
         cause = Cause("shared", f"takes or gives what other pieces gather: {sharing.key()}")
         captured = CapturedGraph(len(engine.graphs), engine.spec, cause)
@@ -160,10 +153,10 @@ class Pieces:
             graphs=dict(base.graphs),
             stages=captured.stages,
         )
-        graph = Graph(fx.GraphModule(made.owner, made.snapshot.copy()), made.phase)
+        graph = Graph(fx.GraphModule(piece.owner, piece.snapshot.copy()), piece.phase)
         graph.unsharded = before.unsharded
         add_stage(graph, context, "partition", time.perf_counter() - begin)
-        kind, keeps = f"{made.step.kind} {sharing.key()}", list(kept) if made.phase == "forward" else None
+        kind, keeps = f"{piece.step.kind} {sharing.key()}", list(kept) if piece.phase == "forward" else None
         engine.graphs.append(captured)
         try:
             engine.schedules.run(engine.pipeline, [graph], context, kind, lambda: facts(engine), keeps)
@@ -171,20 +164,7 @@ class Pieces:
             save_failure(error, engine)
             raise
         engine.regions.prepare([graph])
-        return _Variant(engine.program(graph, context, captured), graph.taken, list(graph.given))
-
-
-class _Piece:
-    """What AOTAutograd calls. It lives as long as the code object that Dynamo keeps it with, and so does not keep the
-    model (see ``Engine._function_compiled``)."""
-
-    def __init__(self, pieces: Pieces, index: int, base: Runnable) -> None:
-        self._boxed_call = True  # see Program
-        self.pieces, self.index, self.base = pieces, index, base
-
-    def __call__(self, args: list[Any]) -> Any:
-        sharing = self.pieces.decide(self.index)
-        return self.pieces.run(self.index, sharing, args) if sharing else self.base(args)
+        return engine.program(graph, context, captured), graph.taken, list(graph.given)
 
 
 def _wants(graph: Graph) -> Wants:

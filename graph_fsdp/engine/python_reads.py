@@ -21,19 +21,18 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from graph_fsdp import compat
-from graph_fsdp.engine.entry import Entry
-from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.recompilation import CaptureKey, Cause
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.placeholder import calling_line
 from graph_fsdp.parameters.sharded import ShardedParameter
-from graph_fsdp.parameters.shards import Linked, connected_shards
+from graph_fsdp.parameters.shards import connected_shards
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,78 +41,65 @@ if TYPE_CHECKING:
 READ_BY_PYTHON = "read outside of graphs"
 
 
-@dataclass
-class _Whole:
-    """A unit whose placeholders have memory. ``values``: the whole parameters, connected to the shards."""
-
-    members: list[ShardedParameter]
-    values: list[Tensor]
-    empty: list[Tensor]  # what the placeholders had before
-    used: set[str] = field(default_factory=set)  # parameters whose gradients have come
-
-
-@dataclass
-class _Call:
-    """A forward call, to which its backward belongs: units that it read, and the shards' versions when it did."""
-
-    grad: bool
-    units: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
 class PythonReads:
     """The units of one model that are whole for code outside of graphs."""
 
     def __init__(self, engine: Engine, fullgraph: bool) -> None:
         self._engine = engine  # a weak proxy
-        self._whole: dict[str, _Whole] = {}  # by unit, in the order in which they were gathered
-        self._call = _Call(grad=False)  # the forward that runs, or ran last
+        # Unit, in the order in which they were gathered → the whole parameters, connected to the shards, and what their
+        # placeholders had before.
+        self._whole: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        # Of the forward that runs, or ran last: whether it has a backward; the units that it read, and their shards'
+        # versions when it did.
+        self._grad = False
+        self._units: dict[str, tuple[int, ...]] = {}
         self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
         self._leaves: dict[str, Any] = {}  # autograd's nodes of placeholders, which live as long as someone has them
         self._versions: dict[str, int] = {}  # of the placeholders, as they were found
         self._watches = not fullgraph and engine.backend.name != "xla"
         self._awaited = -1  # the backward whose end is awaited, by number
-        self._kept: set[str] = set()  # parameters with gradients that are not reduced yet
 
     # --- from outside
 
     def refusal(self, names: Sequence[str]) -> str:
         """Give these parameters memory, now that code outside of graphs reads them; why not, if it cannot be."""
-        engine = self._engine
+        if not self._watches:
+            return "that is for fullgraph=False, and not for backend='xla'"
         for name in dict.fromkeys(names):
-            p = engine.storage.parameters[name]
-            if p.spec.unit in self._whole:
+            unit = self._engine.storage.parameters[name].spec.unit
+            if unit in self._whole:
                 continue
-            if reason := self._unavailable(p.spec.unit):
-                return reason
-            if not engine.storage.active and p.spec.unit not in self._call.units:
-                self._call.units[p.spec.unit] = self._shard_versions(p.spec.unit)
-            self._gather(p.spec.unit, name)
+            if any(p.spec.extended for p in self._members[unit]):
+                return "parameters of the unit have tensor extensions"
+            if not self._engine.storage.active and unit not in self._units:
+                self._units[unit] = self._shard_versions(unit)
+            self._gather(unit, name)
         return ""
 
     @contextlib.contextmanager
     def forward_call(self) -> Iterator[None]:
         """Whatever happens in a call, what only it needs is released after it."""
         self.release()
-        self._call = _Call(torch.is_grad_enabled())
+        self._grad, self._units = torch.is_grad_enabled(), {}
         if self._watches:
             self._watch()
         keep = False
         try:
             yield
             self._check_unwritten()
-            keep = self._call.grad
+            keep = self._grad
         finally:
             if not keep:
                 self.release()
 
     def before_backward(self) -> Callable[[Any], None] | None:
         """What is to be called before the backward of the call that has just run; None if it read nothing."""
-        call = self._call
-        if not call.units or not call.grad:
+        units = self._units
+        if not units or not self._grad:
             return None
 
         def gather_again(_: Any) -> None:
-            for unit, versions in call.units.items():
+            for unit, versions in units.items():
                 if self._shard_versions(unit) != versions:
                     raise ParameterChangedError(
                         f"the shards of unit {unit or 'root'!r} changed (an optimizer's step) between a forward and "
@@ -127,42 +113,38 @@ class PythonReads:
     def release(self, *, but: str | None = None) -> None:
         """Placeholders without memory again, but those of one unit."""
         for unit in [unit for unit in self._whole if unit != but]:
-            whole = self._whole.pop(unit)
+            _, before = self._whole.pop(unit)
             with compat.without_torch_function():
-                for p, empty in zip(whole.members, whole.empty, strict=True):
+                for p, empty in zip(self._members[unit], before, strict=True):
                     p.placeholder.data = empty
                     # An operator that autograd has saved the parameter for must find that it is gone.
                     compat.set_version(p.placeholder, self._versions[p.spec.name] + 1)
 
     # --- gathering
 
-    def _shard_versions(self, unit: str) -> tuple[int, ...]:
-        return tuple(p.shard._version for p in self._engine.unsharded.members[unit])
+    @property
+    def _members(self) -> dict[str, list[ShardedParameter]]:
+        return self._engine.unsharded.members
 
-    def _unavailable(self, unit: str) -> str:
-        if not self._watches:
-            return "that is for fullgraph=False, and not for backend='xla'"
-        if any(p.spec.extended for p in self._engine.unsharded.members[unit]):
-            return "parameters of the unit have tensor extensions"
-        return ""
+    def _shard_versions(self, unit: str) -> tuple[int, ...]:
+        return tuple(p.shard._version for p in self._members[unit])
 
     def _gather(self, unit: str, read: str) -> None:
-        grad = self._call.grad or not self._engine.storage.active
+        grad = self._grad or not self._engine.storage.active
         if not grad and unit:  # the root unit is read before and after others
-            self.release(but="" if "" in self._whole else None)
-        members = self._engine.unsharded.members[unit]
+            self.release(but="")
+        members = self._members[unit]
         trains = tuple(grad and p.shard.requires_grad for p in members)
         with torch.inference_mode(False), torch.set_grad_enabled(grad), compat.without_torch_function():
             shards = connected_shards(members, self._engine.storage.mesh is not None)
-            used: set[str] = set()
-            values = self._program(unit, members, trains, read)(*_only_used(members, shards, used, self._kept))
+            values = self._program(unit, members, trains, read)(*shards)
             empty = [p.placeholder.data for p in members]
             for p, value in zip(members, values, strict=True):
                 p.placeholder.data = value.detach()
                 compat.set_version(p.placeholder, self._versions.setdefault(p.spec.name, p.placeholder._version))
-        self._whole[unit] = _Whole(members, list(values), empty, used)
+        self._whole[unit] = list(values), empty
         if self._engine.storage.active:
-            self._call.units[unit] = self._shard_versions(unit)
+            self._units[unit] = self._shard_versions(unit)
 
     def _program(
         self, unit: str, members: list[ShardedParameter], trains: tuple[bool, ...], read: str
@@ -186,7 +168,7 @@ class PythonReads:
                 cause = Cause("python", cost)
                 by_place = dict(enumerate(members))
                 inputs: list[Any] = [None] * len(members)
-                self._programs[key] = engine._compile_with(settings, entry, cause, module, inputs, by_place)
+                self._programs[key] = engine._compile_with(CaptureKey(settings, entry), cause, module, inputs, by_place)
         return self._programs[key]
 
     # --- gradients
@@ -197,7 +179,7 @@ class PythonReads:
         with compat.without_torch_function():
             for name, version in self._versions.items():
                 compat.set_version(parameters[name].placeholder, version)
-            for name, p in parameters.items() if self._call.grad else ():
+            for name, p in parameters.items() if self._grad else ():
                 if p.placeholder.grad is not None:  # of a backward that raised
                     p.placeholder.grad = None
                 if p.placeholder.requires_grad and name not in self._leaves:
@@ -217,22 +199,18 @@ class PythonReads:
             for unit in dict.fromkeys(p.spec.unit for p in parameters if p.placeholder.grad is not None):
                 if unit not in self._whole:  # autograd had all that it needed without the placeholders
                     self._gather(unit, "")
-                whole = self._whole[unit]
+                values, _ = self._whole[unit]
                 pairs: list[tuple[Tensor, Tensor]] = []
-                for p, value in zip(whole.members, whole.values, strict=True):
+                for p, value in zip(self._members[unit], values, strict=True):
                     grad, p.placeholder.grad = p.placeholder.grad, None
-                    if grad is not None:
-                        whole.used.add(p.spec.name)
-                        pairs += [(value, grad)] if value.requires_grad else []
-                if unit in self._engine.settings.unsynced | self._engine.settings.unreplicated:
-                    self._kept |= whole.used
+                    pairs += [(value, grad)] if grad is not None and value.requires_grad else []
                 torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         if not self._engine.storage.active:
             self.release()
 
     def _check_unwritten(self) -> None:
-        for whole in self._whole.values():
-            for p in whole.members:
+        for unit in self._whole:
+            for p in self._members[unit]:
                 with compat.without_torch_function():
                     written = p.placeholder._version != self._versions[p.spec.name]
                 if written:
@@ -267,20 +245,3 @@ def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphMod
         nodes.append(node)
     graph.output(tuple(nodes))
     return fx.GraphModule({}, graph)
-
-
-def _only_used(members: list[ShardedParameter], shards: list[Tensor], used: set[str], kept: set[str]) -> list[Tensor]:
-    """``shards``, whose gradients are none for parameters that had no gradient: the graph reduces a whole unit, and
-    has zeros for them. ``kept``: those of earlier backwards that did not reduce."""
-    trained = [shard for shard in shards if shard.requires_grad]
-    if not trained:
-        return shards
-    names = [p.spec.name for p, shard in zip(members, shards, strict=True) if shard.requires_grad]
-
-    def gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        wanted = used | kept
-        kept.difference_update(name for name, grad in zip(names, grads, strict=True) if grad is not None)
-        return [grad if name in wanted else None for name, grad in zip(names, grads, strict=True)]
-
-    linked = iter(Linked.apply(trained, gradients, *trained))
-    return [next(linked) if shard.requires_grad else shard for shard in shards]

@@ -121,10 +121,15 @@ class Schedules:
         with self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext():
             pending.finish()
 
-    def failed_outside(self, error: BaseException, method: str) -> None:
-        """A forward, or another method, raised ``error``. Other ranks may wait for this one."""
-        if self.lockstep is not None:
-            self.lockstep.failed_outside(error, f"{method} of {self._model}")
+    @contextlib.contextmanager
+    def failures_told(self, method: str) -> Iterator[None]:
+        """While a forward, or another method, runs: if it raises, other ranks may wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            if self.lockstep is not None:
+                self.lockstep.failed_outside(error, f"{method} of {self._model}")
+            raise
 
     @property
     def _model(self) -> str:

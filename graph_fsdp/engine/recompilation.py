@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from graph_fsdp.compat import recompiles as compat_recompiles
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:
+    from graph_fsdp.engine.dynamo import Entry
     from graph_fsdp.report.report import CapturedGraph
 
 CauseKind = Literal["first", "guard", "settings", "inputs", "piece", "reset", "shared", "parameters", "python", "hooks"]
@@ -42,9 +43,8 @@ class CaptureKey:
     """What graphs are kept apart by before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded
     over devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
 
-    settings: Settings = field(default_factory=Settings)
-    unit: str = ""
-    method: str = "forward"
+    settings: Settings
+    entry: Entry
     layout: Any = None
     hooks: bool = False
 
@@ -66,7 +66,7 @@ class Cause:
     text: str
     guards: tuple[GuardFailure, ...] = ()
     compilation: str | None = None
-    key: CaptureKey = field(default_factory=CaptureKey, repr=False)
+    key: CaptureKey | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -95,8 +95,11 @@ def why_captured(
     failed = compat_recompiles.failed_guards()
     if failed:
         numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
-        guards = tuple(GuardFailure(numbers.get(f.compilation), _readable(f.guard, call), f.where) for f in failed)
-        now = _values(" ".join(g.guard for g in guards), call)
+        given = _arguments(call)
+        guards = tuple(GuardFailure(numbers.get(n), _readable(guard, list(given)), where) for n, guard, where in failed)
+        words = " ".join(g.guard for g in guards)
+        named = [name for name in given if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", words)]
+        now = [f"{name} is {_described(given[name])} now" for name in named]
         text = "; ".join([*map(str, guards), *now])
         return Cause("guard", text, guards, compilation, key)
     kind, text = _unguarded(earlier, key, breaks)
@@ -106,13 +109,13 @@ def why_captured(
 def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
     """Of programs of a graph that was captured for ``first``, with the parameters of these names."""
     text = f"code that was compiled for other parameters runs with {', '.join(map(repr, names))}"
-    return Cause("parameters", text, (), first.compilation, first.key)
+    return replace(first, kind="parameters", text=text, guards=())
 
 
 def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) -> tuple[CauseKind, str]:
-    of_method = [c.cause.key for c in earlier if (c.cause.key.unit, c.cause.key.method) == (key.unit, key.method)]
+    of_method = [k for c in earlier if (k := c.cause.key) is not None and k.entry.suffix == key.entry.suffix]
     if not of_method:
-        name = ".".join(filter(None, (key.unit, key.method)))
+        name = ".".join(filter(None, (key.entry.unit, key.entry.name)))
         return "first", "first call" if name == "forward" else f"first call of {name}"
     if key in of_method:
         if breaks:
@@ -132,39 +135,27 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
     return "inputs", "inputs are sharded over the devices in another way"
 
 
-def _readable(guard: str, call: Call | None) -> str:
+def _readable(guard: str, names: Sequence[str]) -> str:
     """A guard with ``x`` for ``args[0]`` and ``self.layers.3`` for ``self._modules['layers']._modules['3']``."""
-    positional = _positional(call)
 
     def name(found: re.Match[str]) -> str:
-        if found["name"] is not None:
-            return found["name"]
-        index = int(found["index"])
-        return positional[index] if index < len(positional) else found[0]
+        return found["name"] or (names[int(found["index"])] if int(found["index"]) < len(names) else found[0])
 
     return _MODULE.sub(r".\g<name>", _INPUT.sub(name, guard))
 
 
-def _positional(call: Call | None) -> list[str]:
-    """What the function calls its positional arguments, without the module."""
-    try:
-        found = list(inspect.signature(call.function).parameters.values())[1:] if call is not None else []
-    except (TypeError, ValueError):  # a callable without one
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in found if p.kind in kinds]
-
-
-def _values(text: str, call: Call | None) -> list[str]:
-    """What the inputs are that are named in a text."""
+def _arguments(call: Call | None) -> dict[str, Any]:
+    """What a function was given besides the module, by its own names: what is positional first, in order."""
     if call is None:
-        return []
-    values = {**dict(zip(_positional(call), call.args, strict=False)), **call.kwargs}
-    return [
-        f"{name} is {_described(value)} now"
-        for name, value in values.items()
-        if re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)
-    ]
+        return {}
+    try:
+        parameters = list(inspect.signature(call.function).parameters.values())[1:]
+    except (TypeError, ValueError):  # a callable without one
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in kinds]
+    names += [f"args[{index}]" for index in range(len(names), len(call.args))]
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,7 @@ own: made of one trace by Dynamo, with gathers and reductions of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
+from graph_fsdp.parameters.placements import as_model_uses_it
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
-from graph_fsdp.parameters.tensor_parallel import as_model_uses_it
 from graph_fsdp.passes import PassContext
 
 Runnable: TypeAlias = Callable[..., Any]
@@ -33,7 +33,7 @@ _OF_DYNAMO = ("grapharg", "example_value")
 def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, ShardedParameter]:
     """Which inputs of the graph that Dynamo has just traced are placeholders of parameters."""
     found = {}
-    for index, node in enumerate(_inputs(module)):
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         example = getattr(node.meta.get("grapharg"), "example", None)
         parameter = storage.by_placeholder.get(id(example)) if example is not None else None
         if parameter is not None:
@@ -46,7 +46,7 @@ def substitute_shards(
 ) -> None:
     """``inputs`` gets fake shards in the places of ``parameters``, which ``context`` is told of."""
     mode = compat.current_fake_mode()
-    nodes = _inputs(module)
+    nodes = module.graph.find_nodes(op="placeholder")
     for index, parameter in parameters.items():
         with mode:
             shard = torch.empty_strided(
@@ -63,44 +63,45 @@ def substitute_shards(
 
 
 class TracedGraph:
-    """A graph of Dynamo's, before the passes, and its programs by the parameters that it runs with."""
+    """A graph of Dynamo's, before the passes, and its programs by the names of the parameters that they run with."""
 
     def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Shards) -> None:
         """To be called in a Dynamo backend, before ``module`` is changed."""
-        self._storage, self._parameters = storage, parameters
+        self._storage = storage
+        self._names = {index: p.spec.name for index, p in parameters.items()}  # it was traced with these
         self._module = _copied(module)
-        self._values = [node.meta.get("example_value") for node in _inputs(module)]
+        self._values = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
         modes = (getattr(value, "fake_mode", None) for value in self._values)  # torch 2.9 gives the backend another one
         self._mode = next(filter(None, modes), None) or compat.current_fake_mode()
-        self._programs: dict[tuple[str, ...], Runnable] = {}
+        self.programs: dict[tuple[str, ...], Runnable] = {}
 
-    def program(self, args: Sequence[Any], compile_graph: Compile) -> tuple[Runnable, dict[int, str]]:
-        """The program for the parameters among ``args``, and which they are. ``compile_graph`` makes it of a copy of
-        the graph, fake inputs and the parameters, where there is none yet.
+    def run(self, args: Sequence[Any], shards: Mapping[str, Tensor], compile_graph: Compile) -> Any:
+        """Run the program for the parameters among ``args``, with their ``shards``. Where there is none yet,
+        ``compile_graph`` makes it of a copy of the graph, fake inputs and the parameters.
 
         Raises:
             ParameterChangedError: one of them is no parameter of the model.
         """
-        given = {index: self._given(args[index], like) for index, like in self._parameters.items()}
-        key = tuple(p.spec.name for p in given.values())
-        if key not in self._programs:
+        values, names = list(args), []
+        for index, name in self._names.items():
+            found = self._storage.by_placeholder.get(id(values[index]))
+            if found is None:
+                raise ParameterChangedError(
+                    f"a {type(values[index]).__name__} of shape {tuple(values[index].shape)} stands where parameter "
+                    f"{name!r} stood when this code was compiled, and is no parameter that graph_fsdp.compile has "
+                    "sharded; put modules and parameters into the model before graph_fsdp.compile"
+                )
+            names.append(found.spec.name)
+            values[index] = shards[found.spec.name]
+        if (key := tuple(names)) not in self.programs:
+            given = {index: self._storage.parameters[name] for index, name in zip(self._names, names, strict=True)}
             with compat.tracing(compat.TracingContext(self._mode)):
                 module = _copied(self._module)
-                for node, value in zip(_inputs(module), self._values, strict=True):
+                for node, value in zip(module.graph.find_nodes(op="placeholder"), self._values, strict=True):
                     if value is not None:
                         node.meta["example_value"] = value
-                self._programs[key] = compile_graph(module, list(self._values), given)
-        return self._programs[key], {index: p.spec.name for index, p in given.items()}
-
-    def _given(self, value: Any, like: ShardedParameter) -> ShardedParameter:
-        found = self._storage.by_placeholder.get(id(value))
-        if found is None:
-            raise ParameterChangedError(
-                f"a {type(value).__name__} of shape {tuple(value.shape)} stands where parameter {like.spec.name!r} "
-                "stood when this code was compiled, and is no parameter that graph_fsdp.compile has sharded; put "
-                "modules and parameters into the model before graph_fsdp.compile"
-            )
-        return found
+                self.programs[key] = compile_graph(module, list(self._values), given)
+        return self.programs[key](*values)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -111,35 +112,3 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = {key: value for key, value in node.meta.items() if key not in _OF_DYNAMO}
     return compat.with_graph(module, graph, copies)
-
-
-def _inputs(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def substituting(
-    run: Runnable,
-    parameters: dict[int, ShardedParameter],
-    traced: TracedGraph,
-    compile_again: Compile,
-    shards: Callable[[], dict[str, Tensor]],
-) -> Runnable:
-    """What Dynamo calls: ``run`` with the shards of now in the places of parameters where it was given those that the
-    graph was traced with, else the program for what it was given. Dynamo keeps it, so it keeps no parameter."""
-    names = {index: p.spec.name for index, p in parameters.items()}
-    placeholders = [(index, id(p.placeholder)) for index, p in parameters.items()]
-
-    def call(*args: Any) -> Any:
-        if all(id(args[index]) == number for index, number in placeholders):
-            return run(*_with_shards(args, names, shards()))
-        other, others_names = traced.program(args, compile_again)
-        return other(*_with_shards(args, others_names, shards()))
-
-    return call
-
-
-def _with_shards(args: Sequence[Any], names: dict[int, str], shards: dict[str, Tensor]) -> list[Any]:
-    values = list(args)
-    for index, name in names.items():
-        values[index] = shards[name]
-    return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,15 @@ from torch import Tensor, nn
 from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError, MetaDeviceError
 from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, materialise, tensor_names
-from graph_fsdp.initialise.safetensors_files import Safetensors, SafetensorsFiles
+from graph_fsdp.initialise.safetensors_files import SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
 from graph_fsdp.mesh import START_TIMEOUT_SECONDS, DataParallelMesh, Mesh
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, agree, is_shared
+
+if TYPE_CHECKING:
+    from graph_fsdp.options import CompileOptions
+    from graph_fsdp.place import Place
 
 FillStorage: TypeAlias = Callable[[Shards], None]
 
@@ -30,33 +34,26 @@ _starts: Counter[tuple[int, ...]] = Counter()
 
 
 def initial_values(
-    model: nn.Module,
-    units: Collection[nn.Module],
-    mesh: Mesh | None,
-    device: torch.device,
-    *,
-    sync_module_states: bool,
-    param_init_fn: ParamInitFn | None,
-    shard_dims: Mapping[str, int],
-    checkpoint: Safetensors | None = None,
+    model: nn.Module, units: Collection[nn.Module], place: Place, options: CompileOptions
 ) -> FillStorage:
     """What puts the values into a storage that the model's own tensors do not have; ``install`` does the rest. Nothing
-    of the model is changed, here or by what is returned.
+    of the model is changed, here or by what is returned. ``units``: the modules that are units.
 
     Raises:
         MetaDeviceError, CheckpointError, ValueError: this rank's model cannot be given values so.
         RankDisagreement: another rank's cannot, or ranks would get their values in different ways.
     """
+    mesh, device, param_init_fn = place.mesh, place.values_on, options.param_init_fn
     names = tensor_names(model)
     steps: list[FillStorage] = [functools.partial(_move_buffers, model, device)]
     pieces: list[Piece] = []
-    facts = _facts(names, sync_module_states, param_init_fn)
+    facts = _facts(names, options.sync_module_states, param_init_fn)
     problem: Exception | None = None
     try:
         _check_references(model, names)
         name = _on_meta(names)
-        if checkpoint is not None:
-            if sync_module_states:
+        if (checkpoint := options.files) is not None:
+            if options.sync_module_states:
                 raise ValueError(
                     "checkpoint and sync_module_states=True both say where values come from; leave one of the two out"
                 )
@@ -64,7 +61,7 @@ def initial_values(
             facts += checkpoint_facts(files, matched)
             pieces = find_pieces(model, units, param_init_fn, matched.key_of)
             steps.append(functools.partial(_load, files, matched, device))
-        elif sync_module_states:
+        elif options.sync_module_states:
             if name is not None and (mesh is None or mesh.is_first):
                 raise MetaDeviceError(
                     f"sync_module_states=True gives all ranks the values of the mesh's first rank, and there {name} is "
@@ -82,7 +79,7 @@ def initial_values(
             )
     except (ValueError, CheckpointError, ImportError) as error:
         problem = error
-    facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in shard_dims.items()]
+    facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in place.shard_dims.items()]
     agree_on_values(mesh, facts, problem)
     if pieces:
         steps.insert(0, functools.partial(materialise, pieces, names, mesh, device))

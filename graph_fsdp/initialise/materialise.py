@@ -12,36 +12,40 @@ While a piece is initialised, each of its tensors exchanges its memory with a st
 mesh's device, wherever the model refers to it. Then its shard is copied and it goes back to the meta device. The model
 is as it was at any time between two pieces, and after an error. What has values already, in the same piece, stands in
 with a copy of them: an initialisation may read it, and what it writes there is dropped.
+
+[Note: initialised]
+A tensor is initialised when an operator has written to the memory that it has at the end, through whatever view,
+``detach`` or ``.data``, or when it was given memory that an operator has computed. That holds for every dtype and for
+buffers that no state dict has, costs no pass over the memory, and does not take a value for a sign: a tensor that
+was filled with NaN beforehand would tell nothing about integers. What is written behind torch's back (through NumPy)
+is not seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import MetaDeviceError
-from graph_fsdp.initialise.random_numbers import first_ranks_random_numbers
-from graph_fsdp.initialise.written import Writes
 from graph_fsdp.mesh import Mesh
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import described
+from graph_fsdp.passes.ir.effects import memory_effects
+from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.units import modules_on_path
 
-ParamInitFn = Callable[[nn.Module], Any]
+ParamInitFn: TypeAlias = Callable[[nn.Module], Any]
+Call: TypeAlias = tuple[str, Callable[[], Any]]  # of a user's initialisation, with what it is in words
 
-
-@dataclass(frozen=True)
-class Initialiser:
-    """One call of a user's initialisation."""
-
-    what: str
-    function: Callable[[], Any]
+_EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+_ALLOCATING = frozenset(getattr(torch.ops.aten, name) for name in _EMPTY)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Piece:
     modules: tuple[nn.Module, ...]
     fresh: tuple[Tensor, ...]  # of theirs: get their values here
     others: tuple[Tensor, ...]  # of theirs: have values already
-    calls: tuple[Initialiser, ...]
+    calls: tuple[Call, ...]
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, str]:
@@ -100,9 +104,90 @@ def materialise(
         MetaDeviceError: an initialisation raised, wrote where it must not, or left something without values.
     """
     writes = Writes({compat.storage_id(tensor): name for tensor, name in names.items()})
-    with torch.no_grad(), device, first_ranks_random_numbers(mesh, device):
+    with torch.no_grad(), device, _first_ranks_random_numbers(mesh, device):
         for piece in pieces:
             _initialise(piece, names, device, storage, writes)
+
+
+@contextlib.contextmanager
+def _first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
+    """Every rank draws what the mesh's first rank draws. Afterwards the first rank's generators, and those of ranks
+    that were in the same state, are where the draws have brought them, as if the model had been built there; the others
+    are where they were, as all are after an error."""
+    own = _random_states(device)
+    states = [state.clone() for state in own]
+    if mesh is not None:
+        for state in states:
+            sent = state.to(device)
+            mesh.broadcast(sent)
+            state.copy_(sent)
+    with mesh.turn() if mesh is not None else contextlib.nullcontext():
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            _set_random_states(states, device)
+            yield
+            drawn = _random_states(device)
+        if all(map(torch.equal, own, states)):
+            _set_random_states(drawn, device)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Writes(compat.TorchDispatchMode):
+    """While it is active: keeps ``unwritten`` up to date, and lets no operator write to what is ``protected``.
+
+    Both hold memory by ``compat.storage_id``; ``protected`` has the name of the tensor that it belongs to.
+    """
+
+    def __init__(self, protected: Mapping[int, str]) -> None:
+        super().__init__()
+        self.protected = protected
+        self.unwritten: set[int] = set()
+
+    def allocated(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory has no contents yet."""
+        self.unwritten |= {compat.storage_id(tensor) for tensor in tensors if tensor.numel()}
+
+    def initialised(self, tensor: Tensor) -> bool:
+        return not tensor.numel() or compat.storage_id(tensor) not in self.unwritten
+
+    def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
+        """Memory that is given back may come again as another tensor's."""
+        self.unwritten &= {compat.storage_id(tensor) for tensor in tensors}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        aliased, mutated = memory_effects(func)
+        values = (args[index] if index < len(args) else kwargs.get(name) for index, name in mutated)
+        written = [tensor for value in values for tensor in iterate_tensors(value)]
+        for tensor in written:
+            name = self.protected.get(compat.storage_id(tensor))
+            if name is not None:
+                raise MetaDeviceError(
+                    f"it writes to {name}, which is not one of those that are initialised with this module: a module "
+                    "may initialise itself and what is below it in its unit (of parameters() it sees those of other "
+                    "units too: parameters(recurse=False))"
+                )
+        result = func(*args, **kwargs)
+        self.unwritten.difference_update(map(compat.storage_id, written))
+        if not aliased:
+            made = map(compat.storage_id, iterate_tensors(result))
+            if func.overloadpacket in _ALLOCATING:
+                self.unwritten.update(made)
+            else:
+                self.unwritten.difference_update(made)
+        return result
 
 
 def _initialise(
@@ -111,23 +196,20 @@ def _initialise(
     registered = [(table, module, leaf, tensor) for module in piece.modules for table, leaf, tensor in _entries(module)]
     stand_ins: dict[Tensor, Tensor] = {}
     try:
-        for tensor in piece.fresh:
-            stand_ins[tensor] = _stand_in(tensor, torch.empty_like(tensor, device=device))
-            writes.allocated(tensor)
-        for tensor in piece.others:
+        for tensor in (*piece.fresh, *piece.others):
             value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
-            stand_ins[tensor] = _stand_in(tensor, value)
-        for call in piece.calls:
+            compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
+            stand_ins[tensor] = value
+        writes.allocated(piece.fresh)
+        for what, function in piece.calls:
             try:
                 with writes:
-                    call.function()
+                    function()
             except Exception as error:
                 reason = str(error) if isinstance(error, MetaDeviceError) else f"{type(error).__name__}: {error}"
-                raise MetaDeviceError(f"{call.what} failed, on a model on the meta device: {reason}") from error
-            for table, module, leaf, tensor in registered:
-                if table.get(leaf) is not tensor:
-                    _take_over(tensor, table.get(leaf), f"{call.what} replaced {names[tensor]} by", writes)
-                    _register(table, module, leaf, tensor)
+                raise MetaDeviceError(f"{what} failed, on a model on the meta device: {reason}") from error
+            for tensor, found in _put_back(registered):
+                _take_over(tensor, found, f"{what} replaced {names[tensor]} by", writes)
             writes.forget_all_but(piece.fresh)
         for tensor in piece.fresh:
             _check(tensor, stand_ins[tensor], device, names[tensor], writes)
@@ -142,15 +224,18 @@ def _initialise(
     finally:
         for tensor, value in stand_ins.items():
             compat.swap(tensor, value)
-        for table, module, leaf, tensor in registered:
-            if table.get(leaf) is not tensor:
-                _register(table, module, leaf, tensor)
+        _put_back(registered)
 
 
-def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
-    """Give ``tensor`` the memory of ``value``; what then holds the tensor's own."""
-    compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
-    return value
+def _put_back(registered: Iterable[tuple[dict[str, Any], nn.Module, str, Tensor]]) -> list[tuple[Tensor, Any]]:
+    """Register tensors again that something else stands in the place of, and say what."""
+    replaced = []
+    for table, module, leaf, tensor in registered:
+        if (found := table.get(leaf)) is not tensor:
+            replaced.append((tensor, found))
+            table[leaf] = tensor
+            setattr(module, leaf, tensor)  # for modules that keep other references (nn.LSTM)
+    return replaced
 
 
 def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
@@ -171,11 +256,6 @@ def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, wr
             f"{name} is on the meta device, and nothing has written to it when its module was initialised; give it "
             "values in reset_parameters() of its module or in param_init_fn (only torch's operators are seen)"
         )
-
-
-def _register(table: dict[str, Any], module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    table[leaf] = tensor
-    setattr(module, leaf, tensor)  # for modules that keep other references (nn.LSTM)
 
 
 # Pieces
@@ -216,14 +296,14 @@ def _all_tensors(*modules: nn.Module) -> set[Tensor]:
     return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 
-def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Initialiser]:
+def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
     """``init_fn`` on every module that has something to initialise in it or below it."""
     for module, name in modules.items():
         if not fresh or not fresh.isdisjoint(_all_tensors(module)):
-            yield Initialiser(f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module))
+            yield f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module)
 
 
-def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Initialiser]:
+def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
     """Each module's own initialisation, or that of the nearest module above it in the piece that has one."""
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
@@ -242,7 +322,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
             )
         chosen.add(by)
     return [
-        Initialiser(f"{method.__name__}() of {_where(module, name)}", method)
+        (f"{method.__name__}() of {_where(module, name)}", method)
         for module, name in modules.items()
         if module in chosen and (method := _own_initialisation(module)) is not None
     ]

@@ -1,26 +1,187 @@
-"""FSDP2's methods for collectives of the user's own, on a compiled model: of all its buckets.
+"""FSDP2's methods on what is communicated: which gradients are reduced, over what, and how, and by what collectives.
 
-FSDP2 sets them per module; here one object is for the model, and a unit may only be given the same. With one set,
-graphs are captured anew in which a bucket is gathered (or reduced) in one message; setting another object needs no new
-graphs. All ranks have to set the same: they compare.
+Graphs depend on them, and are captured at the first forward under each setting. Compute regions are compiled once for
+all. What holds for a gradient is what was set when the forward ran that it belongs to. Collectives of the user's own
+are those of all buckets of a model: FSDP2 sets them per module, and here a unit may only be given the same object. With
+one set, a bucket is gathered (or reduced) in one message; setting another object needs no new graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module.unit_methods import change, place
+from graph_fsdp.module.unit_methods import change, check_bool, place, units_of
+from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.comm.collectives import ProcessGroupCollective
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
+_ENDS_BY_ITSELF = (
+    "is for reductions that are started apart from a backward; here they are in its graph, and done when it returns. "
+    "To reduce once for several backwards, call set_requires_gradient_sync(False) before all but the last of them"
+)
+
 
 class CommunicationMethods:
-    """Mixed into the classes of models and units (``module.py``)."""
+    """Mixed into the classes of models and units (``module.py``). As in FSDP2, methods with ``recurse`` are for all
+    units below a module, the others for its own unit: on the model, for the parameters that are in no other."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the gradients of later forwards are reduced. Without, each rank adds its own up, whole, in the type
+        of the reduction: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``).
+        The next backward that reduces takes them along, and ``.grad`` stays as it is until then."""
+        check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
+        engine, units = place(self)[0], units_of(self, recurse)
+        _check_cut(engine, "set_requires_gradient_sync")
+        if engine.spec.ranks == 1:
+            return  # a gradient is added to ``.grad``, and there is nothing else that it could be
+        now = engine.settings
+        unsynced = now.unsynced - units if requires_gradient_sync else now.unsynced | units
+        change(engine, unsynced=unsynced, unreplicated=now.unreplicated - units)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh that replicates (HSDP): whether the gradients of later forwards are reduced over the replicas.
+        Without, they are reduced over the ranks that shard, and each rank adds up its shards."""
+        check_bool(requires_all_reduce=requires_all_reduce, recurse=recurse)
+        engine, units = place(self)[0], units_of(self, recurse)
+        _check_cut(engine, "set_requires_all_reduce")
+        if engine.spec.replicas == 1:
+            warnings.warn(
+                "set_requires_all_reduce has no effect: nothing is replicated, so no gradient is all-reduced; "
+                "set_requires_gradient_sync leaves out the reduction there is",
+                stacklevel=2,
+            )
+            return
+        now = engine.settings.unreplicated
+        change(engine, unreplicated=now - units if requires_all_reduce else now | units)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """FSDP1's: within, ``set_requires_gradient_sync(False)``. Forward and backward have to be within."""
+        engine, _ = place(self)
+        before = engine.settings
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Has no effect, and False says so. FSDP2 leaves the last reductions of a backward under way where another
+        backward follows; here a backward returns their results, and so waits for them."""
+        check_bool(is_last_backward=is_last_backward)
+        if not is_last_backward:
+            warnings.warn(
+                "set_is_last_backward(False) has no effect: every backward waits for its reductions, whose results it "
+                "returns; set_requires_gradient_sync(False) leaves them out",
+                stacklevel=2,
+            )
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Only False. The reductions of a backward are in its graph, and end with it."""
+        check_bool(enabled=enabled)
+        if enabled:
+            raise UnsupportedError(f"set_manual_backward_finalization(True) {_ENDS_BY_ITSELF}")
+
+    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
+        """Not available, see ``set_manual_backward_finalization``: raises UnsupportedError."""
+        raise UnsupportedError(f"finalize_backward() {_ENDS_BY_ITSELF}")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole
+        model, so call it on the model. Instead of what ``default_pipeline(reductions_in_flight=…)`` said."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
+        what = "the reductions of the whole model, which one schedule bounds"
+        engine = _of_whole_model(self, "set_reduce_scatter_max_input_buffers", what, recurse)
+        if not any(isinstance(p, Prefetch) for p in engine.pipeline):
+            raise UnsupportedError(
+                "set_reduce_scatter_max_input_buffers() is for the pass Prefetch, and this model's pipeline schedules "
+                "with another; set it there"
+            )
+        change(engine, reductions_in_flight=max_input_buffers)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here such
+        ranks run different graphs, and get a ``RankDisagreement``; within a graph, a parameter of an output that
+        some ranks leave out of their loss is reduced on every rank."""
+        check_bool(reduce_scatter_unused_params=reduce_scatter_unused_params, recurse=recurse)
+        if reduce_scatter_unused_params:
+            raise UnsupportedError(
+                "set_reduce_scatter_unused_params(True) is for ranks that use different parameters in a step, which "
+                "run different graphs here and gather differently, too; compute with all of them on every rank (a mask "
+                "or a factor of zero), which reduces zeros"
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients in a process group of their own, of the same ranks: of the whole model, so call it on the
+        model, on all ranks, which make the group together. NCCL runs the collectives of one group one after the other,
+        so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
+        on all ranks. It takes the memory of another communicator. False: in the group that gathers, again. Raises
+        RankDisagreement where another rank does something else instead."""
+        check_bool(enable=enable)
+        engine = _of_whole_model(self, "set_separate_reduce_scatter_group", "the order of all collectives", recurse)
+        mesh = engine.storage.mesh
+        if mesh is None or mesh.shard_dim is None:
+            raise UnsupportedError(
+                "set_separate_reduce_scatter_group() is about gathers, and on this mesh every rank holds all "
+                "parameters whole"
+            )
+        if enable and not engine.own_reduce_group:
+            engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
+            engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
+            if engine.cost is not None:
+                engine.cost.groups[engine.own_reduce_group] = engine.cost.groups[mesh.group]
+        change(engine, own_reduce_group=enable)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this unit's gradients by ``factor`` instead of the number of ranks. The group adds, and a
+        kernel over the shard divides; types that could overflow are divided in part before."""
+        engine, unit = place(self)
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor must be a positive number, got {factor!r}")
+        _check_reduced(engine, "set_gradient_divide_factor")
+        factors = {**dict(engine.settings.divide_factors), unit: float(factor)}
+        change(engine, divide_factors=tuple(sorted(factors.items())))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its older name
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Have the group add this unit's gradients and nothing else; a kernel of our own divides the shard."""
+        engine, unit = place(self)
+        check_bool(enable=enable)
+        _check_reduced(engine, "set_force_sum_reduction_for_comms")
+        now = engine.settings.summed
+        change(engine, summed=now | {unit} if enable else now - {unit})
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any] | None, *, stream: Any = None) -> None:
+        """``hook(reduced)`` is called for each bucket of this unit once its gradients are reduced over all groups of
+        the mesh, with this rank's flat shard of them, in the type of the reduction, and may change it in place; None
+        takes it away. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it
+        on."""
+        engine, unit = place(self)
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")
+        _check_reduced(engine, "set_all_reduce_hook")
+        if stream is not None and engine.spec.replicas > 1:
+            raise ValueError("stream cannot be set on a mesh that replicates: the hook follows the all-reduce there")
+        now = engine.settings.hooked
+        if hook is None:
+            engine.kept.hooks.pop(unit, None)
+        else:
+            engine.kept.hooks[unit] = hook if stream is None else _on_stream(hook, stream)
+        change(engine, hooked=now - {unit} if hook is None else now | {unit})
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather buckets with ``comm``, an ``AllGather`` of FSDP2: ``allocate`` and ``__call__``. None: with the
@@ -47,7 +208,7 @@ class CommunicationMethods:
                 )
         mesh = engine.storage.mesh
         if mesh is None or mesh.shard_dim is None:
-            _warn(method)
+            warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=2)
             return
         group = mesh.mesh.get_group(mesh.shard_dim)
         for name, collective in own.items():
@@ -61,6 +222,25 @@ class CommunicationMethods:
             "that they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own "
             "allocator"
         )
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward waits for ``event``, recorded after the optimizer's step: for optimizers that run on another
+        stream than the current one, which every gather follows."""
+        engine, _ = place(self)
+        if not hasattr(event, "wait"):
+            raise TypeError(f"event must be a torch.Event, got {event!r}")
+        engine.wait_before_forward = event
+
+
+def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
+    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+    now = engine()
+    for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
+        if now is not None and getattr(settings, name) != getattr(now.settings, name):
+            raise RuntimeError(
+                f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
+                "forward, and again after the backward"
+            )
 
 
 def _set_custom(module: object, name: str, comm: Any) -> None:
@@ -79,17 +259,47 @@ def _set(engine: Engine, method: str, name: str, comm: Any) -> None:
             f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "
             f"input_tensor, group, …), got {comm!r}; derive it from torch's AllGather or ReduceScatter"
         )
-    if engine.whole:
-        raise UnsupportedError(
-            f"{method}: with regions='whole' the compiler runs the collectives, and knows the process group's only; "
-            "compile the model without regions='whole'"
-        )
+    _check_cut(engine, method)
     if engine.spec.world_size == 1:
-        _warn(method)
+        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=4)
     setattr(engine.comms, name, comm)
     change(engine, **{f"custom_{name}": comm is not None})
 
 
-def _warn(method: str) -> None:
-    what = "this model's parameters are not sharded, so none are gathered"
-    warnings.warn(f"{method} changes nothing: {what}", stacklevel=3)
+def _check_cut(engine: Engine, method: str) -> None:
+    if engine.backend.name == "xla":
+        raise UnsupportedError(
+            f"{method}() is not available with backend='xla', whose programs run the collectives and reduce gradients "
+            "in every backward; without it, .grad adds up what backwards return"
+        )
+    if engine.whole:
+        raise UnsupportedError(
+            f"{method}() is for graphs that are cut at their collectives, and with regions='whole' the compiler runs "
+            "the collectives; compile with regions='cut' to use it"
+        )
+
+
+def _check_reduced(engine: Engine, method: str) -> None:
+    _check_cut(engine, method)
+    if engine.spec.ranks == 1:
+        raise UnsupportedError(f"{method}() has no effect on one process, whose gradients are not reduced")
+
+
+def _of_whole_model(module: object, method: str, what: str, recurse: bool) -> Engine:
+    engine, unit = place(module)
+    check_bool(recurse=recurse)
+    _check_reduced(engine, method)
+    if unit or not recurse:
+        raise UnsupportedError(f"{method}() is about {what}; call it on the model, with recurse=True")
+    return engine
+
+
+def _on_stream(hook: Callable[[Tensor], Any], stream: Any) -> Callable[[Tensor], Any]:
+    def call(reduced: Tensor) -> None:
+        current = torch.accelerator.current_stream(reduced.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, cast
@@ -14,15 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from graph_fsdp import compat
+from graph_fsdp.engine.dynamo import Entered, Entry
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.entry import Entered, Entry
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.communication import CommunicationMethods
-from graph_fsdp.module.gradients import GradientMethods
 from graph_fsdp.module.refusals import Refusals, Registry, saving_whole, watch_steps
 from graph_fsdp.module.structure import Structure
 from graph_fsdp.module.unit_methods import UnitMethods
-from graph_fsdp.parameters.mixed_precision import InputOutputCasts, ModulePolicies
+from graph_fsdp.parameters.mixed_precision import ModulePolicies, cast_floats
 from graph_fsdp.parameters.shards import own_rows
 from graph_fsdp.units import Unit
 
@@ -35,7 +33,7 @@ class _NotStatically(property):
         return False
 
 
-class GraphFSDPModule(Refusals, UnitMethods, GradientMethods, CommunicationMethods, FSDPModule):
+class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     """Mixed into the classes of a compiled model and of its units, before their own.
 
     It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
@@ -148,8 +146,7 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         module.__class__ = classes[cls, forward]
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name, _graph_fsdp_name=name)
         vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
-    structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
-    engine.structure_of_model = weakref.ref(structure)
+    engine.structure = Structure(model, engine.storage)
 
 
 def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
@@ -160,11 +157,13 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
         if Entered.engine == number:  # traced with the model: every call less is a frame less
             return function(self, *args, **kwargs)
         own = vars(self)
-        convert: InputOutputCasts = own["_graph_fsdp_casts"]
-        args, kwargs = convert.inputs(args, kwargs)
+        of_inputs, of_outputs = own["_graph_fsdp_casts"]
+        if of_inputs is not None:
+            args, kwargs = cast_floats((args, kwargs), of_inputs)
         engine: Engine = own["_graph_fsdp"]  # not of the closure: graphs keep classes, and classes would keep it
         entry = Entry(own["_graph_fsdp_name"], name, function)
-        return convert.outputs(engine.run(entry, self, *args, **kwargs))
+        outputs = engine.run(entry, self, *args, **kwargs)
+        return outputs if of_outputs is None else cast_floats(outputs, of_outputs)
 
     return run
 

@@ -31,8 +31,7 @@ _MAX_NAMES = 4  # in a message
 
 
 class Structure:
-    """Finds what was added to one model, whose parameters ``storage`` has sharded. It does not keep the model, which
-    has it."""
+    """Finds what was added to one model, whose parameters ``storage`` has sharded. It does not keep the model."""
 
     def __init__(self, model: nn.Module, storage: Any) -> None:
         self._weak, self._storage = weakref.ref(model), storage
@@ -47,8 +46,7 @@ class Structure:
             ParameterChangedError: the model has a parameter that would be trained and that ``compile`` has not seen,
                 or one that it has under a new name.
         """
-        changed = self._children() != self._children_seen or self._count() != self._count_seen
-        if changed or any(p.requires_grad for _, p in self._frozen):
+        if self._now() != self._seen or any(p.requires_grad for _, p in self._frozen):
             self._check_new()
             self._look()
 
@@ -69,8 +67,7 @@ class Structure:
     @property
     def _model(self) -> nn.Module:
         model = self._weak()
-        assert model is not None, "it has this"
-        return model
+        return nn.Identity() if model is None else model  # a unit of a model that is gone may still be called
 
     # --- what is looked at
 
@@ -79,15 +76,14 @@ class Structure:
         self._module_dicts = [module._modules for module in modules]
         self._parameter_dicts = [module._parameters for module in modules]
         self._hooks = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
-        self._children_seen, self._count_seen = self._children(), self._count()
+        self._seen = self._now()
 
-    def _children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._module_dicts)))
-
-    def _count(self) -> int:
-        """Of parameters under all their names. Whether they are other ones, ``Storage.refresh`` sees."""
+    def _now(self) -> tuple[list[nn.Module | None], int]:
+        """The children of all modules, and the number of parameters under all their names. Whether those are other
+        ones, ``Storage.refresh`` sees."""
+        children = chain.from_iterable(map(dict.values, self._module_dicts))
         registered = chain.from_iterable(map(dict.values, self._parameter_dicts))
-        return sum(map(operator.is_not, registered, repeat(None)))
+        return list(children), sum(map(operator.is_not, registered, repeat(None)))
 
     # --- what was added
 
@@ -134,7 +130,3 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
         for leaf, p in module._parameters.items():
             if p is not None:
                 yield f"{path}.{leaf}" if path else leaf, module, leaf, p
-
-
-_OF_NONE = nn.Identity()
-NO_STRUCTURE = Structure(_OF_NONE, None)  # of a model that is gone, one of whose units is still called

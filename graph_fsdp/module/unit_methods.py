@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from graph_fsdp.engine.entry import Entered
+from graph_fsdp.engine.dynamo import Entered
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.parameters.unshard import Handle, places
 

@@ -8,12 +8,12 @@ called ``reshard()``: gathers outside of graphs keep step as programs do, and a 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 from graph_fsdp import compat
@@ -21,32 +21,21 @@ from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.layout import GatherLayout, layout_of
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.layout import layout_of
+from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
 from graph_fsdp.runtime.ranks.lockstep import Runnable
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """How a bucket that forward returns, at ``output``, is gathered: from these inputs of forward."""
-
-    bucket: str
-    units: frozenset[str]
-    output: int
-    inputs: tuple[int, ...]
-    layout: GatherLayout
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-
-
 @dataclass
 class _Kept:
-    """A bucket of one forward, as long as its backward may come. ``undo``: counts its bytes again."""
+    """A bucket of one forward, as long as its backward may come. ``start``: the node that gathers it, of ``shards``.
+    ``undo``: counts its bytes again, while its memory is given back."""
 
-    gather: _Gather
+    start: fx.Node
+    units: frozenset[str]
     shards: list[Tensor]
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
@@ -62,52 +51,38 @@ class KeptBuckets:
         self._counter, self._schedules = counter, schedules
         self._add: Callable[[int], None] = counter.add if not whole else lambda _: None
         self._kept: list[_Kept] = []
-        self._freed: dict[int, _Kept] = {}  # by the number of the storage
 
     def around(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
         """``program``, which runs ``graph``: forward's are remembered, and backward's find what they need."""
-        if graph.phase == "backward":
-            return self._gathered_again(program, graph)
-        return self._remembered(program, graph, spec) if graph.phase == "forward" else program
-
-    def _remembered(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
-        """``program``, which runs a forward graph: what it keeps can be freed."""
-        found = _gathers(graph, spec)
-        if not found:
-            return program
         weak = weakref.ref(self)  # what Dynamo keeps must not keep the model
-        returned_as_well: list[frozenset[int]] = []  # outputs in whose memory others lie too; after the first run
+        found = _gathers(graph, spec) if graph.phase == "forward" else []
+        places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
 
-        def run(args: list[Any]) -> Any:
-            shards = [[args[i] for i in gather.inputs] for gather in found]
+        def forward(args: list[Any]) -> Any:
+            shards = [[args[i] for i in inputs] for *_, inputs in found]
             outputs = program(args)
-            if not returned_as_well:
-                returned_as_well.append(_shared(outputs, [gather.output for gather in found]))
             buckets = weak()
             assert buckets is not None, "the model's forward runs"
             buckets._kept = [kept for kept in buckets._kept if kept.storage() is not None]
-            for gather, given in zip(found, shards, strict=True):
-                storage = outputs[gather.output].untyped_storage()
-                if gather.output not in returned_as_well[0] and storage.resizable():
-                    buckets._kept.append(_Kept(gather, given, weakref.ref(storage), storage.nbytes()))
+            for (start, units, output, _), given in zip(found, shards, strict=True):
+                storage = outputs[output].untyped_storage()
+                if storage.resizable():
+                    buckets._kept.append(_Kept(start, units, given, weakref.ref(storage), storage.nbytes()))
             return outputs
 
-        vars(run)["_boxed_call"] = True  # see Program
-        return run
-
-    def _gathered_again(self, program: Runnable, graph: Graph) -> Runnable:
-        """``program``, which runs a backward graph, after a gather of what was freed."""
-        places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
-        if not places:
-            return program
-        weak = weakref.ref(self)
-
-        def run(args: list[Any]) -> Any:
-            buckets = weak()
-            if buckets is None or buckets._freed:  # a backward may come when the model is gone
-                _fill([args[i] for i in places], buckets)
+        def backward(args: list[Any]) -> Any:
+            if (buckets := weak()) is not None:
+                buckets._gather([args[i] for i in places])
+            elif not all(args[i].untyped_storage().nbytes() for i in places):
+                raise RuntimeError(
+                    "a backward came after its model was deleted, and reshard() had freed what it reads; keep the "
+                    "model to the end of the backward"
+                )
             return program(args)
 
+        if not found and (graph.phase != "backward" or not places):
+            return program
+        run = forward if found else backward
         vars(run)["_boxed_call"] = True  # see Program
         return run
 
@@ -115,24 +90,24 @@ class KeptBuckets:
         """Give the memory of what is kept of ``unit`` back; of a bucket of several units with the last of them."""
         for kept in self._kept:
             storage = kept.storage()
-            if unit not in kept.gather.units or storage is None or not storage.nbytes():
+            if unit not in kept.units or storage is None or kept.undo is not None:
                 continue
             kept.given_up.add(unit)
-            if kept.given_up == kept.gather.units:
+            if kept.given_up == kept.units:
                 storage.resize_(0)
                 self._add(-kept.nbytes)
                 # What counts a buffer that is dropped does so for this one, too.
                 kept.undo = weakref.finalize(storage, self._add, kept.nbytes)
                 kept.undo.atexit = False
-                self._freed[storage._cdata] = kept
 
     def _gather(self, buffers: list[Tensor]) -> None:
-        self._freed = {number: kept for number, kept in self._freed.items() if kept.storage() is not None}
-        empty = {compat.storage_id(buffer): buffer for buffer in buffers if not buffer.untyped_storage().nbytes()}
-        found = [(buffer, self._freed.pop(number)) for number, buffer in empty.items()]
+        """Gather those of ``buffers`` that were given back."""
+        by_storage = {compat.storage_id(buffer): buffer for buffer in buffers}
+        freed = [(kept, kept.storage()) for kept in self._kept if kept.undo is not None]
+        found = [(by_storage[s._cdata], kept) for kept, s in freed if s is not None and s._cdata in by_storage]
         if not found:
             return
-        gathers = [f"gather {kept.gather.bucket} of {kept.nbytes} bytes" for _, kept in found]
+        gathers = [f"gather {kept.start.meta['fsdp'].bucket} of {kept.nbytes} bytes" for _, kept in found]
         self._schedules.begin("gather", "of what reshard() has freed, before backward,", gathers)
         with torch.no_grad():
             under_way = [self._start(buffer, kept) for buffer, kept in found]
@@ -140,55 +115,33 @@ class KeptBuckets:
             self._schedules.wait(pending)
 
     def _start(self, buffer: Tensor, kept: _Kept) -> Pending:
-        storage = buffer.untyped_storage()
+        storage, dtype = buffer.untyped_storage(), dialect.argument(kept.start, "dtype")
         storage.resize_(kept.nbytes)
         kept.undo.detach()
+        kept.undo = None
         kept.given_up.clear()
         self._add(kept.nbytes)
         self._counter.count("all_gather")
         # Autograd counts writes to what it has saved; this is one that it must not see.
-        whole = torch.empty(0, dtype=kept.gather.dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
-        gather = kept.gather
-        return start_all_gather(kept.shards, gather.layout, gather.dtype, gather.group, whole)
+        whole = torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, (buffer.numel(),), (1,))
+        group = compat.resolve_group(dialect.group_of(kept.start))
+        return start_all_gather(kept.shards, layout_of(kept.start), dtype, group, whole)
 
 
-def _fill(values: list[Tensor], buckets: KeptBuckets | None) -> None:
-    """Gather those of ``values`` that were freed again."""
-    if buckets is not None:
-        buckets._gather(values)
-    elif not all(value.untyped_storage().nbytes() for value in values):
-        raise RuntimeError(
-            "a backward came after its model was deleted, and reshard() had freed what it reads; keep the model to the "
-            "end of the backward"
-        )
-
-
-def _gathers(graph: Graph, spec: ModelSpec) -> list[_Gather]:
-    """Describe what a forward graph gathers from its inputs and returns whole."""
+def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str], int, list[int]]]:
+    """What a forward graph gathers from its inputs and returns whole, and in no other output (as a parameter that the
+    model returns): its start, the units that are in it, and the places of the output and of the inputs."""
     places = {node: i for i, node in enumerate(graph.placeholders)}
-    found: dict[str, _Gather] = {}
-    for output, node in enumerate(operands(graph.output)):
-        if not isinstance(node, fx.Node) or not has_role(node, Role.GATHER_WAIT):
-            continue
+    outputs = {node: i for i, node in enumerate(graph.outputs) if isinstance(node, fx.Node)}
+    waits = [node for node in outputs if has_role(node, Role.GATHER_WAIT)]
+    roots = graph.alias_roots() if waits else {}
+    returned = Counter(root for node in outputs for root in roots.get(node, ()))
+    found = []
+    for node in waits:
         start = operand(node)
         shards = dialect.argument(start, "shards")
-        if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards):
+        if not all(has_role(shard, Role.SHARD) and shard in places for shard in shards) or returned[start] > 1:
             continue  # fetched from the host, or made by a tensor extension
-        record = start.meta["fsdp"]
-        units = frozenset(spec.spec_of(name).unit for name in record.params)
-        inputs = tuple(places[shard] for shard in shards)
-        dtype, group = dialect.argument(start, "dtype"), compat.resolve_group(dialect.group_of(start))
-        found[record.bucket] = _Gather(record.bucket, units, output, inputs, layout_of(start), dtype, group)
-    return list(found.values())
-
-
-def _shared(outputs: Any, buffers: list[int]) -> frozenset[int]:
-    """Those of ``buffers``, places among outputs, in whose memory other outputs lie: a parameter that the model
-    returns."""
-    numbers = {compat.storage_id(outputs[place]): place for place in buffers}
-    return frozenset(
-        place
-        for value in outputs
-        if isinstance(value, Tensor) and (place := numbers.get(compat.storage_id(value))) is not None
-        if value is not outputs[place]
-    )
+        units = frozenset(spec.spec_of(name).unit for name in start.meta["fsdp"].params)
+        found.append((start, units, outputs[node], [places[shard] for shard in shards]))
+    return found

@@ -39,20 +39,6 @@ _ACCEPTED = (
 
 
 @dataclass(frozen=True)
-class InputOutputCasts:
-    """``cast_forward_inputs`` and ``output_dtype`` of a module's policy, for floating-point tensors; None: no cast."""
-
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (args, kwargs) if self.input_dtype is None else cast((args, kwargs), self.input_dtype)
-
-    def outputs(self, value: Any) -> Any:
-        return value if self.output_dtype is None else cast(value, self.output_dtype)
-
-
-@dataclass(frozen=True)
 class ModulePolicies:
     """``named``: module → the policy that the user gave it by name. The model itself always has one: ``root``.
     ``of_all``: it was given for the model and all of its units."""
@@ -93,13 +79,12 @@ class ModulePolicies:
                 )
         return dtypes
 
-    def casts_of(self, unit_name: str) -> InputOutputCasts:
-        """Where the forward of a unit, or of the model (""), begins and ends."""
+    def casts_of(self, unit_name: str) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What floating-point inputs and outputs of a unit's forward, or of the model's (""), are cast to; None: they
+        are not."""
         policy = self.of_module(unit_name)
         outputs = not unit_name or self.of_all or self.model.get_submodule(unit_name) in self.named
-        return InputOutputCasts(
-            policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
-        )
+        return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
 
     def install(self, unit_names: Iterable[str]) -> None:
         """Make named modules and units cast, but for the model, whose casts are those of the compiled forward."""
@@ -108,12 +93,12 @@ class ModulePolicies:
         for module, name in names.items():
             if module is self.model:
                 continue
-            casts = self.casts_of(name)
-            if casts.input_dtype is not None:
-                cast_inputs = functools.partial(_cast_inputs, casts.input_dtype)
+            inputs, outputs = self.casts_of(name)
+            if inputs is not None:
+                cast_inputs = functools.partial(_cast_inputs, inputs)
                 module.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)
-            if casts.output_dtype is not None:
-                module.register_forward_hook(functools.partial(_cast_outputs, casts.output_dtype))
+            if outputs is not None:
+                module.register_forward_hook(functools.partial(_cast_outputs, outputs))
 
 
 def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolicies:
@@ -180,7 +165,7 @@ def _hint(value: Any) -> str:
     )
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """All floating-point tensors in ``value``, a tree of them, in ``dtype``. One that is in it already is not touched:
     a layer that hands on what its cast has not changed could not be traced for its equals (``repeat.py``)."""
     return tree_map_only(
@@ -189,8 +174,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return cast((args, kwargs), dtype)
+    return cast_floats((args, kwargs), dtype)
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return cast(output, dtype)
+    return cast_floats(output, dtype)

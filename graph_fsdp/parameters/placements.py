@@ -1,15 +1,31 @@
-"""``shard_placement_fn``: which dimension of each parameter is sharded. The rules are FSDP2's."""
+"""How parameters lie on meshes: on which dimension they are sharded (``shard_placement_fn``, by FSDP2's rules), and
+how where they are tensor-parallel before: DTensors over other dimensions of the same mesh.
+
+[Note: tensor parallelism]
+As in FSDP2, what is sharded over the data-parallel mesh is each rank's local part: passes and collectives know nothing
+else, and every ``shape`` of a ParameterSpec is that of the part. Around it:
+
+- The *shard* is a DTensor over both meshes, data-parallel dimensions first. Where both shard one dimension of the
+  parameter its placement is strided: the part of a tensor-parallel rank is cut again.
+- The *placeholder* is a DTensor over the tensor-parallel mesh, as the model's forward expects it.
+- In the captured graph the gathered part becomes such a DTensor again (``as_model_uses_it``). AOTAutograd traces
+  through it: what it leaves are local tensors and tensor parallelism's own collectives, as operators of the graph, in
+  the order of the model. A gradient that is partial over the tensor-parallel ranks is reduced over them first.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import nn
-from torch.distributed.tensor import Shard
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from graph_fsdp import compat
-from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.errors import AlreadyShardedError, UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
 
 ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
@@ -66,3 +82,85 @@ def _dimension(placement: Any, name: str, p: nn.Parameter, world_size: int) -> i
             "need not be; return Shard(0), None or another dimension"
         )
     return dim
+
+
+def check_tensor_parallel(
+    names: Mapping[nn.Parameter, Sequence[str]],
+    ignored: Collection[nn.Parameter],
+    mesh: DataParallelMesh | None,
+    *,
+    fullgraph: bool,
+) -> bool:
+    """Whether anything is tensor-parallel, which then can be sharded over ``mesh``.
+
+    Raises:
+        AlreadyShardedError: a parameter is a DTensor on a mesh that is no other dimension of the same one.
+        UnsupportedError: one is, in a way or with an option that this version does not have.
+    """
+    found = False
+    for p, (name, *_) in names.items():
+        if not isinstance(p, DTensor) or p in ignored:
+            continue
+        found = True
+        own = p.device_mesh
+        described = f"parameter {name!r} is a DTensor with placements {p.placements} on mesh {own.mesh_dim_names}"
+        pass_other = (
+            "pass a model whose parameters are plain tensors, or tensor-parallel on one dimension of a mesh of which "
+            "mesh= is another (mesh['tp'], mesh['dp'])"
+        )
+        if mesh is None:
+            raise AlreadyShardedError(f"{described}, and there is no mesh to shard it over; {pass_other}")
+        if not _are_dimensions_of_one_mesh(mesh.mesh, own):
+            raise AlreadyShardedError(
+                f"{described}, which is not beside mesh {mesh.mesh.mesh_dim_names} in one mesh; {pass_other}"
+            )
+        if any(placement.is_partial() for placement in p.placements) or len(p.placements) > 2:
+            raise UnsupportedError(
+                f"{described}; only DTensors on one or two dimensions that are not partial can be sharded"
+            )
+        if p.is_meta:
+            raise UnsupportedError(f"{described}, and on the meta device; give it values before graph_fsdp.compile")
+        if not fullgraph:
+            raise UnsupportedError(f"{described}, for which fullgraph=False is not available; leave it out")
+    return found
+
+
+def _are_dimensions_of_one_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
+    names = [*(one.mesh_dim_names or ()), *(other.mesh_dim_names or ())]
+    if len(set(names)) < one.ndim + other.ndim:  # without names, or one twice
+        return False
+    try:
+        compat.concatenate_meshes(one, other)
+    except (RuntimeError, KeyError):
+        return False
+    return True
+
+
+def shard_spec(p: DTensor, mesh: DataParallelMesh, shard_dim: int | None) -> tuple[DeviceMesh, list[Placement]]:
+    """Mesh and placements of a tensor-parallel parameter that is sharded too; ``shard_dim`` as in
+    ``DataParallelMesh.placements``."""
+    placements, sizes = mesh.placements(shard_dim), zip(p.placements, p.device_mesh.shape, strict=True)
+    ways = math.prod(size for placement, size in sizes if shard_dim is not None and placement.is_shard(shard_dim))
+    if shard_dim is not None and ways > 1:
+        strided = compat.StridedShard(shard_dim, split_factor=ways)
+        placements = [placement if placement.is_replicate() else strided for placement in placements]
+    return compat.concatenate_meshes(mesh.mesh, p.device_mesh), [*placements, *p.placements]
+
+
+def as_model_uses_it(p: DTensor) -> Callable[[Tensor], DTensor]:
+    """What makes a DTensor, like ``p``, of this rank's part of it."""
+    mesh, placements, shape, stride = p.device_mesh, p.placements, p.shape, p.stride()
+
+    def as_dtensor(part: Tensor) -> DTensor:
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return as_dtensor
+
+
+def give_memory(placeholder: DTensor, part: Tensor) -> None:
+    """The placeholder is a DTensor of ``part`` from now on, and of its dtype."""
+    if placeholder.dtype is not part.dtype:
+        with torch.no_grad():
+            other = as_model_uses_it(placeholder)(part)
+        compat.take_over(placeholder, other.requires_grad_(placeholder.requires_grad))
+    compat.set_local_tensor(placeholder, part)

@@ -29,9 +29,9 @@ class ShardedParameter:
     placeholder: nn.Parameter
     shard: nn.Parameter
     input: Tensor  # padded local shard as it is gathered, a view of the storage
-    rows: Tensor  # without padding, as it is used; likewise
-    local: Tensor  # the shard's own local tensor: the same memory, in a storage of its own (see ``Storage``)
+    local: Tensor  # the shard's own local tensor: the same memory without padding, in a storage of its own
     filled: bool = False  # it has the parameter's values
+    seen: tuple[Any, Any] = None, None  # local tensor and storage of the shard at the last ``refresh``
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
 
     @property
@@ -60,7 +60,8 @@ class Shards(ABC):
         self.parameters: dict[str, ShardedParameter] = {}
         self.by_placeholder: dict[int, ShardedParameter] = {}
         self.active = False
-        self.refusal: Callable[[Sequence[str]], str] = _refused  # of memory to placeholders (python_reads.py)
+        # Of memory to placeholders (python_reads.py).
+        self.refusal: Callable[[Sequence[str]], str] = lambda names: "the model is not compiled yet"
         self.unguarded_in_forward = False
         self._whole: list[tuple[Tensor, Tensor]] = []  # (the model's tensor, its value)
 
@@ -74,16 +75,18 @@ class Shards(ABC):
 
     @abstractmethod
     def install(self, model: nn.Module, fullgraph: bool) -> None:
-        """Fill the shards that are not filled yet with the originals' values, and let the model hold them. With
-        ``fullgraph``, nothing of the model runs outside of compiled code."""
+        """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
+        memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
+        and placeholders need no guard while its forward runs."""
 
     @abstractmethod
     def inputs_after_refresh(self) -> dict[str, Tensor]:
-        """Parameter name → the shard that the graphs take, connected to the parameter's ``grad``."""
+        """Parameter name → the shard that the graphs take, padded, connected to the parameter's ``grad``."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take over what the user did to parameters since the last forward.
+        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
+        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process).
 
         Raises:
             ParameterChangedError: it cannot be taken over.
@@ -108,12 +111,13 @@ class Shards(ABC):
 
     def without_placeholders(self, outputs: Any) -> Any:
         """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
-        with compat.without_torch_function():
-            return compat.tree_map_only(nn.Parameter, self._without_placeholder, outputs)
 
-    def _without_placeholder(self, p: nn.Parameter) -> nn.Parameter:
-        found = self.by_placeholder.get(id(p))
-        return p if found is None else found.registered
+        def registered(p: nn.Parameter) -> nn.Parameter:
+            found = self.by_placeholder.get(id(p))
+            return p if found is None else found.registered
+
+        with compat.without_torch_function():
+            return compat.tree_map_only(nn.Parameter, registered, outputs)
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
         """``whole`` stands in the modules from now on; None: the shard."""
@@ -137,7 +141,3 @@ def owners_of(model: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, 
     """The modules that hold a parameter of these names, and its name in each."""
     found = (name.rpartition(".") for name in names)
     return tuple((model.get_submodule(path), leaf) for path, _, leaf in found)
-
-
-def _refused(names: Sequence[str]) -> str:
-    return "the model is not compiled yet"

@@ -14,6 +14,11 @@ a torch storage of its own over the same bytes, which keeps the buffer alive: to
 safetensors each parameter is one tensor and no more, as with FSDP2. So has a gradient over what its reduction left.
 Where other processes are given a shard on the CPU, torch moves its storage to shared memory: the buffer then takes its
 values before each forward (``refresh``).
+
+[Note: data of a DTensor]
+``parameter.data = …`` exchanges what the DTensor itself has, and its local tensor stays: no shard changes, in FSDP2
+neither, and torch says nothing. What was assigned cannot be found any more. That something was, shows the storage of
+the DTensor itself, which has no bytes, and is another one then.
 """
 
 from __future__ import annotations
@@ -29,10 +34,9 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
-from graph_fsdp.module.changed_parameters import AssignedData, check_tied, checked_replacement
 from graph_fsdp.parameters.placeholder import guard
+from graph_fsdp.parameters.placements import give_memory, shard_spec
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
-from graph_fsdp.parameters.tensor_parallel import give_memory, shard_spec
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 
 
@@ -67,13 +71,11 @@ class Storage(Shards):
             if self.has_memory:
                 end = begin + local.numel()
                 self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
-            owners = owners_of(model, names[original])
-            self.parameters[name] = ShardedParameter(
-                p, owners, original, self._make_shard(p, original, local), p.as_stored(padded), rows, local
-            )
+            owners, shard = owners_of(model, names[original]), self._make_shard(p, original, local)
+            stored = p.as_stored(padded)
+            self.parameters[name] = ShardedParameter(p, owners, original, shard, stored, local, seen=_parts(shard))
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
-        self._assigned = AssignedData(self.parameters.values())
 
     def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
         offload = self.spec.offload
@@ -100,7 +102,6 @@ class Storage(Shards):
         return shard
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
-        """Copy this rank's part of a whole parameter, which may be on another device, into its shard."""
         p.local.detach().copy_(self._own_part(p, compat.local_part(full)))
         p.filled = True
 
@@ -116,9 +117,6 @@ class Storage(Shards):
         return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
     def install(self, model: nn.Module, fullgraph: bool) -> None:
-        """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
-        memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
-        and placeholders need no guard while its forward runs."""
         self.unguarded_in_forward = fullgraph
         for p in self.parameters.values():
             if self.has_memory and not p.filled:
@@ -138,42 +136,46 @@ class Storage(Shards):
         self._whole.clear()
 
     def refresh(self) -> None:
-        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
-        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process).
-
-        Raises:
-            ParameterChangedError: it cannot be taken over.
-        """
-        self._assigned.check()
         for p in self._tied:
             check_tied(p)
-        taken = [self._take_over(p) for p in self.parameters.values()]
-        if any(taken):
-            self._assigned.look()
+        assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
+        if assigned:
+            raise ParameterChangedError(
+                f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
+                "they are what they were. Write to the parameter in torch.no_grad() (parameter.copy_ of a DTensor, "
+                "parameter.to_local().copy_ of this rank's rows), use load_state_dict, or write in a block of "
+                "graph_fsdp.unsharded(model)"
+            )
 
     def _take_over(self, p: ShardedParameter) -> bool:
-        """Whether there was something to take over."""
+        """Whether ``data`` was assigned, which cannot be taken over: see [Note: data of a DTensor]."""
         module, leaf = p.owners[0]
-        registered, found = module._parameters.get(leaf), False
+        registered = module._parameters.get(leaf)
         if p.whole is not None:
             p.whole = registered
             if registered is not None and registered.requires_grad != p.shard.requires_grad:
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
-            p.shard, found = checked_replacement(p, registered), True
+            p.shard = checked_replacement(p, registered)
         memory = p.shard.data if self.mesh is None else compat.local_part(p.shard)
-        if memory.data_ptr() != p.rows.data_ptr() and memory.numel():
+        # What ``model.to(…)`` does exchanges the local tensor too.
+        changed = memory is not p.seen[0], p.shard.untyped_storage() is not p.seen[1]
+        assigned = changed == (False, True)
+        if assigned:
+            p.shard.data = compat.make_dtensor(memory, p.shard)
+        if memory.data_ptr() != p.input.data_ptr() and memory.numel():
             self._adopt(p, memory)
-            found = True
+        if any(changed):
+            p.seen = _parts(p.shard)
         with compat.without_torch_function():
             if p.placeholder.requires_grad != p.shard.requires_grad:
                 p.placeholder.requires_grad_(p.shard.requires_grad)
-        return found
+        return assigned
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
         if memory.data_ptr() == p.local.data_ptr():  # its storage was moved, to be shared with other processes
             with torch.no_grad():
-                p.rows.copy_(memory)
+                p.spec.as_used(p.input)[tuple(map(slice, memory.shape))].copy_(memory)
             return
         if (found := described(memory)) != (expected := described(p.local)):
             raise ParameterChangedError(
@@ -188,10 +190,49 @@ class Storage(Shards):
             compat.set_local_tensor(p.shard, p.local)
 
     def inputs_after_refresh(self) -> dict[str, Tensor]:
-        """Parameter name → the padded local shard that the graphs take, connected to the parameter's ``grad``."""
         self.refresh()
         shards = connected_shards(list(self.parameters.values()), self.mesh is not None)
         return dict(zip(self.parameters, shards, strict=True))
+
+
+def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
+    return compat.local_part(shard), shard.untyped_storage()
+
+
+def check_tied(p: ShardedParameter) -> None:
+    """One parameter under several names is registered under all of them, or equal ones (``load_state_dict`` with
+    ``assign=True`` registers one for each name)."""
+    first, *others = (module._parameters.get(leaf) for module, leaf in p.owners)
+    for (module, leaf), found in zip(p.owners[1:], others, strict=True):
+        if found is not first and not _are_equal(first, found):
+            raise ParameterChangedError(
+                f"parameter {p.spec.name!r} is tied to {leaf!r} of a {type(module).__name__}, where another parameter "
+                "stands now: untie parameters before graph_fsdp.compile, and write values to the parameter that is "
+                "there"
+            )
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if type(first) is not type(second) or first is None:
+        return False
+    one, other = compat.local_part(first.detach()), compat.local_part(second.detach())
+    return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
+
+
+def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
+    if found is None:
+        raise ParameterChangedError(
+            f"parameter {p.spec.name!r} was removed from its module, which has been compiled with it; remove it before "
+            "graph_fsdp.compile, or exchange the whole module"
+        )
+    same_kind = isinstance(found, nn.Parameter) and isinstance(found, DTensor) == isinstance(p.shard, DTensor)
+    if not same_kind or found.shape != p.shard.shape:
+        raise ParameterChangedError(
+            f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a sharded parameter "
+            f"of shape {tuple(p.spec.shape)}; copy into the parameter, or load with load_state_dict on DTensors"
+        )
+    replacement: nn.Parameter = found
+    return replacement
 
 
 def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> list[Tensor]:

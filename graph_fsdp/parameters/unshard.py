@@ -15,7 +15,6 @@ collective: a rank that noticed alone would wait for the others.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,14 +38,6 @@ if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 
-@dataclasses.dataclass
-class _Gathering:
-    """The gathers of a unit that are under way: buckets with the parameters of the unit in them."""
-
-    buckets: list[tuple[Pending, BucketSpec, list[ShardedParameter]]]
-    full_precision: bool
-
-
 class UnshardedUnits:
     """Which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
 
@@ -60,7 +51,8 @@ class UnshardedUnits:
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: frozenset[str] = frozenset()
         self.whole_after_forward: frozenset[str] = frozenset()
-        self._gathering: dict[str, _Gathering] = {}
+        # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
+        self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
         self._versions: dict[str, int] = {}
 
     @property
@@ -106,7 +98,7 @@ class UnshardedUnits:
             self._schedules.begin("unshard()", f"of unit {unit or 'root'!r}", gathers)
         with torch.inference_mode(False), torch.no_grad():
             buckets = [(self._start_bucket(b, ps, dtypes[b]), b, ps) for b, ps in members.items()]
-        self._gathering[unit] = _Gathering(buckets, full_precision)
+        self._gathering[unit] = buckets, full_precision
 
     def _start_bucket(self, bucket: BucketSpec, members: list[ShardedParameter], dtype: torch.dtype) -> Pending:
         offsets = [bucket.offsets[p.spec.name] for p in members]
@@ -118,12 +110,12 @@ class UnshardedUnits:
 
     def finish(self, unit: str) -> None:
         """Wait for the gathers of a unit, and put the whole parameters into its modules."""
-        gathering = self._gathering.pop(unit, None)
-        if gathering is None:
+        if unit not in self._gathering:
             return
+        buckets, full_precision = self._gathering.pop(unit)
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
-            for pending, bucket, members in gathering.buckets:
+            for pending, bucket, members in buckets:
                 self._schedules.wait(pending)
                 for p in members:
                     begin, rows = bucket.offsets[p.spec.name] * bucket.world_size, p.spec.chunk_rows * bucket.world_size
@@ -132,7 +124,7 @@ class UnshardedUnits:
             for p in self.members[unit]:
                 value = whole.get(p.spec.name)
                 if value is None:  # on all ranks alike: a scalar, an empty parameter, or nothing is sharded
-                    dtype = p.spec.dtype if gathering.full_precision else p.spec.param_dtype
+                    dtype = p.spec.dtype if full_precision else p.spec.param_dtype
                     value = p.local.detach().to(dtype, copy=True).reshape(p.spec.shape)
                 # ``data``: parameters of one buffer do not share the counter of writes to them.
                 parameter = nn.Parameter(value.data, requires_grad=p.shard.requires_grad)
@@ -212,8 +204,7 @@ class UnshardedUnits:
             self.after_backward()
             return grads
 
-        values = Linked.apply(list(trained.values()), ended, *trained.values())
-        return {**inputs, **dict(zip(trained, values, strict=True))}
+        return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
 
     def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
         """``program`` with the whole parameters of these names behind its other inputs."""

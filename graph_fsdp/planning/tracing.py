@@ -110,7 +110,7 @@ def trace(
         compile(model, mesh, **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
         engine.run_passes_only = True
-        if (dtype := model.__dict__["_graph_fsdp_casts"].input_dtype) is not None:  # nothing can be cast without memory
+        if (dtype := model.__dict__["_graph_fsdp_casts"][0]) is not None:  # nothing can be cast without memory
             inputs = compat.tree_map_only(Tensor, functools.partial(_in_dtype, dtype), inputs)
         try:
             model(**inputs) if by_name else model(*inputs)

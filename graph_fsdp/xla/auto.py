@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from graph_fsdp import compat
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.module.module import original_forward
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes import Graph, PassContext, PassPipeline

@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 from graph_fsdp import compat
 from graph_fsdp.compat import pytree
 from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.recompilation import CaptureKey
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.operands import operands
@@ -81,9 +82,9 @@ class XlaEngine(Engine):
             )
 
     def _compile_graph(
-        self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        call = Engine._compile_graph(self, settings, entry, module, example_inputs)
+        call = Engine._compile_graph(self, key, module, example_inputs)
 
         def on_devices(*args: Any) -> Any:
             return call(*map(self._real, args))
@@ -127,14 +128,14 @@ class LocalEngine(XlaEngine):
             self._views = before
 
     def _compile_graph(
-        self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         self._captures.append(self._describe_inputs(module))
         _clone_outputs(module)
         if self._call is not None and self._views is not None:  # what the user has called it with, for the report
             given, named = self._views.back((self._call.args, self._call.kwargs))
             self._call = replace(self._call, args=given, kwargs=named)
-        return XlaEngine._compile_graph(self, settings, entry, module, example_inputs)
+        return XlaEngine._compile_graph(self, key, module, example_inputs)
 
     def _real(self, value: Any) -> Any:
         """The tensor of the whole program that an argument stands for."""

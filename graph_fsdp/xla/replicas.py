@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.engine.entry import Entry
+from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.recompilation import CaptureKey
 from graph_fsdp.errors import MeshError
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes.ir.spec import ParameterSpec
@@ -160,7 +161,7 @@ class ReplicaEngine(XlaEngine):
                 continue
 
     def _compile_graph(
-        self, settings: Any, entry: Entry, module: fx.GraphModule, example_inputs: Sequence[Any]
+        self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         with compat_xla.backward_compiled_with_forward() if are_threads() else contextlib.nullcontext():
-            return XlaEngine._compile_graph(self, settings, entry, module, example_inputs)
+            return XlaEngine._compile_graph(self, key, module, example_inputs)

@@ -41,7 +41,7 @@ class XlaStorage(Shards):
         for name, p in spec.parameters.items():
             original, owners = originals[name], owners_of(model, names[originals[name]])
             self.parameters[name] = ShardedParameter(
-                p, owners, placeholder=original, shard=original, input=original, rows=original, local=original
+                p, owners, placeholder=original, shard=original, input=original, local=original
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._values: dict[str, Tensor] = {}  # of parameters, until they get them
@@ -118,7 +118,7 @@ class XlaStorage(Shards):
         self.by_placeholder.pop(id(p.placeholder), None)
         if p.placeholder is p.shard:
             p.placeholder = found
-        p.shard = p.input = p.rows = p.local = found
+        p.shard = p.input = p.local = found
         p.register(found)
         self.by_placeholder[id(p.placeholder)] = p
 

@@ -24,7 +24,7 @@ _Places = tuple[tuple[int, str], ...]  # (position, name) of arguments
 
 
 @functools.cache
-def _memory(target: Any) -> tuple[_Places, _Places]:
+def memory_effects(target: Any) -> tuple[_Places, _Places]:
     """The arguments in whose memory the value of an operator may lie, and those that it writes to. Read once: a schema
     is slow to read, and a graph calls few operators many times."""
     if target in _UNANNOTATED_VIEWS:
@@ -55,12 +55,12 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     input of a call that has no schema (higher-order operators)."""
     if isinstance(node.target, compat.HigherOrderOperator):
         return list(node.all_input_nodes)
-    return _nodes_at(node, _memory(node.target)[0]) if node.op == "call_function" else []
+    return _nodes_at(node, memory_effects(node.target)[0]) if node.op == "call_function" else []
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs that the node writes to, by its schema. A wait and a free do: they end what it was."""
-    return _nodes_at(node, _memory(node.target)[1]) if node.op == "call_function" else []
+    return _nodes_at(node, memory_effects(node.target)[1]) if node.op == "call_function" else []
 
 
 def is_view(node: fx.Node) -> bool:
