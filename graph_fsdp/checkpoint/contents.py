@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from graph_fsdp.checkpoint import extra as extras
-from graph_fsdp.checkpoint.checksums import spans_sums
+from graph_fsdp.checkpoint.checksums import Place
+from graph_fsdp.checkpoint.extra import saved_extra
 from graph_fsdp.checkpoint.folder import METADATA
-from graph_fsdp.checkpoint.metadata import Checkpoint, Place, nbytes_of
-from graph_fsdp.checkpoint.state import EXTRA, RNG
+from graph_fsdp.checkpoint.metadata import Checkpoint, nbytes_of
+from graph_fsdp.checkpoint.state import RNG
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
@@ -78,10 +78,7 @@ def contents(path: AnyPath) -> Contents:
     """
     checkpoint = Checkpoint.open(path)
     header = checkpoint.header
-    shown: dict[str, Any] = {}
-    if f"{EXTRA}.structure" in checkpoint.entries:
-        structure, _ = extras.decode(checkpoint.value(f"{EXTRA}.structure"))
-        shown = {k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in structure.items()}
+    extra, _ = saved_extra(checkpoint)
     return Contents(
         path=str(checkpoint.path),
         ranks=None if header is None else header.ranks,
@@ -89,7 +86,7 @@ def contents(path: AnyPath) -> Contents:
         files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
         tensors=[_tensor(key, entry) for key, entry in checkpoint.tensors.items()],
         values=len(checkpoint.entries) - len(checkpoint.tensors),
-        extra=shown,
+        extra={k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in extra.items()},
         random_states=len({name.split(".")[0] for name in checkpoint.under(RNG)}),
     )
 
@@ -117,20 +114,20 @@ def check(path: AnyPath) -> Checked:
     checkpoint.check_files()
     problems = []
     nbytes = entries = sums = 0
-    own = checkpoint.checksums.get(METADATA, {})
-    if spans_sums(checkpoint.path / METADATA, own) != {span: entry.total for span, entry in own.items()}:
+    try:
+        checkpoint.check_sums(place for place in checkpoint.checksums if place.file == METADATA)
+    except CheckpointError:
         problems.append(f"{METADATA} is not what was written")
     for name, places in checkpoint.places().items():
-        known = checkpoint.checksums.get(name)
-        size = (checkpoint.path / name).stat().st_size
-        if known is not None and size != max(offset + length for offset, length in known):
+        size, last = (checkpoint.path / name).stat().st_size, places[-1]
+        if checkpoint.checksums and size != last.offset + last.length:
             problems.append(f"{name} has {size:,} bytes, and more than was written")
         for place in places:
             entries, nbytes = entries + 1, nbytes + place.length
             try:
                 checkpoint.check_sums([place])
                 _check_crc(checkpoint, place)
-                sums += known is not None
+                sums += place in checkpoint.checksums
             except CheckpointError:
                 problems.append(f"{name} is damaged from byte {place.offset:,} to {place.offset + place.length:,}")
     if problems:

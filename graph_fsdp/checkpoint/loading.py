@@ -9,14 +9,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from graph_fsdp.checkpoint.extra_values import ExtraValues
+from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues
 from graph_fsdp.checkpoint.group import Ranks
 from graph_fsdp.checkpoint.metadata import Checkpoint
 from graph_fsdp.checkpoint.model_values import ModelValues
 from graph_fsdp.checkpoint.optimizer_values import OptimizerValues
-from graph_fsdp.checkpoint.random_state import set_random_state
 from graph_fsdp.checkpoint.saving import finish_pending
-from graph_fsdp.checkpoint.state import EXTRA, MODEL, OPTIMIZER, RNG, optimizers_of
+from graph_fsdp.checkpoint.state import MODEL, OPTIMIZER, RNG, optimizers_of, set_random_state
 from graph_fsdp.checkpoint.storage import access_of, read
 from graph_fsdp.initialise.safetensors_files import AnyPath
 

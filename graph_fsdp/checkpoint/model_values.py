@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from graph_fsdp.checkpoint.metadata import Checkpoint, Entries, joined
+from graph_fsdp.checkpoint.metadata import Checkpoint, Entries, joined, unfit
 from graph_fsdp.checkpoint.state import leaves
 from graph_fsdp.errors import CheckpointError
-
-_SHOWN = 8
+from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
 
 
 class StateMatch:
@@ -58,47 +57,12 @@ class ModelValues:
             )
         matched = StateMatch(self.state, entries, key, checkpoint)
         self.wanted = matched.wanted
-        read = matched.names.difference(matched.absent)
-        tied = _aliases(model)
-        missing = [name for name in matched.absent if not (tied.get(name, set()) & read)]
-        problems = [
-            f"{what} key(s) in state_dict: {listed(names)}."
-            for what, names in (("Missing", missing), ("Unexpected", matched.unexpected))
-            if names
-        ]
-        if problems := problems + matched.problems:
-            lines = "\n\t".join(problems)
-            raise CheckpointError(
-                f"Error(s) in loading state_dict for {type(model).__name__} from {checkpoint.path}:\n\t{lines}"
-            )
+        tied = dict(model.named_parameters(remove_duplicate=False))  # one of a parameter's names is enough
+        read = {tied.get(name, name) for name in matched.names.difference(matched.absent)}
+        missing = [name for name in matched.absent if tied.get(name, name) not in read]
+        where = str(checkpoint.path)
+        check_fit(model, where, IncompatibleKeys(missing, matched.unexpected), matched.problems)
 
     def finish(self) -> None:
         """After the tensors were read into: what modules do when a state is loaded."""
         set_model_state_dict(self.model, self.state, options=StateDictOptions(strict=False))
-
-
-def unfit(name: str, entry: TensorStorageMetadata, value: Tensor) -> str | None:
-    """Why an entry cannot be read into a tensor. Floating point goes into floating point of any width."""
-    if tuple(entry.size) != tuple(value.shape):
-        return (
-            f"size mismatch for {name}: copying a param with shape {list(entry.size)} from checkpoint, the shape in "
-            f"current model is {list(value.shape)}."
-        )
-    saved = entry.properties.dtype
-    kind = (saved.is_floating_point, saved.is_complex)
-    if kind != (value.is_floating_point(), value.is_complex()):
-        return f"{name}: {saved} in the checkpoint cannot be loaded into {value.dtype}"
-    return None
-
-
-def listed(names: Sequence[Any]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f'"{name}"' for name in names[:_SHOWN]) + more
-
-
-def _aliases(model: nn.Module) -> dict[str, set[str]]:
-    """Name → all names of the same parameter."""
-    names: dict[int, set[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(value), set()).add(name)
-    return {name: tied for tied in names.values() for name in tied}

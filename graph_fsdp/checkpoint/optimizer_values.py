@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint.metadata import Checkpoint, empty, joined
-from graph_fsdp.checkpoint.model_values import StateMatch, listed
+from graph_fsdp.checkpoint.model_values import StateMatch
 from graph_fsdp.checkpoint.state import parameter_names
 from graph_fsdp.errors import CheckpointError
+from graph_fsdp.initialise.state_keys import listed
 
 _GROUPS = "param_groups"
 

@@ -169,6 +169,16 @@ def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
     return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
 
 
+def tensor_offset(file: Any, offset: int, length: int) -> int:
+    """Where in a file the bytes of a tensor's storage begin, of which ``torch.save`` has written ``length`` bytes there
+    from ``offset`` on."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    entry: Any = _create_file_view(file, offset, length)
+    reader: Any = torch._C.PyTorchFileReader(entry)
+    return offset + int(reader.get_record_offset("data/0"))
+
+
 def wrapper_of(cls: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass, with no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
