@@ -1,7 +1,7 @@
 """Every private name of PyTorch that graph_fsdp uses, in one place: ``compat`` has the public names of the files below.
 
 A few files are imported by themselves, and say what they use: Inductor's scheduler (``inductor_scheduler.py``) and its
-C++ compiler (``inductor_cpp.py``), the reasons why Dynamo traces again (``recompiles.py``), torch_xla (``xla.py``).
+C++ compiler (``inductor_cpp.py``), torch_xla (``xla.py``).
 
 Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
 the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
@@ -46,8 +46,10 @@ whole test-suite was run.
 | ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``_guards.CompileContext.current_compile_id`` | which compilation is under way | 2.9, 2.13 |
+| ``_dynamo.utils.get_metrics_context``, ``MetricsContext._metrics["recompile_reason"]``, ``guard_failures`` |
+  guards of earlier graphs that failed, as ``TORCH_LOGS="recompiles"`` has them | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
-| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |

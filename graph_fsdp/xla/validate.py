@@ -33,13 +33,13 @@ def environment(replicas: bool = False) -> None:
         MeshError: torch.distributed, or a launcher, counts other processes than XLA; or this one is no replica.
     """
     check_versions(torch.__version__, _installed("torch_xla"))
-    if compat_xla.is_spmd() == replicas:
+    if compat_xla.runtime().is_spmd() == replicas:
         raise UnsupportedError(_SPMD_IS_ON if replicas else _SPMD_IS_OFF)
     launched = dist.get_world_size() if dist.is_initialized() else validate.world_size_of_environment()
     if not replicas:
-        check_world_sizes(launched, compat_xla.process_count())
+        check_world_sizes(launched, compat_xla.runtime().process_count())
         return
-    found, devices = compat_xla.replica_count(), compat_xla.device_count()
+    found, devices = compat_xla.runtime().world_size(), compat_xla.runtime().global_runtime_device_count()
     if dist.is_initialized() or launched > 1:
         check_world_sizes(launched, found, replicas=True)
     if found != devices:

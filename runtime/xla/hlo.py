@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from graph_fsdp.compat import xla_hlo as compat_xla_hlo
+from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import layout_of
@@ -72,9 +72,9 @@ def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> Optimi
     the other as large as the inputs: a tensor that shares data with a live one would be a constant of the program.
 
     Raises:
-        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla_hlo.optimized_text``.
+        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla.optimized_text``.
     """
-    return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
+    return OptimizedHlo(compat_xla.optimized_text(function, compat_xla.fresh_inputs(inputs)))
 
 
 def beside(collectives: Mapping[str, int], scheduled: Mapping[str, int]) -> str:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.compat import xla_hlo as compat_xla_hlo
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.regions.region_cache import RegionCache
@@ -132,13 +131,13 @@ class XlaProgram(WholeProgram):
 
     def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Tensors like the program's inputs that share memory with nothing, sharded as they enter, or else as these."""
-        described = compat_xla_hlo.descriptions(inputs)
+        described = compat_xla.descriptions(inputs)
         for place, entry in enumerate(self.lowered.entries):
             if entry is not None:
                 dims = len(described[place].shape)
                 sharding = compat_xla.op_sharding(entry.placement.devices, entry.placement.tiles, dims)
                 described[place] = replace(described[place], sharding=sharding)
-        return compat_xla_hlo.fresh_inputs(described)
+        return compat_xla.fresh_inputs(described)
 
     def _compile(self, inputs: Sequence[Any], cause: str) -> Run:
         begin = time.perf_counter()
@@ -146,7 +145,7 @@ class XlaProgram(WholeProgram):
         on_host = find_host_fallbacks(self.lowered.module.graph)
         report(on_host, self.on_host, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
-        self._taken = compat_xla_hlo.descriptions(fresh)
+        self._taken = compat_xla.descriptions(fresh)
         if on_host:
             return lambda given: list(self.lowered.module(*given))
         try:

@@ -37,7 +37,7 @@ _PATIENCE_SECONDS = 300.0
 @functools.cache
 def are_threads() -> bool:
     """Whether there are several replicas in this process."""
-    return compat_xla.local_device_count() > 1
+    return compat_xla.runtime().addressable_runtime_device_count() > 1
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ class Compiled(BaseException):  # no error, and nobody's to handle but of who ha
 
 @functools.cache
 def _all_threads() -> threading.Barrier:
-    return threading.Barrier(compat_xla.local_device_count())
+    return threading.Barrier(compat_xla.runtime().addressable_runtime_device_count())
 
 
 def all_here() -> None:
