@@ -11,7 +11,7 @@ import re
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._dynamo import OptimizedModule as OptimizedModule
@@ -302,39 +302,32 @@ _REASON = re.compile(r"(?P<compilation>\S+): (?P<guard>.*)", re.DOTALL)
 _WHERE = re.compile(r"(?P<file>[^\s#]+\.py):(?P<line>\d+) in (?P<function>\S+)")
 
 
-class FailedGuard(NamedTuple):
-    """``compilation``: of the earlier graph, as torch's logs name it ("0/1"). ``guard``: what did not hold, in Dynamo's
-    words. ``where``: the line that the guard is due to, where Dynamo says it."""
-
-    compilation: str
-    guard: str
-    where: str | None
-
-
 def current_compilation() -> str | None:
     """The name of the compilation that is under way in torch's logs, "0/1"; None where there is none."""
     found = CompileContext.current_compile_id()
     return None if found is None else str(found)
 
 
-def failed_guards() -> tuple[FailedGuard, ...]:
+def failed_guards() -> list[tuple[str, str, str | None]]:
     """To be asked in a Dynamo backend: which guards of earlier graphs of the same code failed, the graph that ran last
-    first. Empty at the first compilation of a piece of code, and on a torch that does not say."""
+    first. Of each: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and
+    the line that the guard is due to, where Dynamo says it. Nothing at the first compilation of a piece of code, and on
+    a torch that does not say."""
     metrics = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
     first = metrics.get("recompile_reason")
     if not first:
-        return ()
+        return []
     # The other graphs' reasons follow the first in the list of their code object.
     for reasons in dynamo_utils.guard_failures.values():
         if first in reasons:
             last = len(reasons) - 1 - reasons[::-1].index(first)
-            return tuple(map(_parsed, reasons[last:]))
-    return (_parsed(first),)
+            return list(map(_parsed, reasons[last:]))
+    return [_parsed(first)]
 
 
-def _parsed(reason: str) -> FailedGuard:
+def _parsed(reason: str) -> tuple[str, str, str | None]:
     found = _REASON.match(reason)
     compilation, text = (found["compilation"], found["guard"]) if found else ("", reason)
     guard, _, comment = text.partition("  #")  # 2.13 adds the user's stack in further lines
     where = _WHERE.search(comment.split("\n", 1)[0])
-    return FailedGuard(compilation, guard.strip(), where[0] if where else None)
+    return compilation, guard.strip(), where[0] if where else None

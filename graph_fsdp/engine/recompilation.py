@@ -95,7 +95,7 @@ def why_captured(
     failed = compat.failed_guards()
     if failed:
         numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
-        guards = tuple(GuardFailure(numbers.get(f.compilation), _readable(f.guard, call), f.where) for f in failed)
+        guards = tuple(GuardFailure(numbers.get(name), _readable(guard, call), where) for name, guard, where in failed)
         now = _values(" ".join(g.guard for g in guards), call)
         text = "; ".join([*map(str, guards), *now])
         return Cause("guard", text, guards, compilation, key)
