@@ -116,6 +116,8 @@ def compile_arguments(
     reshard, dimensions = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, ("fsdp",))
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(device_type, _mesh_shape(dimensions), mesh_dim_names=dimensions)
+    offload = bool(getattr(plugin, "activation_checkpointing_offload", False))
+    checkpointing = ActivationCheckpointing("unit", offload=offload)
     return {
         "mesh": mesh,
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
@@ -123,7 +125,7 @@ def compile_arguments(
         "mp_policy": _mp_policy(plugin.mixed_precision_policy, model),
         "offload_policy": _offload_policy(plugin.cpu_offload),
         "ignored_params": _ignored(plugin.ignored_modules, model),
-        "activation_checkpointing": _checkpointing(plugin),
+        "activation_checkpointing": checkpointing if plugin.activation_checkpointing else None,
         "sync_module_states": bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading) and mesh is not None,
         # FSDP1's plugin makes one of its own where states are synchronised: to_empty, which nothing needs here.
         "param_init_fn": None if plugin.sync_module_states else plugin.param_init_fn,
@@ -214,12 +216,6 @@ def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> lis
             f"fsdp_ignored_modules: {modules!r} matches no module of the model; it is a regular expression"
         )
     return matched
-
-
-def _checkpointing(plugin: FullyShardedDataParallelPlugin) -> ActivationCheckpointing | None:
-    if not plugin.activation_checkpointing:
-        return None
-    return ActivationCheckpointing("unit", offload=bool(getattr(plugin, "activation_checkpointing_offload", False)))
 
 
 def _pipeline(plugin: FullyShardedDataParallelPlugin) -> Any:
