@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graph_fsdp.checkpoint.checksums import Place
 from graph_fsdp.checkpoint.extra import saved_extra
@@ -38,15 +36,7 @@ class Contents:
     values: int  # entries that are no tensors
     extra: dict[str, Any]  # what else was saved: numbers and text, or of what type it is
     random_states: int  # of so many ranks
-
-    @property
-    def step(self) -> int | None:
-        """What was saved as ``extra["step"]``."""
-        step = self.extra.get("step")
-        return step if isinstance(step, int) else None
-
-    def summary(self) -> dict[str, Any]:
-        return {**asdict(self), "step": self.step}
+    step: int | None  # what was saved as ``extra["step"]``
 
     def __str__(self) -> str:
         by = "not by graph_fsdp" if self.ranks is None else f"by {self.ranks} ranks, torch {self.torch}"
@@ -84,16 +74,15 @@ def contents(path: AnyPath) -> Contents:
         ranks=None if header is None else header.ranks,
         torch=None if header is None else header.torch,
         files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
-        tensors=[_tensor(key, entry) for key, entry in checkpoint.tensors.items()],
+        tensors=[
+            TensorEntry(key, tuple(e.size), str(e.properties.dtype).removeprefix("torch."), nbytes_of(e), len(e.chunks))
+            for key, e in checkpoint.tensors.items()
+        ],
         values=len(checkpoint.entries) - len(checkpoint.tensors),
         extra={k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in extra.items()},
         random_states=len({name.split(".")[0] for name in checkpoint.under(RNG)}),
+        step=extra["step"] if isinstance(extra.get("step"), int) else None,
     )
-
-
-def _tensor(key: str, entry: TensorStorageMetadata) -> TensorEntry:
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return TensorEntry(key, tuple(entry.size), dtype, nbytes_of(entry), len(entry.chunks))
 
 
 @dataclass(frozen=True)

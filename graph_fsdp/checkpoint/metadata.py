@@ -149,12 +149,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / name} is compressed; read it by torch.distributed.checkpoint")
         return Place(name, info.offset, info.length)
 
-    def chunk(self, index: MetadataIndex) -> Tensor:
-        """Return a contiguous tensor like the piece of a tensor that an entry holds, on the meta device."""
-        entry = self.tensors[index.fqn]
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        return torch.empty(sizes, dtype=entry.properties.dtype, device="meta")
-
     def places(self) -> dict[str, list[Place]]:
         """File → the entries in it, in order."""
         return by_file(map(self.place, self.metadata.storage_data))

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graph_fsdp import compat
 from graph_fsdp.checkpoint.extra import EXTRA, extra_tree, put_together, take_apart
-from graph_fsdp.checkpoint.storage import TensorAccess
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
@@ -50,7 +49,7 @@ def training_state(
     optimizers: Sequence[Optimizer],
     extra: Mapping[str, Any],
     rank: int,
-    access: TensorAccess,
+    to_write: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
     """Return the tree that this rank writes, in containers of its own: those of the optimizer change in the next step.
 
@@ -66,7 +65,7 @@ def training_state(
     if rank:
         tree = {key: value for _, _, value, key in leaves(tree, "") if isinstance(value, DTensor)}
     tree[RNG] = {str(rank): _random_state(model)}
-    written: dict[str, Any] = compat.tree_map_only(Tensor, access.to_write, tree)
+    written: dict[str, Any] = compat.tree_map_only(Tensor, to_write, tree)
     return written
 
 
@@ -77,20 +76,17 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
         unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
-        if optimizer.state:
-            state = get_optimizer_state_dict(model, optimizer)
-            made["state"].update(state["state"])
-            made["param_groups"] += state["param_groups"]
-        else:  # get_optimizer_state_dict would have it take a step
-            made["param_groups"] += [
-                {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-            ]
+        made["state"].update(states_by_name(optimizer, names))
+        for group in optimizer.param_groups:
+            made["param_groups"].append({**group, "params": [names[p] for p in group["params"]]})
     return made
 
 
-def copied(tree: Any) -> Any:
-    """Return a tree with copies of its tensors on the CPU."""
-    return compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+def states_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return the states that an optimizer has, by the names of their parameters. (``get_optimizer_state_dict`` would
+    have one without states take a step.)"""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names[parameters[number]]: state for number, state in optimizer.state_dict()["state"].items()}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:

@@ -104,8 +104,10 @@ class Writer(FileSystemWriter):
         own = Place(folder.METADATA, 0, (self.temporary / folder.METADATA).stat().st_size)
         written[own] = Written.of(checksums.sums_of(self.temporary, [own])[own])
         header = folder.Header(folder.next_sequence(self.final.parent), self.ranks)
-        folder.write_private(self.temporary / checksums.CHECKSUMS, checksums.as_text(written))
-        folder.write_private(self.temporary / folder.HEADER, json.dumps(dataclasses.asdict(header)))
+        texts = {checksums.CHECKSUMS: checksums.as_text(written), folder.HEADER: json.dumps(dataclasses.asdict(header))}
+        for name, text in texts.items():
+            with folder.written(self.temporary / name) as stream:
+                stream.write(text.encode())
         folder.commit(self.temporary, self.final, self.keep)
 
     def _check_visible(self, written: Iterable[Place]) -> None:
@@ -146,7 +148,9 @@ class Reader(FileSystemReader):
         entry = self.checkpoint.checksums.get(place)
         if entry is None or not entry.data or sys.byteorder != "little":
             return False
-        saved, target = self.checkpoint.chunk(item.storage_index), planner.resolve_tensor(item).detach()
+        whole, target = self.checkpoint.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
+        sizes = next(chunk.sizes for chunk in whole.chunks if chunk.offsets == item.storage_index.offset)
+        saved = torch.empty(sizes, dtype=whole.properties.dtype, device="meta")
         if target.dtype != saved.dtype or target.shape != item.lengths or not _is_plain(target):
             return False
         part = saved[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
@@ -200,9 +204,10 @@ class TensorAccess:
     """What torch.distributed.checkpoint is given for a model's tensors: themselves. An engine whose tensors it cannot
     write or fill has a method ``checkpoint_access()`` that returns an object of a class derived from this one."""
 
-    def to_write(self, tensor: Tensor) -> Tensor:
-        """What is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a part."""
-        return tensor
+    def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
+        """What is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a part.
+        With ``copy``, of its values now."""
+        return tensor.detach().to("cpu", copy=True) if copy else tensor
 
     def to_fill(self, tensor: Tensor) -> Tensor:
         """What is read into for a tensor; then comes ``filled``."""

@@ -4,8 +4,7 @@ A few files are imported by themselves, and say what they use: Inductor's schedu
 C++ compiler (``inductor_cpp.py``), torch_xla (``xla.py``).
 
 Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
-the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
-whole test-suite was run.
+the torch versions in which the import below was run. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 
 | name | for | torch |
 |---|---|---|
@@ -96,9 +95,28 @@ from __future__ import annotations
 
 import torch
 
-from graph_fsdp.compat.versions import check_torch_version as check_torch_version
+_MINIMUM_TORCH = (2, 9)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """(2, 9) of "2.9.1+cpu"."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def check_torch_version(version: str) -> None:
+    """Raise ImportError on a torch that does not have what this package imports."""
+    if release(version) < _MINIMUM_TORCH:
+        raise ImportError(
+            f"graph_fsdp needs torch {'.'.join(map(str, _MINIMUM_TORCH))} or newer, and this is {version}; "
+            "pip install --upgrade torch"
+        )
+
 
 check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
+
+# What FSDP2 takes a MixedPrecisionPolicy without reduce_dtype to mean: that gradients are reduced in the dtype of their
+# parameters, and before torch 2.15 in param_dtype.
+REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 
@@ -106,6 +124,4 @@ from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.inductor import *
-from graph_fsdp.compat.operators import *
 from graph_fsdp.compat.tensors import *
-from graph_fsdp.compat.versions import *

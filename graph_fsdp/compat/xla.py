@@ -39,8 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
 
-from graph_fsdp.compat.tensors import wrapper_of
-
 # Reads of a value on the host, which every program does that prints its loss.
 _HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
 _DUMP = "XLA_DUMP_POST_OPTIMIZATIONS"
@@ -321,14 +319,16 @@ def backward_compiled_with_forward() -> Iterator[None]:
 # --- tensors without memory
 
 
-class _Wrapper(Tensor):
+class WithoutMemory(Tensor):
+    """A tensor for its shape, dtype and device, with which nothing can be computed."""
+
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return wrapper_of(cls, shape, dtype, device)
+        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
-        raise AssertionError(f"{func} ran on a tensor without memory")
+        raise TypeError(f"{func} ran on a tensor without memory")
 
 
 def without_memory(
@@ -337,6 +337,6 @@ def without_memory(
     """For Dynamo to trace with: it is on ``device``, and a plain tensor or an ``nn.Parameter`` for all that Python can
     tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
     next step.)"""
-    made: Tensor = _Wrapper(shape, dtype, device)
+    made: Tensor = WithoutMemory(shape, dtype, device)
     made.__class__ = kind
     return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

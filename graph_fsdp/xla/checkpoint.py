@@ -15,31 +15,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from graph_fsdp import compat
 from graph_fsdp.checkpoint.storage import TensorAccess
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.xla.storage import XlaStorage
 
-_COPIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
 
-
-class Parts(Tensor):
-    """A tensor that is on devices, as parts of it on the CPU; nothing can be computed with it. What
-    ``torch.distributed.checkpoint`` asks of it are the three methods that it also asks of a DTensor."""
+class Parts(compat_xla.WithoutMemory):
+    """A tensor that is on devices, as parts of it on the CPU. What ``torch.distributed.checkpoint`` asks of it are the
+    three methods that it also asks of a DTensor."""
 
     parts: dict[tuple[int, ...], Tensor]  # by the offset of its first element; without padding, and none is empty
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: dict[tuple[int, ...], Tensor]) -> Any:
-        made = compat.wrapper_of(cls, shape, dtype, torch.device("cpu"))
+        made = compat_xla.WithoutMemory.__new__(cls, shape, dtype, torch.device("cpu"))
         made.parts = parts
         return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
-        if func in _COPIES:  # of what nobody writes to any more
-            return Parts(args[0].shape, args[0].dtype, args[0].parts)
-        raise TypeError(f"{func} was called on parts of a tensor on XLA, which are only to be saved and loaded")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
@@ -69,11 +60,11 @@ class XlaTensors(TensorAccess):
     def __init__(self, storage: XlaStorage) -> None:
         self.storage = storage
 
-    def to_write(self, tensor: Tensor) -> Tensor:
+    def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
         """A copy on the CPU of a tensor on XLA's devices: of one that is divided its parts, of any other all of it.
         What is pending is computed first."""
         if tensor.device.type != "xla":
-            return tensor
+            return super().to_write(tensor, copy)
         tensor = compat_xla.plain(tensor.detach())
         if compat_xla.pending([tensor]):  # all that is pending, or other tensors would be computed once more
             compat_xla.sync(wait=True)
