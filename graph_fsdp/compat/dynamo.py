@@ -172,8 +172,9 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
     With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
     each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
-    compilation, which would walk all that was allocated for it. With ``hooks``, graphs are guarded by the hooks that
-    they were traced with, whereas Dynamo's default is not to notice others.
+    compilation, which would walk all that was allocated for it. Guards are timed only if the log wants it: Dynamo
+    empties the processor's caches before, some 50 ms, a tenth of what a small model takes. With ``hooks``, graphs are
+    guarded by the hooks that they were traced with, whereas Dynamo's default is not to notice others.
     """
     owners = (logging.Logger, logging)
     ignored = {getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method)}
@@ -197,16 +198,9 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         dynamo_config.patch(options),
         _use_lazy_graph_module(True),
         unittest.mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", without_functions),
-        _guards_untimed(),
+        _unless(guards.guards_log.isEnabledFor(logging.DEBUG), guards, "profile_guard_manager", 0.0),
     ):
         yield
-
-
-def _guards_untimed() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo times the guards of each graph for its logs, and empties the processor's caches before: some 50 ms, a
-    tenth of what a small model takes. For a time it does so only if the log wants it."""
-    wanted = guards.guards_log.isEnabledFor(logging.DEBUG)
-    return _unless(wanted, guards, "profile_guard_manager", 0.0)
 
 
 def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:

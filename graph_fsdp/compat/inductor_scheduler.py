@@ -42,7 +42,27 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass
 
 class _KeepOrder(_Pass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        return _keep_order(nodes)
+        """Return Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in
+        place among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives
+        alone."""
+
+        def after(node: Any, earlier: Sequence[Any]) -> None:
+            own = next(iter(node.get_buffer_names()))
+            for name in [name for other in earlier for name in other.get_buffer_names()]:
+                node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
+
+        communication: list[Any] = []  # the last one
+        since: list[Any] = []  # external kernels after it
+        for node in nodes:
+            if is_communication(node):
+                after(node, communication + since)
+                communication, since = [node], []
+            elif is_external(node):
+                after(node, communication)
+                since.append(node)
+        if communication:
+            nodes[0].scheduler.compute_ancestors()  # by which Inductor knows what it must not fuse
+        return nodes
 
     def uuid(self) -> str:
         """For the key of Inductor's cache, which then finds a graph again that was compiled in this order."""
@@ -63,29 +83,6 @@ def _has_setting(name: str) -> bool:
     for part in path:
         section = getattr(section, part, None)
     return hasattr(section, last)
-
-
-def _keep_order(nodes: list[Any]) -> list[Any]:
-    """Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in place
-    among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives alone."""
-
-    def after(node: Any, earlier: Sequence[Any]) -> None:
-        own = next(iter(node.get_buffer_names()))
-        for name in [name for other in earlier for name in other.get_buffer_names()]:
-            node.add_fake_dep(WeakDep(name, mutating_buf=own, is_fake=True))
-
-    communication: list[Any] = []  # the last one
-    since: list[Any] = []  # external kernels after it
-    for node in nodes:
-        if is_communication(node):
-            after(node, communication + since)
-            communication, since = [node], []
-        elif is_external(node):
-            after(node, communication)
-            since.append(node)
-    if communication:
-        nodes[0].scheduler.compute_ancestors()  # by which Inductor knows what it must not fuse
-    return nodes
 
 
 def is_communication(node: Any) -> bool:
