@@ -37,11 +37,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from inductor_kernels import Kernel, inductor_kernels
 from torch import Tensor, fx, nn
 
 import graph_fsdp
 from graph_fsdp import compat
-from graph_fsdp.compat.inductor_scheduler import Kernel, inductor_kernels
 from graph_fsdp.passes.analysis.kernels import node_flops
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view

@@ -9,7 +9,7 @@ from torch import nn
 
 import graph_fsdp
 from graph_fsdp import MeshError, UnsupportedError
-from graph_fsdp.xla import validate as xla_validate
+from graph_fsdp.xla.compile import check_versions, check_world_sizes
 
 PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
 
@@ -25,18 +25,18 @@ PAIR = r"pip install torch==2\.9\.1 torch_xla==2\.9\.0"
 )
 def test_torch_xla_must_be_of_torchs_release(torch_version: str, xla_version: str | None, words: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"backend='xla'.*{words}.*{PAIR}"):
-        xla_validate.check_versions(torch_version, xla_version)
+        check_versions(torch_version, xla_version)
 
 
 @pytest.mark.parametrize(("torch_version", "xla_version"), [("2.9.1", "2.9.0"), ("2.9.1+cpu", "2.9.0+git1")])
 def test_versions_of_one_release_pass(torch_version: str, xla_version: str) -> None:
-    xla_validate.check_versions(torch_version, xla_version)
+    check_versions(torch_version, xla_version)
 
 
 def test_world_sizes_must_agree() -> None:
     with pytest.raises(MeshError, match=r"counts 2 processes and XLA 1.*one process per host.*without torchrun"):
-        xla_validate.check_world_sizes(2, 1)
-    xla_validate.check_world_sizes(2, 2)
+        check_world_sizes(2, 1)
+    check_world_sizes(2, 2)
 
 
 def test_what_becomes_of_host_fallbacks_is_for_xla_only() -> None:

@@ -8,10 +8,11 @@ that an entry may begin in the middle of one. It is as fast as reading memory, a
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,17 @@ from graph_fsdp.checkpoint.folder import read_json
 from graph_fsdp.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
-Span: TypeAlias = tuple[int, int]  # offset, length, in bytes
 
 _WORD = 8
 _MASK = (1 << 64) - 1
+
+
+class Place(NamedTuple):
+    """Where the bytes of an entry are."""
+
+    file: str
+    offset: int
+    length: int
 
 
 class Written(NamedTuple):
@@ -37,7 +45,9 @@ class Written(NamedTuple):
         return cls((total + data) & _MASK, data)
 
 
-Checksums: TypeAlias = dict[str, dict[Span, Written]]  # file → entry → what was written
+def by_file(places: Iterable[Place]) -> dict[str, list[Place]]:
+    """File → the entries in it, in order, each once."""
+    return {file: list(found) for file, found in itertools.groupby(sorted(set(places)), lambda place: place.file)}
 
 
 def content_of(path: Path) -> Tensor:
@@ -49,13 +59,15 @@ def content_of(path: Path) -> Tensor:
     return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
-def spans_sums(path: Path, spans: Iterable[Span]) -> dict[Span, int]:
-    """Compute the sums of parts of a file. Raises CheckpointError where there is no file, or a shorter one."""
-    wanted, content = list(spans), content_of(path)
-    end = max((offset + length for offset, length in wanted), default=0)
-    if end > len(content):
-        raise CheckpointError(f"{path} has {len(content):,} bytes and should have {end:,}: it is cut off")
-    return {span: _sum(content, *span) for span in wanted}
+def sums_of(folder: Path, places: Iterable[Place]) -> dict[Place, int]:
+    """Compute the sums of entries. Raises CheckpointError where a file is not there, or shorter."""
+    sums: dict[Place, int] = {}
+    for file, wanted in by_file(places).items():
+        content, end = content_of(folder / file), max(place.offset + place.length for place in wanted)
+        if end > len(content):
+            raise CheckpointError(f"{folder / file} has {len(content):,} bytes and should have {end:,}: it is cut off")
+        sums.update({place: _sum(content, place.offset, place.length) for place in wanted})
+    return sums
 
 
 def _sum(content: Tensor, offset: int, length: int) -> int:
@@ -68,22 +80,21 @@ def _sum(content: Tensor, offset: int, length: int) -> int:
     return total & _MASK
 
 
-def as_text(checksums: Checksums) -> str:
+def as_text(checksums: Mapping[Place, Written]) -> str:
     """The text of the file: file → [offset, bytes, sum, where a tensor's own bytes begin] of its entries."""
-    rows = {name: [[*span, *entry] for span, entry in sorted(of.items())] for name, of in sorted(checksums.items())}
-    return json.dumps(rows)
+    files = by_file(checksums).items()
+    return json.dumps({file: [[*place[1:], *checksums[place]] for place in places] for file, places in files})
 
 
-def read(folder: Path) -> Checksums:
-    """Nothing, of a checkpoint that something else has written.
+def read(folder: Path) -> dict[Place, Written]:
+    """Nothing, of a checkpoint that something else has written. Rows of format 1 end with the sum.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    table = read_json(folder / CHECKSUMS, lambda found: {name: _of_file(rows) for name, rows in found.items()})
-    return table or {}
 
+    def made_of(found: dict[str, list[list[int]]]) -> dict[Place, Written]:
+        rows = ((file, row) for file, rows in found.items() for row in rows)
+        return {Place(file, offset, length): Written(*entry) for file, (offset, length, *entry) in rows}
 
-def _of_file(rows: Iterable[list[int]]) -> dict[Span, Written]:
-    """Of format 1, rows end with the sum."""
-    return {(offset, length): Written(*entry) for offset, length, *entry in rows}
+    return read_json(folder / CHECKSUMS, made_of) or {}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint.folder import private
+from graph_fsdp.checkpoint.folder import hidden, written
 from graph_fsdp.checkpoint.metadata import Checkpoint, joined, nbytes_of
 from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.errors import CheckpointError
@@ -59,19 +57,17 @@ class Consolidated:
 @dataclass(frozen=True)
 class _Source:
     checkpoint: Checkpoint
-    keys: Mapping[str, str]  # the model's name → key of the checkpoint
+    model_key: str
+    entries: Mapping[str, TensorStorageMetadata]  # by the model's names
     progress: Progress
 
-    def entry(self, name: str) -> TensorStorageMetadata:
-        return self.checkpoint.tensors[self.keys[name]]
-
     def nbytes(self, names: Iterable[str]) -> int:
-        return sum(nbytes_of(self.entry(name)) for name in names)
+        return sum(nbytes_of(self.entries[name]) for name in names)
 
     def write(self, stream: BinaryIO, offsets: Mapping[str, int]) -> None:
         """Write tensors to their places in a file."""
         for name, offset in offsets.items():
-            key = self.keys[name]
+            key = joined(self.model_key, name)
             value = read_tensors(self.checkpoint, [key])[key]
             if value.nbytes:
                 stream.seek(offset)
@@ -109,18 +105,18 @@ def consolidate(
         raise ValueError("shard_size is a number of bytes for .safetensors files; leave it out for .pt")
     checkpoint = Checkpoint.open(path)
     checkpoint.check_files()
-    entries = checkpoint.under(model_key)
-    keys = {name: joined(model_key, name) for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-    if not keys:
+    found = checkpoint.under(model_key)
+    entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    if not entries:
         raise CheckpointError(f"{path} has no tensors under {model_key!r}; its keys begin with {checkpoint.roots}")
-    source = _Source(checkpoint, keys, progress)
+    source = _Source(checkpoint, model_key, entries, progress)
     if target.suffix == ".pt":
         _write_pt(source, target)
         files = [target]
     else:
         files = _write_safetensors(source, target, shard_size)
-    left_out = [name for name in entries if name not in keys]
-    return Consolidated(files, len(keys), source.nbytes(keys), left_out)
+    left_out = [name for name in found if name not in entries]
+    return Consolidated(files, len(entries), source.nbytes(entries), left_out)
 
 
 def _write_safetensors(source: _Source, target: Path, shard_size: int | None) -> list[Path]:
@@ -135,7 +131,7 @@ def _write_safetensors(source: _Source, target: Path, shard_size: int | None) ->
     if len(shards) == 1:
         return files
     weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": source.nbytes(source.keys)}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": source.nbytes(source.entries)}, "weight_map": weight_map}
     path = target.with_name(f"{target.name}.index.json")
     with _appearing(path) as stream:
         stream.write((json.dumps(index, indent=2) + "\n").encode())
@@ -146,7 +142,7 @@ def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:
     """In the order of names, each as full as may be."""
     shards: list[list[str]] = [[]]
     held = 0
-    for name in source.keys:
+    for name in source.entries:
         nbytes = source.nbytes([name])
         if shard_size is not None and shards[-1] and held + nbytes > shard_size:
             shards.append([])
@@ -161,8 +157,8 @@ def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
-    for name in sorted(names, key=lambda name: -source.entry(name).properties.dtype.itemsize):
-        entry = source.entry(name)
+    for name in sorted(names, key=lambda name: -source.entries[name].properties.dtype.itemsize):
+        entry = source.entries[name]
         if entry.properties.dtype not in _DTYPES:
             raise ValueError(f"{name}: .safetensors has no {entry.properties.dtype}; write a .pt file")
         begins[name], end = end, end + nbytes_of(entry)
@@ -178,20 +174,18 @@ def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
 def _write_pt(source: _Source, target: Path) -> None:
     """What ``torch.load`` reads as a dict of tensors. The CRC32 of the records stay empty: ``torch.load`` does not look
     at them, and ``unzip`` complains."""
-    entries = {name: source.entry(name) for name in source.keys}
+    shapes = {name: (entry.size, entry.properties.dtype) for name, entry in source.entries.items()}
     with _appearing(target) as stream:
-        source.write(stream, compat.lay_out(stream.name, {n: (e.size, e.properties.dtype) for n, e in entries.items()}))
+        source.write(stream, compat.lay_out(stream.name, shapes))
 
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[BinaryIO]:
     """A file that is there when it is complete, or not at all."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    partial = hidden(path, "partial")
     try:
-        with open(partial, "w+b", opener=private) as stream:
+        with written(partial) as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

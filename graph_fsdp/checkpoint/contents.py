@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-from graph_fsdp.checkpoint import extra as extras
-from graph_fsdp.checkpoint.checksums import spans_sums
+from graph_fsdp.checkpoint.checksums import Place
+from graph_fsdp.checkpoint.extra import saved_extra
 from graph_fsdp.checkpoint.folder import METADATA
-from graph_fsdp.checkpoint.metadata import Checkpoint, Place, nbytes_of
-from graph_fsdp.checkpoint.state import EXTRA, RNG
+from graph_fsdp.checkpoint.metadata import Checkpoint, nbytes_of
+from graph_fsdp.checkpoint.state import RNG
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
@@ -38,15 +36,7 @@ class Contents:
     values: int  # entries that are no tensors
     extra: dict[str, Any]  # what else was saved: numbers and text, or of what type it is
     random_states: int  # of so many ranks
-
-    @property
-    def step(self) -> int | None:
-        """What was saved as ``extra["step"]``."""
-        step = self.extra.get("step")
-        return step if isinstance(step, int) else None
-
-    def summary(self) -> dict[str, Any]:
-        return {**asdict(self), "step": self.step}
+    step: int | None  # what was saved as ``extra["step"]``
 
     def __str__(self) -> str:
         by = "not by graph_fsdp" if self.ranks is None else f"by {self.ranks} ranks, torch {self.torch}"
@@ -78,25 +68,21 @@ def contents(path: AnyPath) -> Contents:
     """
     checkpoint = Checkpoint.open(path)
     header = checkpoint.header
-    shown: dict[str, Any] = {}
-    if f"{EXTRA}.structure" in checkpoint.entries:
-        structure, _ = extras.decode(checkpoint.value(f"{EXTRA}.structure"))
-        shown = {k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in structure.items()}
+    extra, _ = saved_extra(checkpoint)
     return Contents(
         path=str(checkpoint.path),
         ranks=None if header is None else header.ranks,
         torch=None if header is None else header.torch,
         files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
-        tensors=[_tensor(key, entry) for key, entry in checkpoint.tensors.items()],
+        tensors=[
+            TensorEntry(key, tuple(e.size), str(e.properties.dtype).removeprefix("torch."), nbytes_of(e), len(e.chunks))
+            for key, e in checkpoint.tensors.items()
+        ],
         values=len(checkpoint.entries) - len(checkpoint.tensors),
-        extra=shown,
+        extra={k: v if isinstance(v, _SIMPLE) else f"a {type(v).__name__}" for k, v in extra.items()},
         random_states=len({name.split(".")[0] for name in checkpoint.under(RNG)}),
+        step=extra["step"] if isinstance(extra.get("step"), int) else None,
     )
-
-
-def _tensor(key: str, entry: TensorStorageMetadata) -> TensorEntry:
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return TensorEntry(key, tuple(entry.size), dtype, nbytes_of(entry), len(entry.chunks))
 
 
 @dataclass(frozen=True)
@@ -117,20 +103,20 @@ def check(path: AnyPath) -> Checked:
     checkpoint.check_files()
     problems = []
     nbytes = entries = sums = 0
-    own = checkpoint.checksums.get(METADATA, {})
-    if spans_sums(checkpoint.path / METADATA, own) != {span: entry.total for span, entry in own.items()}:
+    try:
+        checkpoint.check_sums(place for place in checkpoint.checksums if place.file == METADATA)
+    except CheckpointError:
         problems.append(f"{METADATA} is not what was written")
     for name, places in checkpoint.places().items():
-        known = checkpoint.checksums.get(name)
-        size = (checkpoint.path / name).stat().st_size
-        if known is not None and size != max(offset + length for offset, length in known):
+        size, last = (checkpoint.path / name).stat().st_size, places[-1]
+        if checkpoint.checksums and size != last.offset + last.length:
             problems.append(f"{name} has {size:,} bytes, and more than was written")
         for place in places:
             entries, nbytes = entries + 1, nbytes + place.length
             try:
                 checkpoint.check_sums([place])
                 _check_crc(checkpoint, place)
-                sums += known is not None
+                sums += place in checkpoint.checksums
             except CheckpointError:
                 problems.append(f"{name} is damaged from byte {place.offset:,} to {place.offset + place.length:,}")
     if problems:

@@ -15,20 +15,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from graph_fsdp.checkpoint.metadata import Checkpoint, empty, unfit
 from graph_fsdp.errors import CheckpointError
+from graph_fsdp.initialise.state_keys import listed
+
+EXTRA = "extra"
 
 Path: TypeAlias = tuple[Any, ...]
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def state_of(value: Any) -> Any:
-    """What is saved of a value: its ``state_dict()``, if it has one and takes one."""
-    return value.state_dict() if is_stateful(value) else value
-
-
-def is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def take_apart(value: Any, name: str) -> tuple[Any, dict[Path, Tensor]]:
@@ -79,15 +75,31 @@ def put_together(value: Any, tensors: Mapping[Path, Tensor], path: Path = ()) ->
     return value
 
 
-def encode(structure: Any, paths: Mapping[str, Path]) -> bytes:
-    """As bytes: what is left of the values, and key of the checkpoint → where in them its tensor was."""
+def extra_tree(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of ``extra``: as bytes, what is left of its values, with name → path of its tensors; and these, by
+    their names. A name is the parts of a path joined by dots, and a number where two would be the same.
+
+    Raises:
+        TypeError: something of it could not be loaded again.
+    """
+    structure, tensors = take_apart({name: _state_of(value) for name, value in extra.items()}, EXTRA)
+    paths: dict[str, Path] = {}
+    for path in tensors:
+        base = ".".join(map(str, path))
+        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(2)))
+        paths[next(name for name in names if name not in paths)] = path
     stream = io.BytesIO()
-    torch.save({"structure": structure, "paths": dict(paths)}, stream)
-    return stream.getvalue()
+    torch.save({"structure": structure, "paths": paths}, stream)
+    return {"structure": stream.getvalue(), "tensors": {name: tensors[path] for name, path in paths.items()}}
 
 
-def decode(data: Any) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Invert ``encode``."""
+def saved_extra(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Path]]:
+    """What is left of ``extra`` in a checkpoint without its tensors, and name → path of these; nothing where none was
+    saved."""
+    key = f"{EXTRA}.structure"
+    if key not in checkpoint.entries:
+        return {}, {}
+    data = checkpoint.value(key)
     try:
         found = torch.load(io.BytesIO(data), weights_only=True)
         return dict(found["structure"]), dict(found["paths"])
@@ -95,14 +107,47 @@ def decode(data: Any) -> tuple[dict[str, Any], dict[str, Path]]:
         raise CheckpointError(f"extra: cannot be read: {error}") from error
 
 
-def tensor_keys(tensors: Mapping[Path, Tensor]) -> dict[str, Path]:
-    """A name for each path: its parts joined by dots, and a number where two would be the same."""
-    keys: dict[str, Path] = {}
-    for path in tensors:
-        base = ".".join(map(str, path))
-        names = itertools.chain([base], (f"{base}.{number}" for number in itertools.count(2)))
-        keys[next(name for name in names if name not in keys)] = path
-    return keys
+class ExtraValues:
+    """What was saved as ``extra``, matched when made with what the caller has under the same names. ``wanted``: tensors
+    that are read into. The caller's DTensors are; of all else each rank gets a copy of its own."""
+
+    def __init__(self, given: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+        self.given = given
+        self.wanted: dict[str, Tensor] = {}
+        self.tensors: dict[Path, Tensor] = {}
+        self.structure, paths = saved_extra(checkpoint)
+        if unknown := sorted(set(given) - set(self.structure)):
+            raise CheckpointError(
+                f"{checkpoint.path} has no extra {listed(unknown)}; it has {listed(sorted(self.structure)) or 'none'}"
+            )
+        _, here = take_apart({name: _state_of(value) for name, value in given.items()}, EXTRA)
+        for name, path in paths.items():
+            at, mine = f"{EXTRA}.tensors.{name}", here.get(path)
+            entry = checkpoint.tensors.get(at)
+            if entry is None:
+                raise CheckpointError(f"{checkpoint.path} has no tensor {at!r}")
+            if not isinstance(mine, DTensor):
+                mine = empty(entry)
+            elif problem := unfit(at, entry, mine):
+                raise CheckpointError(f"{checkpoint.path} is of another training: {problem}")
+            self.tensors[path] = self.wanted[at] = mine
+
+    def finish(self) -> dict[str, Any]:
+        """After the tensors were read into: what has a state gets it. All that was saved."""
+        found: dict[str, Any] = put_together(self.structure, self.tensors)
+        for name, value in self.given.items():
+            if _is_stateful(value):
+                value.load_state_dict(found[name])
+        return found
+
+
+def _state_of(value: Any) -> Any:
+    """What is saved of a value: its ``state_dict()``, if it has one and takes one."""
+    return value.state_dict() if _is_stateful(value) else value
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _shown(path: Path) -> str:

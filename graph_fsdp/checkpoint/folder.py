@@ -9,15 +9,16 @@ differ in their numbers only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -99,7 +100,7 @@ def begin(path: Path) -> Path:
         found = _PARTIAL.match(other.name)
         if found and series(found[1]) == series(path.name):
             shutil.rmtree(other, ignore_errors=True)  # it is in nobody's way
-    temporary = _hidden(path, "partial")
+    temporary = hidden(path, "partial")
     temporary.mkdir(mode=0o700)
     return temporary
 
@@ -124,12 +125,13 @@ def commit(temporary: Path, path: Path, keep: int | None) -> None:
 
 def _put_aside(path: Path) -> Path:
     """Rename a checkpoint, so that nobody thinks that it is complete when half of it is removed."""
-    aside = _hidden(path, "replaced")
+    aside = hidden(path, "replaced")
     path.rename(aside)
     return aside
 
 
-def _hidden(path: Path, kind: str) -> Path:
+def hidden(path: Path, kind: str) -> Path:
+    """A name for what stands beside a path for a while."""
     return path.parent / f".{path.name}.{secrets.token_hex(8)}.{kind}"
 
 
@@ -142,12 +144,13 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a small file that only the user can read; it is on the disk when this returns."""
-    with open(path, "w", encoding="utf-8", opener=private) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A new file that only the user can read, to be written; it is on the disk afterwards."""
+    with open(path, "w+b", opener=private) as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def private(path: str, flags: int) -> int:

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from graph_fsdp.errors import CheckpointError
-from graph_fsdp.initialise.initial_values import agree_on_values, checkpoint_facts
+from graph_fsdp.initialise.initial_values import agreeing_on_values, checkpoint_facts
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.initialise.state_keys import IncompatibleKeys, Rename, match_keys
 from graph_fsdp.mesh import DataParallelMesh
@@ -29,14 +28,10 @@ def load_safetensors(
         RankDisagreement: ranks were given different files, or another rank cannot read its own; likewise.
     """
     mesh = _mesh_of(model)
-    problem: Exception | None = None
     facts: list[str] = []
-    try:
+    with agreeing_on_values(mesh, facts):
         files, matched = Safetensors(path, strict, rename).match(model)
-        facts = checkpoint_facts(files, matched)
-    except Exception as error:  # whatever it is, other ranks are told
-        problem = error
-    agree_on_values(mesh, facts, problem)
+        facts += checkpoint_facts(files, matched)
     files.read((key, value) for value, key in matched.key_of.items())
     return matched.incompatible
 
@@ -60,15 +55,11 @@ def load_full_state_dict(
             "model on all of them; write the state dict to a safetensors file, and use load_safetensors"
         )
     first = mesh is None or dist.get_rank() == 0
-    problem: Exception | None = None
     values: dict[str, Tensor] = {}
     incompatible = IncompatibleKeys([], [])
-    try:
+    with agreeing_on_values(mesh, []):
         if first:
             values, incompatible = _fitting(model, state_dict, strict)
-    except (CheckpointError, TypeError) as error:
-        problem = error
-    agree_on_values(mesh, [], problem)
     if mesh is not None:
         box = [incompatible]
         dist.broadcast_object_list(box, src=0)

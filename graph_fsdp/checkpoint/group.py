@@ -6,8 +6,9 @@ those of the training.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from graph_fsdp.runtime.ranks.failure import gone
 TIMEOUT_SECONDS = 1800.0
 NOT_DISTRIBUTED = "torch.distributed is disabled"  # torch.distributed.checkpoint warns of a process that is alone
 
-# Ranks → the default group for which theirs was made, and theirs. (A program may end its default group and start anew.)
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# Default group → ranks → their group. A program may end its default group, with all others, and start anew.
+_groups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.index == 0
+
+    @contextlib.contextmanager
+    def agreeing(self, facts: Sequence[str]) -> Iterator[None]:
+        """Whatever is raised within is told to the other ranks: see :meth:`agree`."""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.agree(facts, problem)
 
     def agree(self, facts: Sequence[str], problem: Exception | None, value: str = "") -> str:
         """Raise this rank's problem, or tell of another's; return the first rank's ``value``. ``facts`` have to be the
@@ -121,12 +132,11 @@ def no_answer(error: BaseException, ranks: Sequence[int]) -> CheckpointError:
 def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    for known, (made_for, _) in list(_groups.items()):
-        if made_for is not world:
-            del _groups[known]
-    if ranks not in _groups:
+    if world not in _groups:
+        _groups.clear()
+    known = _groups.setdefault(world, {})
+    if ranks not in known:
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         # Made by its own ranks alone: those of another mesh may never come here.
-        made = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
-        _groups[ranks] = (world, made)
-    return _groups[ranks][1]
+        known[ranks] = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+    return known[ranks]

@@ -1,24 +1,47 @@
-"""Loading a training: first all that can be known without changing anything, then the values."""
+"""Loading a training: first all that can be known without changing anything, then the values.
+
+[Note: states that are not there yet]
+An optimizer makes a parameter's state when it first steps with a gradient. So a new one is given its states, by
+``get_optimizer_state_dict``, which has it take a step with gradients of zero and a learning rate of zero; what the
+checkpoint has is read into them; and states that the checkpoint does not have, as of an expert that had had no
+gradient, are taken away again.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.optim import Optimizer
 
-from graph_fsdp.checkpoint.extra_values import ExtraValues
+from graph_fsdp.checkpoint.extra import EXTRA, ExtraValues
 from graph_fsdp.checkpoint.group import Ranks
-from graph_fsdp.checkpoint.metadata import Checkpoint
-from graph_fsdp.checkpoint.model_values import ModelValues
-from graph_fsdp.checkpoint.optimizer_values import OptimizerValues
-from graph_fsdp.checkpoint.random_state import set_random_state
+from graph_fsdp.checkpoint.metadata import Checkpoint, Entries, empty, joined, unfit
 from graph_fsdp.checkpoint.saving import finish_pending
-from graph_fsdp.checkpoint.state import EXTRA, MODEL, OPTIMIZER, RNG, optimizers_of
+from graph_fsdp.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    leaves,
+    optimizers_of,
+    parameter_names,
+    set_random_state,
+    states_by_name,
+)
 from graph_fsdp.checkpoint.storage import access_of, read
+from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.initialise.state_keys import IncompatibleKeys, check_fit, listed
 
 
 def load(
@@ -58,26 +81,21 @@ def load(
     """
     finish_pending()
     ranks = Ranks.of(model)
-    problem: Exception | None = None
-    try:
+    with ranks.agreeing([os.path.abspath(path)]):
         optimizers = optimizers_of(optimizer)
         checkpoint = Checkpoint.open(path)
         if ranks.is_first:  # once is enough, and takes as long as there are files
             checkpoint.check_files()
-        model_values = ModelValues(model, checkpoint, model_key, (optimizer_key, EXTRA, RNG))
+        state, of_model = match_model(model, checkpoint, model_key, (optimizer_key, EXTRA, RNG))
         optimizer_values = OptimizerValues(model, optimizers, checkpoint, optimizer_key)
         extra_values = ExtraValues(extra or {}, checkpoint)
-        random_values = _random_values(checkpoint, ranks.index) if random_states else None
-    except Exception as error:  # whatever it is, the other ranks are told
-        problem = error
-    ranks.agree([os.path.abspath(path)], problem)
+        mine = f"{RNG}.{ranks.index}"
+        names = checkpoint.under(mine) if random_states else ()
+        random_values = {name: checkpoint.value(f"{mine}.{name}") for name in names}
     try:
-        try:
+        with ranks.agreeing([]):
             optimizer_values.prepare()
-        except Exception as error:
-            problem = error
-        ranks.agree([], problem)
-        wanted = {**model_values.wanted, **optimizer_values.wanted, **extra_values.wanted}
+        wanted = {**of_model.wanted, **optimizer_values.wanted, **extra_values.wanted}
         access = access_of(model)
         filled = {key: access.to_fill(tensor) for key, tensor in wanted.items()}
         read(checkpoint, filled, ranks, verify)
@@ -86,15 +104,176 @@ def load(
     except BaseException:
         optimizer_values.undo()
         raise
-    model_values.finish()
+    set_model_state_dict(model, state, options=StateDictOptions(strict=False))  # what modules do when one is loaded
     optimizer_values.finish()
     found = extra_values.finish()
-    if random_values is not None:
+    if random_values:
         set_random_state(model, random_values)
     return found
 
 
-def _random_values(checkpoint: Checkpoint, rank: int) -> dict[str, Any] | None:
-    """None where nothing was saved for this rank."""
-    key = f"{RNG}.{rank}"
-    return {name: checkpoint.value(f"{key}.{name}") for name in checkpoint.under(key)} or None
+class StateMatch:
+    """A nested state dict beside the entries below a key: ``wanted`` tensors are to be read, and what is no tensor, of
+    which there may be several entries, is in the state when this is made. ``entries``: by their names in the state."""
+
+    def __init__(self, state: Any, entries: Entries, key: str, checkpoint: Checkpoint) -> None:
+        self.wanted: dict[str, Tensor] = {}  # key of the checkpoint → what is read into
+        self.absent: list[str] = []
+        self.problems: list[str] = []
+        self.names: set[str] = set()
+        for container, place, value, name in leaves(state, ""):
+            self.names.add(name)
+            entry = entries.get(name)
+            if entry is None:
+                self.absent.append(name)
+            elif isinstance(value, Tensor) != isinstance(entry, TensorStorageMetadata):
+                self.problems.append(f"{name}: one is a tensor and the other is not")
+            elif isinstance(entry, TensorStorageMetadata):
+                if problem := unfit(name, entry, value):
+                    self.problems.append(problem)
+                self.wanted[joined(key, name)] = value
+            else:
+                container[place] = checkpoint.value(joined(key, name))
+        self.unexpected = [name for name in entries if name not in self.names]
+
+
+def match_model(model: nn.Module, checkpoint: Checkpoint, key: str, others: Sequence[str]) -> tuple[Any, StateMatch]:
+    """Return the model's state dict, matched with the entries below ``key``. ``others``: top-level keys that are not
+    the model's, where its names are keys without a prefix.
+
+    Raises:
+        CheckpointError: worded as by ``nn.Module.load_state_dict``, the checkpoint is another model's.
+    """
+    entries = checkpoint.under(key)
+    if not key:
+        entries = {name: entry for name, entry in entries.items() if name.split(".")[0] not in others}
+    if not entries:
+        raise CheckpointError(
+            f"{checkpoint.path} has nothing under {key!r}; its keys begin with {listed(checkpoint.roots)}: say by "
+            'model_key which is the model\'s ("" for none)'
+        )
+    state = get_model_state_dict(model)
+    matched = StateMatch(state, entries, key, checkpoint)
+    tied = dict(model.named_parameters(remove_duplicate=False))  # one of a parameter's names is enough
+    read = {tied.get(name, name) for name in matched.names.difference(matched.absent)}
+    missing = [name for name in matched.absent if tied.get(name, name) not in read]
+    check_fit(model, str(checkpoint.path), IncompatibleKeys(missing, matched.unexpected), matched.problems)
+    return state, matched
+
+
+class OptimizerValues:
+    """Matched when made, as far as that goes without changing the optimizers: CheckpointError if the checkpoint is of
+    others."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, key: str) -> None:
+        self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, joined(key, "state")
+        self.names = parameter_names(model)
+        self.wanted: dict[str, Tensor] = {}
+        self._before: list[tuple[Optimizer, dict[Any, Any]]] = []
+        self._state: dict[str, Any] = {}
+        self._groups = self._read_groups(joined(key, "param_groups")) if optimizers else []
+        if optimizers and not self._groups:
+            raise CheckpointError(
+                f"{checkpoint.path} has no optimizer under {key!r}; its keys begin with {listed(checkpoint.roots)}: "
+                "say by optimizer_key which is its, or load without the optimizer"
+            )
+        self._owned = {name for o in optimizers for group in o.param_groups for name in self._names(group["params"])}
+        self._match_parameters()
+        self._states = checkpoint.under(self.key) if optimizers else {}
+        self._saved = self._owned & {name for path in self._states for name in _beginnings(path)}
+
+    def prepare(self) -> None:
+        """Make the states that the checkpoint has; ``wanted`` is complete afterwards.
+
+        Raises:
+            CheckpointError: the checkpoint's are of another kind of optimizer. Call ``undo`` then.
+        """
+        for optimizer in self.optimizers:
+            here = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+            held = {parameter for parameter, state in optimizer.state.items() if state}
+            if here - held and not self._saved.isdisjoint(self._names(here)):
+                self._before.append((optimizer, dict(optimizer.state)))
+                _initialise(self.model, optimizer)
+            self._state.update(states_by_name(optimizer, self.names))
+        matched = StateMatch(self._state, self._states, self.key, self.checkpoint)
+        self.wanted.update(matched.wanted)
+        problems = [f"the optimizer has no {listed(matched.unexpected)}"] if matched.unexpected else []
+        problems += [f"{name} is not in the checkpoint" for name in matched.absent if self._saved & _beginnings(name)]
+        if problems := problems + matched.problems:
+            lines = "\n\t".join(problems[:20])
+            raise CheckpointError(f"{self.checkpoint.path} is of another optimizer:\n\t{lines}")
+
+    def undo(self) -> None:
+        """Optimizers are as before ``prepare``."""
+        for optimizer, state in self._before:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    def finish(self) -> None:
+        """After the tensors were read into."""
+        for optimizer in self.optimizers:
+            groups = [self._saved_group(group) for group in optimizer.param_groups]
+            names = [name for group in groups for name in group["params"]]
+            state = {number: self._state[name] for number, name in enumerate(names) if name in self._saved}
+            numbers = itertools.count()
+            for group in groups:
+                group["params"] = [next(numbers) for _ in group["params"]]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _names(self, parameters: Iterable[Tensor]) -> list[str]:
+        return [self.names[parameter] for parameter in parameters]
+
+    def _read_groups(self, key: str) -> list[dict[str, Any]]:
+        """The saved groups, each with its "params", by name. Of a flattened state dict, each parameter is a group."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, entry in self.checkpoint.under(key).items():
+            rest, _, option = path.rpartition(".")
+            if isinstance(entry, BytesStorageMetadata):
+                value = self.checkpoint.value(joined(key, path))
+            else:
+                value = self.wanted[joined(key, path)] = empty(entry)
+            found.setdefault(rest, {})[option] = value
+        if all("params" in group for group in found.values()):
+            return list(found.values())
+        return [{**options, "params": [name]} for name, options in found.items()]
+
+    def _match_parameters(self) -> None:
+        """The same parameters have the same options together."""
+        saved = {name for group in self._groups for name in group["params"]}
+        problems: list[str] = []
+        if missing := sorted(self._owned - saved):
+            problems.append(f"it has no state of {listed(missing)}")
+        if foreign := sorted(saved - self._owned):
+            problems.append(f"the optimizer does not have {listed(foreign)}")
+        mine = [(at, group) for optimizer in self.optimizers for at, group in enumerate(optimizer.param_groups)]
+        for at, group in mine if not problems else ():
+            names = set(self._names(group["params"]))
+            if any(len(names & set(g["params"])) not in (0, len(g["params"])) for g in self._groups):
+                problems.append(f"parameters of group {at} are in a group with others, as {listed(sorted(names))}")
+        if problems:
+            raise CheckpointError(f"{self.checkpoint.path} is of another optimizer: {'; '.join(problems)}")
+
+    def _saved_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group of an optimizer with what was saved of it; options that torch has only now stay."""
+        names = self._names(group["params"])
+        saved = next((g for g in self._groups if not names or names[0] in g["params"]), {})
+        return {**group, **saved, "params": names}
+
+
+def _beginnings(path: str) -> set[str]:
+    """What stands before each dot of a path, and all of it: one is the name of the parameter whose state it is."""
+    return set(itertools.accumulate(path.split("."), "{}.{}".format))
+
+
+def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
+    """Every trainable parameter gets a new state. Gradients stay, as they would keep torch from making states."""
+    optimizer.state.clear()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [(p, p.grad) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,10 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from graph_fsdp.checkpoint import checksums
-from graph_fsdp.checkpoint.checksums import Written
+from graph_fsdp.checkpoint.checksums import Place, Written, by_file
 from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.initialise.state_keys import size_mismatch
 
 Entries: TypeAlias = "Mapping[str, TensorStorageMetadata | BytesStorageMetadata]"
 
@@ -77,6 +77,15 @@ def empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
+def unfit(name: str, entry: TensorStorageMetadata, value: Tensor) -> str | None:
+    """Return why an entry cannot be read into a tensor. Floating point goes into floating point of any width."""
+    saved, problem = entry.properties.dtype, size_mismatch(name, entry.size, value)
+    same_kind = (saved.is_floating_point, saved.is_complex) == (value.is_floating_point(), value.is_complex())
+    if problem is None and not same_kind:
+        return f"{name}: {saved} in the checkpoint cannot be loaded into {value.dtype}"
+    return problem
+
+
 def read_metadata(path: Path) -> Metadata:
     """Read the description of a checkpoint.
 
@@ -97,19 +106,6 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-class Place(NamedTuple):
-    """Where the bytes of an entry are."""
-
-    file: str
-    offset: int
-    length: int
-
-
-def by_file(places: Iterable[Place]) -> dict[str, list[Place]]:
-    """File → the entries in it, in order, each once."""
-    return {file: list(found) for file, found in itertools.groupby(sorted(set(places)), lambda place: place.file)}
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was opened: its description, and nothing else of it is in memory."""
@@ -117,7 +113,7 @@ class Checkpoint:
     path: Path
     metadata: Metadata
     header: Header | None  # None: something else has written it
-    checksums: checksums.Checksums
+    checksums: Mapping[Place, Written]  # nothing, likewise
 
     @classmethod
     def open(cls, path: AnyPath) -> Checkpoint:
@@ -153,12 +149,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / name} is compressed; read it by torch.distributed.checkpoint")
         return Place(name, info.offset, info.length)
 
-    def chunk(self, index: MetadataIndex) -> Tensor:
-        """Return a contiguous tensor like the piece of a tensor that an entry holds, on the meta device."""
-        entry = self.tensors[index.fqn]
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        return torch.empty(sizes, dtype=entry.properties.dtype, device="meta")
-
     def places(self) -> dict[str, list[Place]]:
         """File → the entries in it, in order."""
         return by_file(map(self.place, self.metadata.storage_data))
@@ -185,18 +175,19 @@ class Checkpoint:
         Raises:
             CheckpointError: with the first file that has changed.
         """
-        for name, wanted in by_file(places).items():
-            expected = self.checksums.get(name)
-            if expected is None:
-                continue
-            found = checksums.spans_sums(self.path / name, [(place.offset, place.length) for place in wanted])
-            known = {span: expected.get(span, Written(-1)) for span in found}
-            wrong = [span for span, total in found.items() if known[span] != Written.of(total, known[span].data)]
-            if wrong:
-                raise CheckpointError(
-                    f"{self.path / name} is damaged: {len(wrong)} of its entries are not what was written, the first "
-                    f"at byte {wrong[0][0]:,}; load an older checkpoint"
-                )
+        if not self.checksums:
+            return
+        damaged = []
+        for place, total in checksums.sums_of(self.path, places).items():
+            known = self.checksums.get(place, Written(-1))
+            if known != Written.of(total, known.data):
+                damaged.append(place)
+        if damaged:
+            (file, places), *_ = by_file(damaged).items()
+            raise CheckpointError(
+                f"{self.path / file} is damaged: {len(places)} of its entries are not what was written, the first at "
+                f"byte {places[0].offset:,}; load an older checkpoint"
+            )
 
     def read(self, place: Place) -> IO[bytes]:
         """Return what ``torch.save`` has written of an entry, in memory."""

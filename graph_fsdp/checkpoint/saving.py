@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import shutil
 import warnings
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from graph_fsdp.checkpoint import folder
 from graph_fsdp.checkpoint.group import NOT_DISTRIBUTED, Ranks
-from graph_fsdp.checkpoint.state import copied, optimizers_of, training_state
+from graph_fsdp.checkpoint.state import optimizers_of, training_state
 from graph_fsdp.checkpoint.storage import Writer, access_of
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
@@ -96,7 +97,8 @@ def save(
     problem: Exception | None = None
     try:
         _check(final, extra, keep)
-        tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, access_of(model))
+        to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
+        tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
         if ranks.is_first:
             temporary = _begin(final, overwrite)
     except Exception as error:  # whatever it is, the other ranks are told
@@ -112,7 +114,7 @@ def save(
         if ranks.group is None:  # for good: what is ignored for a while only is so for all threads
             warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
         executor = concurrent.futures.ThreadPoolExecutor(1, "graph_fsdp-save")
-        _last = PendingSave(final, executor.submit(_write, copied(tree), writer, ranks))
+        _last = PendingSave(final, executor.submit(_write, tree, writer, ranks))
         executor.shutdown(wait=False)
         return _last
     with warnings.catch_warnings():

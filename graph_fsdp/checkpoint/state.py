@@ -11,20 +11,21 @@ Each rank gives its parts of DTensors and its random states. All else is the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graph_fsdp import compat
-from graph_fsdp.checkpoint import extra as extras
-from graph_fsdp.checkpoint.random_state import random_state
-from graph_fsdp.checkpoint.storage import TensorAccess
+from graph_fsdp.checkpoint.extra import EXTRA, extra_tree, put_together, take_apart
 
-MODEL, OPTIMIZER, EXTRA, RNG = "model", "optimizer", "extra", "rng"
+MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Optimizer, ...]:
@@ -48,7 +49,7 @@ def training_state(
     optimizers: Sequence[Optimizer],
     extra: Mapping[str, Any],
     rank: int,
-    access: TensorAccess,
+    to_write: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
     """Return the tree that this rank writes, in containers of its own: those of the optimizer change in the next step.
 
@@ -58,18 +59,13 @@ def training_state(
     tree: dict[str, Any] = {MODEL: get_model_state_dict(model)}
     if optimizers:
         tree[OPTIMIZER] = _optimizer_state(model, optimizers)
-    tree = {key: extras.put_together(*extras.take_apart(value, key)) for key, value in tree.items()}
+    tree = {key: put_together(*take_apart(value, key)) for key, value in tree.items()}
     if extra:
-        structure, tensors = extras.take_apart({key: extras.state_of(value) for key, value in extra.items()}, EXTRA)
-        keys = extras.tensor_keys(tensors)
-        tree[EXTRA] = {
-            "structure": extras.encode(structure, keys),
-            "tensors": {key: tensors[path] for key, path in keys.items()},
-        }
+        tree[EXTRA] = extra_tree(extra)
     if rank:
         tree = {key: value for _, _, value, key in leaves(tree, "") if isinstance(value, DTensor)}
-    tree[RNG] = {str(rank): random_state(model)}
-    written: dict[str, Any] = compat.tree_map_only(Tensor, access.to_write, tree)
+    tree[RNG] = {str(rank): _random_state(model)}
+    written: dict[str, Any] = compat.tree_map_only(Tensor, to_write, tree)
     return written
 
 
@@ -80,20 +76,17 @@ def _optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
         unknown = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if unknown:
             raise ValueError(f"optimizer has {unknown} parameters that are not the model's; make it after compile")
-        if optimizer.state:
-            state = get_optimizer_state_dict(model, optimizer)
-            made["state"].update(state["state"])
-            made["param_groups"] += state["param_groups"]
-        else:  # get_optimizer_state_dict would have it take a step
-            made["param_groups"] += [
-                {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
-            ]
+        made["state"].update(states_by_name(optimizer, names))
+        for group in optimizer.param_groups:
+            made["param_groups"].append({**group, "params": [names[p] for p in group["params"]]})
     return made
 
 
-def copied(tree: Any) -> Any:
-    """Return a tree with copies of its tensors on the CPU."""
-    return compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
+def states_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Return the states that an optimizer has, by the names of their parameters. (``get_optimizer_state_dict`` would
+    have one without states take a step.)"""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names[parameters[number]]: state for number, state in optimizer.state_dict()["state"].items()}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
@@ -111,3 +104,35 @@ def _has_entries(value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, Tensor) or _has_entries(item) for item in value)
     return isinstance(value, Mapping)
+
+
+def _random_state(model: nn.Module) -> dict[str, Any]:
+    """Return this rank's random states as tensors, and as tuples of tensors and numbers."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
+    device = _accelerator_of(model)
+    if device is not None:
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, torch.tensor(keys.tolist()), *rest)
+    return state
+
+
+def set_random_state(model: nn.Module, state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    device = _accelerator_of(model)
+    if device is not None and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, keys.numpy(), *rest))
+
+
+def _accelerator_of(model: nn.Module) -> torch.device | None:
+    """Return the accelerator that the model is on."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator()
+    return device if accelerator is not None and device.type == accelerator.type else None

@@ -41,10 +41,11 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from graph_fsdp import compat
 from graph_fsdp.checkpoint import checksums, folder
+from graph_fsdp.checkpoint.checksums import Place, Written, by_file
 from graph_fsdp.checkpoint.group import ALONE, NOT_DISTRIBUTED, Ranks
-from graph_fsdp.checkpoint.metadata import Checkpoint, Place, by_file, empty
-from graph_fsdp.compat import checkpoint as compat_checkpoint
+from graph_fsdp.checkpoint.metadata import Checkpoint, empty
 from graph_fsdp.errors import CheckpointError
 
 
@@ -65,7 +66,7 @@ class PrivateFiles(FileSystem):
 class SummedResult(WriteResult):
     """What a rank has written of an entry, with the sum of its bytes and where those of a tensor are."""
 
-    entry: checksums.Written
+    entry: Written
 
 
 def _writes_plain(item: WriteItem, planner: SavePlanner) -> bool:
@@ -83,39 +84,37 @@ class Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
+        plain = {item.index for item in plan.items if _writes_plain(item, planner)}
+        sums = checksums.sums_of(self.temporary, map(_place, results))
         summed: list[WriteResult] = []
-        for name in {result.storage_data.relative_path for result in results}:  # this rank's one file
-            sums = checksums.spans_sums(self.temporary / name, map(_span, results))
-            plain = {item.index for item in plan.items if _writes_plain(item, planner)}
+        for name in by_file(sums):  # this rank's one file
             with open(self.temporary / name, "rb") as file:
                 for r in results:
-                    data = compat_checkpoint.tensor_offset(file, *_span(r)) if r.index in plain else 0
-                    entry = checksums.Written.of(sums[_span(r)], data)
+                    data = compat.tensor_offset(file, *_place(r)[1:]) if r.index in plain else 0
+                    entry = Written.of(sums[_place(r)], data)
                     summed.append(SummedResult(r.index, r.size_in_bytes, r.storage_data, entry))
         future: Future[list[WriteResult]] = Future()
         future.set_result(summed)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        sums: checksums.Checksums = {}
-        for part in itertools.chain(*results):
-            assert isinstance(part, SummedResult)
-            sums.setdefault(part.storage_data.relative_path, {})[_span(part)] = part.entry
-        self._check_visible(sums)
+        written = {_place(part): part.entry for part in itertools.chain(*results) if isinstance(part, SummedResult)}
+        self._check_visible(written)
         super().finish(metadata, results)
-        written = self.temporary / folder.METADATA
-        of_metadata = checksums.spans_sums(written, [(0, written.stat().st_size)])
-        sums[folder.METADATA] = {span: checksums.Written.of(total) for span, total in of_metadata.items()}
+        own = Place(folder.METADATA, 0, (self.temporary / folder.METADATA).stat().st_size)
+        written[own] = Written.of(checksums.sums_of(self.temporary, [own])[own])
         header = folder.Header(folder.next_sequence(self.final.parent), self.ranks)
-        folder.write_private(self.temporary / checksums.CHECKSUMS, checksums.as_text(sums))
-        folder.write_private(self.temporary / folder.HEADER, json.dumps(dataclasses.asdict(header)))
+        texts = {checksums.CHECKSUMS: checksums.as_text(written), folder.HEADER: json.dumps(dataclasses.asdict(header))}
+        for name, text in texts.items():
+            with folder.written(self.temporary / name) as stream:
+                stream.write(text.encode())
         folder.commit(self.temporary, self.final, self.keep)
 
-    def _check_visible(self, sums: checksums.Checksums) -> None:
+    def _check_visible(self, written: Iterable[Place]) -> None:
         """What the other ranks wrote is where this one renames."""
-        for name, entries in sums.items():
-            file, expected = self.temporary / name, max(offset + length for offset, length in entries)
-            if not file.is_file() or file.stat().st_size != expected:
+        for name, places in by_file(written).items():
+            file, last = self.temporary / name, places[-1]
+            if not file.is_file() or file.stat().st_size != last.offset + last.length:
                 raise CheckpointError(
                     f"{file} was written by another rank and is not here in full; save to a folder that all hosts share"
                 )
@@ -146,10 +145,12 @@ class Reader(FileSystemReader):
     def copied(self, item: ReadItem, place: Place, content: Tensor, planner: LoadPlanner) -> bool:
         """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor; else
         ``torch.load`` has to read it."""
-        entry = self.checkpoint.checksums.get(place.file, {}).get((place.offset, place.length))
+        entry = self.checkpoint.checksums.get(place)
         if entry is None or not entry.data or sys.byteorder != "little":
             return False
-        saved, target = self.checkpoint.chunk(item.storage_index), planner.resolve_tensor(item).detach()
+        whole, target = self.checkpoint.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
+        sizes = next(chunk.sizes for chunk in whole.chunks if chunk.offsets == item.storage_index.offset)
+        saved = torch.empty(sizes, dtype=whole.properties.dtype, device="meta")
         if target.dtype != saved.dtype or target.shape != item.lengths or not _is_plain(target):
             return False
         part = saved[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
@@ -203,9 +204,10 @@ class TensorAccess:
     """What torch.distributed.checkpoint is given for a model's tensors: themselves. An engine whose tensors it cannot
     write or fill has a method ``checkpoint_access()`` that returns an object of a class derived from this one."""
 
-    def to_write(self, tensor: Tensor) -> Tensor:
-        """What is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a part."""
-        return tensor
+    def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
+        """What is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a part.
+        With ``copy``, of its values now."""
+        return tensor.detach().to("cpu", copy=True) if copy else tensor
 
     def to_fill(self, tensor: Tensor) -> Tensor:
         """What is read into for a tensor; then comes ``filled``."""
@@ -226,5 +228,5 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _span(result: WriteResult) -> checksums.Span:
-    return result.storage_data.offset, result.storage_data.length
+def _place(result: WriteResult) -> Place:
+    return Place(result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length)

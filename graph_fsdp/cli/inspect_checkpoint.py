@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 SUMMARY = "contents, sizes and step of a checkpoint, and whether it is whole"
 
@@ -25,7 +26,7 @@ def _run(chosen: argparse.Namespace) -> None:
 
     found = contents(chosen.checkpoint)
     if chosen.json:
-        print(json.dumps(found.summary(), indent=1))
+        print(json.dumps(asdict(found), indent=1))
     else:
         print(found)
         if chosen.tensors:

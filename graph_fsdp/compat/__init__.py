@@ -1,11 +1,10 @@
 """Every private name of PyTorch that graph_fsdp uses, in one place: ``compat`` has the public names of the files below.
 
 A few files are imported by themselves, and say what they use: Inductor's scheduler (``inductor_scheduler.py``) and its
-C++ compiler (``inductor_cpp.py``), the reasons why Dynamo traces again (``recompiles.py``), torch_xla (``xla.py``).
+C++ compiler (``inductor_cpp.py``), torch_xla (``xla.py``).
 
 Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
-the torch versions in which the import below was run. ``TORCH_VERSIONS_RUN`` lists the releases on which the
-whole test-suite was run.
+the torch versions in which the import below was run. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 
 | name | for | torch |
 |---|---|---|
@@ -47,8 +46,10 @@ whole test-suite was run.
 | ``fx.experimental.symbolic_shapes.ShapeEnv`` | graphs of ours that Dynamo has not traced | 2.13 |
 | ``fx.experimental.symbolic_shapes.free_symbols`` | symbols in a region's shapes | 2.9 to 2.15 |
 | ``fx.experimental.symbolic_shapes.optimization_hint`` | value of a symbolic size; ``hint_int`` in 2.9 | 2.9 to 2.15 |
+| ``_guards.CompileContext.current_compile_id`` | which compilation is under way | 2.9, 2.13 |
+| ``_dynamo.utils.get_metrics_context``, ``MetricsContext._metrics["recompile_reason"]``, ``guard_failures`` |
+  guards of earlier graphs that failed, as ``TORCH_LOGS="recompiles"`` has them | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
-| ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
@@ -95,9 +96,28 @@ from __future__ import annotations
 
 import torch
 
-from graph_fsdp.compat.versions import check_torch_version as check_torch_version
+_MINIMUM_TORCH = (2, 9)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """(2, 9) of "2.9.1+cpu"."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def check_torch_version(version: str) -> None:
+    """Raise ImportError on a torch that does not have what this package imports."""
+    if release(version) < _MINIMUM_TORCH:
+        raise ImportError(
+            f"graph_fsdp needs torch {'.'.join(map(str, _MINIMUM_TORCH))} or newer, and this is {version}; "
+            "pip install --upgrade torch"
+        )
+
 
 check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
+
+# What FSDP2 takes a MixedPrecisionPolicy without reduce_dtype to mean: that gradients are reduced in the dtype of their
+# parameters, and before torch 2.15 in param_dtype.
+REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 
@@ -105,6 +125,4 @@ from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *
 from graph_fsdp.compat.inductor import *
-from graph_fsdp.compat.operators import *
 from graph_fsdp.compat.tensors import *
-from graph_fsdp.compat.versions import *

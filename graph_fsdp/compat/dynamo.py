@@ -7,6 +7,7 @@ import itertools
 import logging
 import operator
 import os
+import re
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+from torch._guards import CompileContext
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
 from torch._logging._internal import trace_log
@@ -170,8 +172,9 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
     With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
     Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
     each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
-    compilation, which would walk all that was allocated for it. With ``hooks``, graphs are guarded by the hooks that
-    they were traced with, whereas Dynamo's default is not to notice others.
+    compilation, which would walk all that was allocated for it. Guards are timed only if the log wants it: Dynamo
+    empties the processor's caches before, some 50 ms, a tenth of what a small model takes. With ``hooks``, graphs are
+    guarded by the hooks that they were traced with, whereas Dynamo's default is not to notice others.
     """
     owners = (logging.Logger, logging)
     ignored = {getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method)}
@@ -195,16 +198,9 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         dynamo_config.patch(options),
         _use_lazy_graph_module(True),
         unittest.mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", without_functions),
-        _guards_untimed(),
+        _unless(guards.guards_log.isEnabledFor(logging.DEBUG), guards, "profile_guard_manager", 0.0),
     ):
         yield
-
-
-def _guards_untimed() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo times the guards of each graph for its logs, and empties the processor's caches before: some 50 ms, a
-    tenth of what a small model takes. For a time it does so only if the log wants it."""
-    wanted = guards.guards_log.isEnabledFor(logging.DEBUG)
-    return _unless(wanted, guards, "profile_guard_manager", 0.0)
 
 
 def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:
@@ -294,3 +290,38 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+_REASON = re.compile(r"(?P<compilation>\S+): (?P<guard>.*)", re.DOTALL)
+_WHERE = re.compile(r"(?P<file>[^\s#]+\.py):(?P<line>\d+) in (?P<function>\S+)")
+
+
+def current_compilation() -> str | None:
+    """The name of the compilation that is under way in torch's logs, "0/1"; None where there is none."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else str(found)
+
+
+def failed_guards() -> list[tuple[str, str, str | None]]:
+    """To be asked in a Dynamo backend: which guards of earlier graphs of the same code failed, the graph that ran last
+    first. Of each: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and
+    the line that the guard is due to, where Dynamo says it. Nothing at the first compilation of a piece of code, and on
+    a torch that does not say."""
+    metrics = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
+    first = metrics.get("recompile_reason")
+    if not first:
+        return []
+    # The other graphs' reasons follow the first in the list of their code object.
+    for reasons in dynamo_utils.guard_failures.values():
+        if first in reasons:
+            last = len(reasons) - 1 - reasons[::-1].index(first)
+            return list(map(_parsed, reasons[last:]))
+    return [_parsed(first)]
+
+
+def _parsed(reason: str) -> tuple[str, str, str | None]:
+    found = _REASON.match(reason)
+    compilation, text = (found["compilation"], found["guard"]) if found else ("", reason)
+    guard, _, comment = text.partition("  #")  # 2.13 adds the user's stack in further lines
+    where = _WHERE.search(comment.split("\n", 1)[0])
+    return compilation, guard.strip(), where[0] if where else None

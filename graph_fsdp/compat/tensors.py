@@ -1,4 +1,4 @@
-"""Private names of torch for DTensors, fake tensors, and the memory of tensors."""
+"""Private names of torch for operators as objects, DTensors, fake tensors, and the memory of tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions as get_decompositions
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
@@ -15,9 +19,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
-from torch.utils import dlpack
+from torch.utils import _pytree, dlpack
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.flop_counter import flop_registry as flop_registry
+
+pytree = _pytree  # its functions for values of any structure: lists, dicts, dataclasses
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
+set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
+log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 
 # As torch's own CUDA graph trees do before and after each capture.
 clear_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
@@ -29,6 +40,11 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = t
 # ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
 # of ``nn.LSTM`` to its parameters).
 swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+
+
+def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
+    """With ``name`` and ``default_value`` each."""
+    return list(operator._schema.arguments)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -169,6 +185,11 @@ def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
     return {name: getattr(t.untyped_storage(), "_checkpoint_offset", 0) or 0 for name, t in loaded.items()}
 
 
-def wrapper_of(cls: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass, with no memory of its own."""
-    return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+def tensor_offset(file: Any, offset: int, length: int) -> int:
+    """Where in a file the bytes of a tensor's storage begin, of which ``torch.save`` has written ``length`` bytes there
+    from ``offset`` on."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    entry: Any = _create_file_view(file, offset, length)
+    reader: Any = torch._C.PyTorchFileReader(entry)
+    return offset + int(reader.get_record_offset("data/0"))

@@ -2,7 +2,7 @@
 
 | name | for | torch_xla |
 |---|---|---|
-| ``runtime.is_spmd``, ``runtime.global_runtime_device_count``, ``runtime.use_spmd`` | whether SPMD is on | 2.9 |
+| ``runtime.is_spmd``, ``runtime.use_spmd``, ``runtime.global_runtime_device_count`` | SPMD, and its devices | 2.9 |
 | ``distributed.spmd.Mesh``, ``Mesh.get_op_sharding``, ``XLAShardedTensor`` | shardings | 2.9 |
 | ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
 | ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
@@ -19,6 +19,8 @@
   replicas: processes or threads with a device each | 2.9 |
 | ``core.xla_model.xla_real_devices`` | waiting for one replica's device alone | 2.9 |
 | ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
+| ``_XLAC._get_xla_tensors_hlo``, ``XLA_DUMP_POST_OPTIMIZATIONS``, ``_get_xla_op_sharding``, ``_xla_sync_multi`` |
+  XLA's optimized program | 2.9 |
 | ``_functorch.aot_autograd.AOTConfig`` (torch) | backward that is compiled at once | torch 2.9 |
 """
 
@@ -27,8 +29,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import unittest.mock
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +39,13 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
 
-from graph_fsdp.compat.tensors import wrapper_of
-
 # Reads of a value on the host, which every program does that prints its loss.
 _HARMLESS_FALLBACKS = frozenset({"aten::_local_scalar_dense"})
+_DUMP = "XLA_DUMP_POST_OPTIMIZATIONS"
 
 
 torch_xla = functools.partial(importlib.import_module, "torch_xla")
-_runtime = functools.partial(importlib.import_module, "torch_xla.runtime")
+runtime = functools.partial(importlib.import_module, "torch_xla.runtime")  # devices, processes and replicas
 spmd = functools.partial(importlib.import_module, "torch_xla.distributed.spmd")  # meshes and shardings
 
 
@@ -55,31 +57,6 @@ def xlac() -> Any:
 def is_mesh(value: object) -> bool:
     """Whether it is a mesh of torch_xla's own. False, and nothing imported, where it cannot be one."""
     return type(value).__module__.startswith("torch_xla.") and isinstance(value, spmd().Mesh)
-
-
-def is_spmd() -> bool:
-    return bool(_runtime().is_spmd())
-
-
-def device_count() -> int:
-    """Devices of the whole program, on all hosts."""
-    return int(_runtime().global_runtime_device_count())
-
-
-def process_count() -> int:
-    """Processes of the whole program, each with the devices of its host (SPMD)."""
-    return int(_runtime().process_count())
-
-
-def replica_count() -> int:
-    """Replicas of the whole program, each with one device: processes, or threads of one. 1 in a process that nothing
-    started as one of several."""
-    return int(_runtime().world_size())
-
-
-def local_device_count() -> int:
-    """Devices of this process. More than one, without SPMD: each has a thread."""
-    return int(_runtime().addressable_runtime_device_count())
 
 
 def ordinal() -> int:
@@ -128,11 +105,6 @@ def plain(tensor: Tensor) -> Tensor:
     return getattr(tensor, "global_tensor", tensor) if type(tensor).__name__ == "XLAShardedTensor" else tensor
 
 
-def local_shards(tensor: Tensor) -> list[Tensor]:
-    """The part of each device of this host, on the CPU, padded to equal shapes."""
-    return [shard for shard, _ in xlac()._get_local_shards([tensor])[0]]
-
-
 @dataclass(frozen=True)
 class DeviceShard:
     """What a device of this host holds of a tensor. ``padded``: on the CPU, as large as that of each other device;
@@ -143,11 +115,10 @@ class DeviceShard:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
-
-def is_divided(tensor: Tensor) -> bool:
-    """Whether no device holds all of it."""
-    (spec,) = sharding_specs([tensor])
-    return spec not in ("", "{replicated}") and not spec.startswith("{maximal")
+    @property
+    def part(self) -> Tensor:
+        """A view of ``padded`` without the padding; the last devices may have no rows."""
+        return self.padded[tuple(slice(0, size) for size in self.size)]
 
 
 def device_shards(tensor: Tensor) -> list[DeviceShard]:
@@ -209,12 +180,8 @@ def sync(wait: bool = False) -> None:
     """Compute everything that is pending."""
     torch_xla().sync(wait=wait, reset_scope=False)
     if wait:  # not for other replicas' devices, which may be waiting for this one
-        xlac()._xla_wait_device_ops([] if is_spmd() else _own_device())
-
-
-def _own_device() -> list[str]:
-    """As the client names it: ``CPU:0``."""
-    return importlib.import_module("torch_xla.core.xla_model").xla_real_devices([device()])
+        model = importlib.import_module("torch_xla.core.xla_model")
+        xlac()._xla_wait_device_ops([] if runtime().is_spmd() else model.xla_real_devices([device()]))
 
 
 def pending(tensors: Sequence[Tensor]) -> bool:
@@ -222,10 +189,8 @@ def pending(tensors: Sequence[Tensor]) -> bool:
     return any(xlac()._check_tensor_need_materialization(list(tensors)))
 
 
-@contextlib.contextmanager
-def lazily() -> Iterator[None]:
-    with importlib.import_module("torch_xla.experimental").eager_mode_context(False):
-        yield
+def lazily() -> contextlib.AbstractContextManager[Any]:
+    return importlib.import_module("torch_xla.experimental").eager_mode_context(False)
 
 
 def tensor_id(tensor: Tensor) -> int:
@@ -277,6 +242,64 @@ def fallback_counts() -> dict[str, int]:
     return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
 
 
+# --- what XLA compiled
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a program's input is, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    sharding: Any
+    spec: str
+
+
+def descriptions(inputs: Sequence[Any]) -> list[Any]:
+    """Of tensors; what is none stays as it is."""
+    return [_described(value) if isinstance(value, Tensor) else value for value in inputs]
+
+
+def _described(value: Tensor) -> Like:
+    sharding = xlac()._get_xla_op_sharding(value) if runtime().is_spmd() else None
+    return Like(value.shape, value.dtype, value.device, sharding, sharding_specs([value])[0])
+
+
+def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Zeros like tensors, or like descriptions of them, with device data of their own; the rest stays as it is."""
+    fresh: list[Any] = []
+    for value in descriptions(inputs):  # of those among them that are descriptions already, themselves
+        if isinstance(value, Like):
+            zeros = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+            fresh.append(zeros if value.sharding is None else annotated(zeros, value.sharding))
+        else:
+            fresh.append(value)
+    tensors = [value for value in fresh if isinstance(value, Tensor)]
+    if tensors:
+        devices = [] if runtime().is_spmd() else [str(tensors[0].device)]
+        xlac()._xla_sync_multi(tensors, devices, wait=True, sync_xla_data=True)
+    return fresh
+
+
+def optimized_text(function: Callable[..., Any], inputs: Sequence[Any]) -> str:
+    """XLA's optimized program for what ``function`` returns.
+
+    torch_xla reads the variable that asks for it once in a process, when any HLO text is asked for first.
+    """
+    os.environ[_DUMP] = "1"
+    outputs = function(*inputs)  # pending
+    flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+    tensors = [value for value in flat if isinstance(value, Tensor)]
+    text = str(xlac()._get_xla_tensors_hlo(tensors))
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise RuntimeError(
+            "torch_xla gave the HLO as it was before XLA's passes, because HLO text was asked for in this process "
+            f"before; start the process with {_DUMP}=1"
+        )
+    return text
+
+
 # --- tracing
 
 
@@ -296,14 +319,16 @@ def backward_compiled_with_forward() -> Iterator[None]:
 # --- tensors without memory
 
 
-class _Wrapper(Tensor):
+class WithoutMemory(Tensor):
+    """A tensor for its shape, dtype and device, with which nothing can be computed."""
+
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return wrapper_of(cls, shape, dtype, device)
+        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
-        raise AssertionError(f"{func} ran on a tensor without memory")
+        raise TypeError(f"{func} ran on a tensor without memory")
 
 
 def without_memory(
@@ -312,6 +337,6 @@ def without_memory(
     """For Dynamo to trace with: it is on ``device``, and a plain tensor or an ``nn.Parameter`` for all that Python can
     tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
     next step.)"""
-    made: Tensor = _Wrapper(shape, dtype, device)
+    made: Tensor = WithoutMemory(shape, dtype, device)
     made.__class__ = kind
     return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

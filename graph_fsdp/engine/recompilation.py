@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from graph_fsdp.compat import recompiles as compat_recompiles
+from graph_fsdp import compat
 from graph_fsdp.passes.ir.settings import Settings
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def why_captured(
     """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
     be traced in several pieces."""
     earlier = [capture for capture in earlier if capture.is_complete]
-    compilation = compat_recompiles.current_compilation()
-    failed = compat_recompiles.failed_guards()
+    compilation = compat.current_compilation()
+    failed = compat.failed_guards()
     if failed:
         numbers = {c.cause.compilation: c.index for c in earlier if c.cause.key == key}
         given = _arguments(call)

@@ -6,16 +6,17 @@ model has values would otherwise wait for each other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from graph_fsdp import compat
-from graph_fsdp.errors import CheckpointError, MetaDeviceError
+from graph_fsdp.errors import MetaDeviceError
 from graph_fsdp.initialise.materialise import ParamInitFn, Piece, find_pieces, materialise, tensor_names
 from graph_fsdp.initialise.safetensors_files import SafetensorsFiles
 from graph_fsdp.initialise.state_keys import Matched
@@ -48,8 +49,7 @@ def initial_values(
     steps: list[FillStorage] = [functools.partial(_move_buffers, model, device)]
     pieces: list[Piece] = []
     facts = _facts(names, options.sync_module_states, param_init_fn)
-    problem: Exception | None = None
-    try:
+    with agreeing_on_values(mesh, facts):
         _check_references(model, names)
         name = _on_meta(names)
         if (checkpoint := options.files) is not None:
@@ -77,10 +77,7 @@ def initial_values(
                 "param_init_fn is for parameters and buffers on the meta device, and model has none; leave it out, or "
                 "build the model under torch.device('meta')"
             )
-    except (ValueError, CheckpointError, ImportError) as error:
-        problem = error
-    facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in place.shard_dims.items()]
-    agree_on_values(mesh, facts, problem)
+        facts += [f"parameter {name!r} sharded on dimension {dim}" for name, dim in place.shard_dims.items()]
     if pieces:
         steps.insert(0, functools.partial(materialise, pieces, names, mesh, device))
 
@@ -111,8 +108,15 @@ def checkpoint_facts(files: SafetensorsFiles, matched: Matched) -> list[str]:
     return [f"of the checkpoint {key!r} {list(entry.shape)} {entry.dtype}" for key, entry in entries]
 
 
-def agree_on_values(mesh: Mesh | None, facts: list[str], problem: Exception | None) -> None:
-    """Raise ``problem``, and on the other ranks that this one has it; or that the ranks' ``facts`` differ."""
+@contextlib.contextmanager
+def agreeing_on_values(mesh: Mesh | None, facts: list[str]) -> Iterator[None]:
+    """Raise what is raised within, and on the other ranks that this one has that problem; or that the ranks' ``facts``,
+    to which more may be added within, differ."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
     if mesh is not None and is_shared(mesh.ranks):
         index = _starts[mesh.ranks]
         _starts[mesh.ranks] += 1

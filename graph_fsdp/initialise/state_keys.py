@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from graph_fsdp.errors import CheckpointError
 
+_SHOWN = 8  # names in a message
+
 Rename: TypeAlias = Callable[[str], "str | None"]
 
 
@@ -67,24 +69,37 @@ def match_keys(
             absent[name] = value
         else:
             key_of[value] = key
-            if tuple(shapes[key]) != tuple(value.shape):
-                problems.append(
-                    f"size mismatch for {name}: copying a param with shape {list(shapes[key])} from checkpoint, the "
-                    f"shape in current model is {list(value.shape)}."
-                )
+            if problem := size_mismatch(name, shapes[key], value):
+                problems.append(problem)
             elif unfit is not None and (reason := unfit(key, value)):
                 problems.append(f"{name}: {reason}")
     missing += [name for name, value in absent.items() if value not in key_of]
-    unexpected = [key for key in shapes if key not in known]
-    if strict and unexpected:
-        problems.insert(0, f"Unexpected key(s) in state_dict: {_quoted(unexpected)}. ")
-    if strict and missing:
-        problems.insert(0, f"Missing key(s) in state_dict: {_quoted(missing)}. ")
-    if problems:
-        lines = "\n\t".join(problems)
-        raise CheckpointError(f"Error(s) in loading state_dict for {type(model).__name__} from {where}:\n\t{lines}")
-    return Matched(key_of, IncompatibleKeys(missing, unexpected))
+    incompatible = IncompatibleKeys(missing, [key for key in shapes if key not in known])
+    check_fit(model, where, incompatible if strict else IncompatibleKeys([], []), problems)
+    return Matched(key_of, incompatible)
 
 
-def _quoted(keys: Sequence[str]) -> str:
-    return ", ".join(f'"{key}"' for key in keys)
+def check_fit(model: nn.Module, where: str, keys: IncompatibleKeys, problems: Sequence[str]) -> None:
+    """Raise CheckpointError, worded as by ``nn.Module.load_state_dict``, unless there are no such keys and no problems.
+    ``where``: what the keys were found in."""
+    found = (("Missing", keys.missing_keys), ("Unexpected", keys.unexpected_keys))
+    lines = [f"{kind} key(s) in state_dict: {listed(names)}. " for kind, names in found if names]
+    if lines := [*lines, *problems]:
+        error = f"Error(s) in loading state_dict for {type(model).__name__} from {where}:"
+        raise CheckpointError("\n\t".join([error, *lines]))
+
+
+def size_mismatch(name: str, shape: Sequence[int], value: Tensor) -> str | None:
+    """Return why a tensor of ``shape`` is not what ``value``, of this name in the model, is; None where it is."""
+    if tuple(shape) == tuple(value.shape):
+        return None
+    return (
+        f"size mismatch for {name}: copying a param with shape {list(shape)} from checkpoint, the shape in current "
+        f"model is {list(value.shape)}."
+    )
+
+
+def listed(names: Sequence[object]) -> str:
+    """Return names in quotes, the first few where they are many."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f'"{name}"' for name in names[:_SHOWN]) + more

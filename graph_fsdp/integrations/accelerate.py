@@ -86,7 +86,9 @@ class Accelerator(accelerate.Accelerator):
             )
         [model] = models
         names = {parameter: name for name, parameter in model.named_parameters()}
-        arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, self._data_parallel_mesh())
+        dimensions = None if self.parallelism_config is None else tuple(self.parallelism_config.fsdp_dim_names)
+        mesh = None if dimensions is None else self.torch_device_mesh[dimensions]
+        arguments = compile_arguments(self._fsdp_configuration, model, self.device.type, mesh)
         arguments.update(self._compile_options)
         mesh = arguments.pop("mesh")
         if mesh is None:
@@ -124,10 +126,6 @@ class Accelerator(accelerate.Accelerator):
         for group, parameters in groups:  # [Note: the seam]
             group["params"] = parameters
         return prepared
-
-    def _data_parallel_mesh(self) -> Any:
-        parallelism = self.parallelism_config
-        return None if parallelism is None else self.torch_device_mesh[tuple(parallelism.fsdp_dim_names)]
 
 
 def adopt(

@@ -116,14 +116,19 @@ def compile_arguments(
     reshard, dimensions = _STRATEGIES[strategy] if strategy else (plugin.reshard_after_forward, ("fsdp",))
     if mesh is None and dist.is_initialized():
         mesh = init_device_mesh(device_type, _mesh_shape(dimensions), mesh_dim_names=dimensions)
+    offload_policy = plugin.cpu_offload
+    if isinstance(offload_policy, CPUOffload):
+        offload_policy = CPUOffloadPolicy() if offload_policy.offload_params else OffloadPolicy()
+    offload = bool(getattr(plugin, "activation_checkpointing_offload", False))
+    checkpointing = ActivationCheckpointing("unit", offload=offload)
     return {
         "mesh": mesh,
         "auto_wrap_policy": _auto_wrap_policy(plugin, model),
         "reshard_after_forward": reshard,
         "mp_policy": _mp_policy(plugin.mixed_precision_policy, model),
-        "offload_policy": _offload_policy(plugin.cpu_offload),
+        "offload_policy": offload_policy,
         "ignored_params": _ignored(plugin.ignored_modules, model),
-        "activation_checkpointing": _checkpointing(plugin),
+        "activation_checkpointing": checkpointing if plugin.activation_checkpointing else None,
         "sync_module_states": bool(plugin.sync_module_states or plugin.cpu_ram_efficient_loading) and mesh is not None,
         # FSDP1's plugin makes one of its own where states are synchronised: to_empty, which nothing needs here.
         "param_init_fn": None if plugin.sync_module_states else plugin.param_init_fn,
@@ -197,12 +202,6 @@ def _mp_policy(policy: MixedPrecision | MixedPrecisionPolicy | None, model: nn.M
     return lambda module: of_model if module is model else None
 
 
-def _offload_policy(policy: CPUOffload | OffloadPolicy) -> OffloadPolicy:
-    if isinstance(policy, CPUOffload):
-        return CPUOffloadPolicy() if policy.offload_params else OffloadPolicy()
-    return policy
-
-
 def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> list[nn.Module] | None:
     if modules is None:
         return None
@@ -214,12 +213,6 @@ def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> lis
             f"fsdp_ignored_modules: {modules!r} matches no module of the model; it is a regular expression"
         )
     return matched
-
-
-def _checkpointing(plugin: FullyShardedDataParallelPlugin) -> ActivationCheckpointing | None:
-    if not plugin.activation_checkpointing:
-        return None
-    return ActivationCheckpointing("unit", offload=bool(getattr(plugin, "activation_checkpointing_offload", False)))
 
 
 def _pipeline(plugin: FullyShardedDataParallelPlugin) -> Any:

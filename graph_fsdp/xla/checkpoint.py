@@ -7,7 +7,6 @@ those of ranks elsewhere; so one that XLA has saved can be loaded on ranks, and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,31 +15,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from graph_fsdp import compat
 from graph_fsdp.checkpoint.storage import TensorAccess
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.xla.storage import XlaStorage
 
-_COPIES = frozenset({torch.ops.aten.detach.default, torch.ops.aten._to_copy.default})
 
-
-class Parts(Tensor):
-    """A tensor that is on devices, as parts of it on the CPU; nothing can be computed with it. What
-    ``torch.distributed.checkpoint`` asks of it are the three methods that it also asks of a DTensor."""
+class Parts(compat_xla.WithoutMemory):
+    """A tensor that is on devices, as parts of it on the CPU. What ``torch.distributed.checkpoint`` asks of it are the
+    three methods that it also asks of a DTensor."""
 
     parts: dict[tuple[int, ...], Tensor]  # by the offset of its first element; without padding, and none is empty
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, parts: dict[tuple[int, ...], Tensor]) -> Any:
-        made = compat.wrapper_of(cls, shape, dtype, torch.device("cpu"))
+        made = compat_xla.WithoutMemory.__new__(cls, shape, dtype, torch.device("cpu"))
         made.parts = parts
         return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's is a constant
-        if func in _COPIES:  # of what nobody writes to any more
-            return Parts(args[0].shape, args[0].dtype, args[0].parts)
-        raise TypeError(f"{func} was called on parts of a tensor on XLA, which are only to be saved and loaded")
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
@@ -64,67 +54,58 @@ class Parts(Tensor):
         return self.parts[tuple(index.offset)]
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU of a tensor on XLA's devices: of one that is divided its parts, of any other all of it. What is
-    pending is computed first."""
-    tensor = compat_xla.plain(tensor.detach())
-    if compat_xla.pending([tensor]):  # all that is pending, or other tensors would be computed once more
-        compat_xla.sync(wait=True)
-    if not compat_xla.is_divided(tensor):
-        return tensor.cpu()
-    # Devices of other replicas have the same parts.
-    held = {shard.offset: _unpadded(shard) for shard in compat_xla.device_shards(tensor) if _has_rows(shard)}
-    parts: Tensor = Parts(tensor.shape, tensor.dtype, held)
-    return parts
-
-
-def to_devices(tensor: Tensor, host: Tensor) -> None:
-    """Give a tensor on XLA's devices the values of what ``to_host`` made of it, into which others were read. It stays
-    divided as it is."""
-    tensor = compat_xla.plain(tensor.detach())
-    if not isinstance(host, Parts):
-        tensor.copy_(host)
-        return
-    shards = compat_xla.device_shards(tensor)
-    for shard in filter(_has_rows, shards):
-        _unpadded(shard).copy_(host.parts[shard.offset])
-    compat_xla.load_device_shards(tensor, shards)
-
-
-def _has_rows(shard: compat_xla.DeviceShard) -> bool:
-    """The last devices may have none."""
-    return math.prod(shard.size) > 0
-
-
-def _unpadded(shard: compat_xla.DeviceShard) -> Tensor:
-    return shard.padded[tuple(slice(0, size) for size in shard.size)]
-
-
 class XlaTensors(TensorAccess):
     """How a checkpoint writes and reads the tensors of a model on XLA and of its optimizers."""
 
     def __init__(self, storage: XlaStorage) -> None:
         self.storage = storage
 
-    def to_write(self, tensor: Tensor) -> Tensor:
-        return to_host(tensor) if tensor.device.type == "xla" else tensor
+    def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
+        """A copy on the CPU of a tensor on XLA's devices: of one that is divided its parts, of any other all of it.
+        What is pending is computed first."""
+        if tensor.device.type != "xla":
+            return super().to_write(tensor, copy)
+        tensor = compat_xla.plain(tensor.detach())
+        if compat_xla.pending([tensor]):  # all that is pending, or other tensors would be computed once more
+            compat_xla.sync(wait=True)
+        if not _is_divided(tensor):
+            return tensor.cpu()
+        # Devices of other replicas have the same parts.
+        held = {shard.offset: shard.part for shard in compat_xla.device_shards(tensor) if shard.part.numel()}
+        parts: Tensor = Parts(tensor.shape, tensor.dtype, held)
+        return parts
 
     def to_fill(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "xla":
-            return tensor
-        self._divide(compat_xla.plain(tensor.detach()))
-        return to_host(tensor)
+        if tensor.device.type == "xla":
+            self._divide(compat_xla.plain(tensor.detach()))
+        return self.to_write(tensor)
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:
-        if tensor.device.type == "xla":
-            to_devices(tensor, value)
+        """Give a tensor on XLA's devices the values; it stays divided as it is."""
+        if tensor.device.type != "xla":
+            return
+        tensor = compat_xla.plain(tensor.detach())
+        if not isinstance(value, Parts):
+            tensor.copy_(value)
+            return
+        shards = compat_xla.device_shards(tensor)
+        for shard in shards:
+            if shard.part.numel():
+                shard.part.copy_(value.parts[shard.offset])
+        compat_xla.load_device_shards(tensor, shards)
 
     def _divide(self, tensor: Tensor) -> None:
         """States that an optimizer has just made are whole on each device. Those of a parameter's shape go where the
         parameter is; where another tensor of that shape lies makes no difference to its values."""
-        if not compat_xla.is_divided(tensor):
+        if not _is_divided(tensor):
             parameters = (p.spec for p in self.storage.parameters.values())
             like = next((p for p in parameters if tuple(p.shape) == tuple(tensor.shape)), None)
             placement = self.storage.placement(like) if like is not None else None
             if placement is not None and not placement.is_replicated:
                 compat_xla.mark_sharding(tensor, placement.devices, placement.tiles)
+
+
+def _is_divided(tensor: Tensor) -> bool:
+    """Whether no device holds all of it."""
+    (spec,) = compat_xla.sharding_specs([tensor])
+    return spec not in ("", "{replicated}") and not spec.startswith("{maximal")

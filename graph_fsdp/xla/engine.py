@@ -118,7 +118,7 @@ class LocalEngine(XlaEngine):
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         views = LocalViews(self.mesh, self.storage.device)
         args, kwargs = views.of((args, kwargs))
-        if not views.has_sharded:
+        if not views.real:
             self.tell_unsharded(entry.function, args, kwargs)
         self._layout = views.signature
         before, self._views = self._views, views

@@ -42,7 +42,7 @@ class XlaMesh(Mesh):
             TypeError, MeshError: it is no mesh of all XLA devices, or does not say which axis shards.
         """
         if mesh is None:
-            return cls((tuple(range(compat_xla.device_count())),))
+            return cls((tuple(range(compat_xla.runtime().global_runtime_device_count())),))
         if compat_xla.is_mesh(mesh):
             names = mesh.axis_names
             return cls._of(mesh.get_logical_mesh(), names, dict(zip(names or (), mesh.mesh_shape, strict=False)))
@@ -76,10 +76,10 @@ class XlaMesh(Mesh):
             raise MeshError(f"mesh has {mesh.ndim} dimensions; one shards, or the first of two replicates")
         array = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         found = cls(tuple(map(tuple, array)))
-        if found.size != compat_xla.device_count():
+        if found.size != (devices := compat_xla.runtime().global_runtime_device_count()):
             raise MeshError(
-                f"mesh has {found.size} devices and the XLA program {compat_xla.device_count()}; make the mesh "
-                "of all XLA devices: torch_xla's Mesh(range(n), (n,), ('fsdp',))"
+                f"mesh has {found.size} devices and the XLA program {devices}; make the mesh of all XLA devices: "
+                "torch_xla's Mesh(range(n), (n,), ('fsdp',))"
             )
         return found
 

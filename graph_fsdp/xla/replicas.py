@@ -44,7 +44,7 @@ class ReplicaMesh(XlaMesh):
             TypeError, MeshError: it is no mesh of all replicas, or does not say which axis shards.
         """
         devices, ordinal = XlaMesh.of(mesh).devices, compat_xla.ordinal()
-        replicas = compat_xla.replica_count()
+        replicas = compat_xla.runtime().world_size()
         if sorted(device for row in devices for device in row) != list(range(replicas)):
             raise MeshError(f"mesh must have each of the {replicas} replicas once, got the devices {devices}")
         index = next(row.index(ordinal) for row in devices if ordinal in row)

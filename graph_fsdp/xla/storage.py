@@ -139,10 +139,6 @@ class LocalViews:
         self.signature: tuple[Placement | None, ...] = ()  # of all tensors, in order
         self._stand_ins: dict[int, Tensor] = {}  # by the tensor's id, alive as long as this
 
-    @property
-    def has_sharded(self) -> bool:
-        return bool(self._stand_ins)
-
     def of(self, inputs: Any) -> Any:
         """``inputs``, a tree, with stand-ins for what is sharded."""
         return compat.tree_map_only(Tensor, self._of_tensor, inputs)

@@ -41,7 +41,6 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.compat import xla_hlo as compat_xla_hlo
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import layout_of
@@ -155,13 +154,13 @@ class XlaProgram(WholeProgram):
 
     def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Tensors like the program's inputs that share memory with nothing, sharded as they enter, or else as these."""
-        described = compat_xla_hlo.descriptions(inputs)
+        described = compat_xla.descriptions(inputs)
         for place, entry in enumerate(self.lowered.entries):
             if entry is not None:
                 dims = len(described[place].shape)
                 sharding = compat_xla.op_sharding(entry.placement.devices, entry.placement.tiles, dims)
                 described[place] = replace(described[place], sharding=sharding)
-        return compat_xla_hlo.fresh_inputs(described)
+        return compat_xla.fresh_inputs(described)
 
     def _compile(self, inputs: Sequence[Any], cause: str) -> Run:
         begin = time.perf_counter()
@@ -169,7 +168,7 @@ class XlaProgram(WholeProgram):
         on_host = find_host_fallbacks(self.lowered.module.graph)
         report(on_host, self.on_host, can_run=self.can_run_on_host)
         fresh = self.fresh_inputs(inputs)
-        self._taken = compat_xla_hlo.descriptions(fresh)
+        self._taken = compat_xla.descriptions(fresh)
         if on_host:
             return lambda given: list(self.lowered.module(*given))
         try:
@@ -275,9 +274,9 @@ def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> Optimi
     the other as large as the inputs: a tensor that shares data with a live one would be a constant of the program.
 
     Raises:
-        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla_hlo.optimized_text``.
+        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla.optimized_text``.
     """
-    return OptimizedHlo(compat_xla_hlo.optimized_text(function, compat_xla_hlo.fresh_inputs(inputs)))
+    return OptimizedHlo(compat_xla.optimized_text(function, compat_xla.fresh_inputs(inputs)))
 
 
 # --- replicas
@@ -290,7 +289,7 @@ _PATIENCE_SECONDS = 300.0
 @functools.cache
 def are_threads() -> bool:
     """Whether there are several replicas in this process."""
-    return compat_xla.local_device_count() > 1
+    return compat_xla.runtime().addressable_runtime_device_count() > 1
 
 
 @contextlib.contextmanager
@@ -318,7 +317,7 @@ class Compiled(BaseException):  # no error, and nobody's to handle but of who ha
 
 @functools.cache
 def _all_threads() -> threading.Barrier:
-    return threading.Barrier(compat_xla.local_device_count())
+    return threading.Barrier(compat_xla.runtime().addressable_runtime_device_count())
 
 
 def all_here() -> None:

@@ -65,7 +65,7 @@ def train_auto(name: str) -> tuple[Outcome, dict[str, int], dict[str, int]]:
             state = [value for value in optimizer.state[parameter].values() if value.dim()]
             for kind, tensors in (("parameters", [parameter.detach()]), ("optimizer", state)):
                 whole[kind] += sum(t.numel() for t in tensors)
-                held[kind] += sum(compat_xla.local_shards(t)[0].numel() for t in tensors)
+                held[kind] += sum(compat_xla.device_shards(t)[0].padded.numel() for t in tensors)
 
     return train(name, compiled, after_last_step=count), whole, held
 

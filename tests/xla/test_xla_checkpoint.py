@@ -74,7 +74,7 @@ def rows_of_states(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     compat_xla.sync(wait=True)
     shared = next(p for p in optimizer.state if p.dim() == 2 and len(p) % DEVICES == 0)
     states = {n: s for n, s in optimizer.state[shared].items() if s.dim() and s.device.type == "xla"}
-    return {name: compat_xla.local_shards(state)[0].numel() / state.numel() for name, state in states.items()}
+    return {name: compat_xla.device_shards(state)[0].padded.numel() / state.numel() for name, state in states.items()}
 
 
 def interrupted(path: Path, shape: tuple[int, ...], sharding: str) -> tuple[list[float], Values, Values]:
@@ -96,7 +96,7 @@ def interrupted(path: Path, shape: tuple[int, ...], sharding: str) -> tuple[list
     shares = rows_of_states(optimizer)
     assert shares == dict.fromkeys(("exp_avg", "exp_avg_sq"), 1 / shape[-1]), shares
     weight = again.blocks[0].down.weight.detach()
-    assert len(compat_xla.local_shards(weight)[0]) == len(weight) // shape[-1]
+    assert len(compat_xla.device_shards(weight)[0].padded) == len(weight) // shape[-1]
     assert train(again, optimizer, axes, FIRST, MORE) == losses, "bit for bit"
     assert all(torch.equal(a, b) for a, b in zip(on_cpu(again).values(), values.values(), strict=True))
     return losses, saved, values
@@ -172,7 +172,7 @@ def from_safetensors(path: Path) -> None:
         graph_fsdp.compile(model, axes, backend="xla", checkpoint=path)
         same(on_cpu(model), on_cpu(expected))
         weight = model.blocks[0].down.weight.detach()
-        assert len(compat_xla.local_shards(weight)[0]) == len(weight) // DEVICES
+        assert len(compat_xla.device_shards(weight)[0].padded) == len(weight) // DEVICES
     later = graph_fsdp.compile(make_model(), axes, backend="xla")
     checkpoint.load_safetensors(later, path)
     torch_xla.sync()

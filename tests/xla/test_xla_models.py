@@ -45,7 +45,7 @@ def train_compiled(name: str, sharding: str) -> tuple[Outcome, dict[str, int], d
 def _bytes_of_a_device(tensor: Any) -> int:
     from graph_fsdp.compat import xla as compat_xla
 
-    shard = compat_xla.local_shards(tensor.detach())[0]
+    shard = compat_xla.device_shards(tensor.detach())[0].padded
     return shard.numel() * shard.element_size()
 
 
