@@ -16,7 +16,7 @@ from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
-from graph_fsdp.planning.reserved import Reserved, Step, planned_step, replay
+from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.tracing import Traced, mesh_sizes, trace
 from graph_fsdp.report.report import GraphReport
 
