@@ -12,8 +12,8 @@ from models import MLP
 from torch import nn
 
 import graph_fsdp
+from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.report.report import GraphReport
-from graph_fsdp.report.source_lines import module_name, source_line
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from graph_fsdp.profiling.measured_schedule import (
     typical,
 )
 from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime, Schedule
-from graph_fsdp.report.bucket_rows import ROW_KINDS
+from graph_fsdp.report.data import ROW_KINDS
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe.recorder import ProgramRun, Recorder

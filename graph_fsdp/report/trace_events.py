@@ -18,10 +18,10 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.report.bucket_rows import wait_of
-from graph_fsdp.report.source_lines import module_name, source_line
+from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
 
 COMPUTE = "compute"
@@ -41,20 +41,13 @@ class ScheduledGraph:
 
     def computing(self) -> dict[fx.Node, float]:
         """The nodes that compute, and the seconds of each."""
-        communication = dialect.STARTS | dialect.WAITS | dialect.COPY_STARTS | dialect.COPY_WAITS
-        seconds = self.cost.graph_seconds(self.graph)
-        return {node: seconds[node] for node in self.graph.nodes if node.target not in communication and seconds[node]}
+        return {node: seconds for node, seconds in self.cost.graph_seconds(self.graph).items() if seconds}
 
-    def held(self) -> dict[int, dict[str, int]]:
-        """Position → category → bytes, where any of them changes."""
-        found: dict[int, dict[str, int]] = {}
-        timeline = self.memory.timeline if self.memory is not None else {}
-        previous: tuple[int, ...] = ()
-        for position, values in enumerate(zip(*timeline.values(), strict=True)):
-            if values != previous:
-                found[position] = dict(zip(timeline, values, strict=True))
-            previous = values
-        return found
+    def held(self) -> dict[int, tuple[float, dict[str, int]]]:
+        """Position → seconds from the graph's begin, and category → bytes, where any of them changes."""
+        timeline, starts = self.memory.timeline if self.memory is not None else {}, list(self.timeline.starts.values())
+        rows = [dict(zip(timeline, values, strict=True)) for values in zip(*timeline.values(), strict=True)]
+        return {at: (starts[at], row) for at, row in enumerate(rows) if not at or row != rows[at - 1]}
 
 
 @dataclass(frozen=True)
@@ -67,6 +60,10 @@ class Slice:
     begin: float
     seconds: float
     args: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """What it is, for people: without the parameters, which may be many."""
+        return "\n".join(f"{key}: {value}" for key, value in self.args.items() if value and key != "parameters")
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,8 @@ def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: st
     slices = list(predicted_slices(graphs, spec))
     counters: list[tuple[float, Mapping[str, int]]] = []
     for begin, scheduled in in_a_row(graphs):
-        starts, nodes = scheduled.timeline.starts, scheduled.graph.nodes
-        for node, seconds in scheduled.computing().items():
-            slices.append(Slice(node.name, "compute", COMPUTE, begin + starts[node], seconds, _computation(node)))
-        counters += [(begin + starts[nodes[position]], held) for position, held in scheduled.held().items()]
+        slices += computations(begin, scheduled)
+        counters += [(begin + seconds, held) for seconds, held in scheduled.held().values()]
     return trace_of([Process(title, slices, counters)])
 
 
@@ -136,6 +131,16 @@ def wait_slice(start: fx.Node, begin: float, seconds: float) -> Slice:
     """Compute, while it waits for a collective or a copy."""
     wait = wait_of(start)
     return Slice(wait.name, "exposed", COMPUTE, begin, seconds, communication_args(wait))
+
+
+def computations(begin: float, scheduled: ScheduledGraph) -> Iterator[Slice]:
+    """The nodes of a graph that take time on the compute lane."""
+    for node, seconds in scheduled.computing().items():
+        source = source_line(node)
+        args = {"operator": str(node.target), "module": module_name(node)}
+        if source is not None:
+            args |= {"source": f"{source.file}:{source.line}", "code": source.code}
+        yield Slice(node.name, "compute", COMPUTE, begin + scheduled.timeline.starts[node], seconds, args)
 
 
 def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Iterator[Slice]:
@@ -171,13 +176,6 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
         "bytes": record.nbytes,
         "parameters": ", ".join(record.params),
     }
-
-
-def _computation(node: fx.Node) -> dict[str, Any]:
-    source = source_line(node)
-    where = f"{source.file}:{source.line}" if source is not None else None
-    code = source.code if source is not None else None
-    return {"operator": str(node.target), "module": module_name(node), "source": where, "code": code}
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
