@@ -3,6 +3,13 @@
 The format is Chrome's Trace Event Format: complete events ("X") on one thread per lane, counters ("C") for memory,
 times in microseconds. A predicted schedule and a measured one have the same lanes and the same names in them: "graph",
 "region", "communication" and "exposed" are the categories that both have.
+
+[Note: when a collective ended]
+Compute regions and waits have a beginning and an end that are measured. A collective runs on threads or streams of its
+process group, and of it is known: it began after its start was called and after those before it on the same group had
+ended, and it ended before the wait for it, or for one behind it, was over. Where compute waited for it, it ended when
+the wait did. Otherwise it is drawn with the seconds that it takes by itself (as ``Recorder`` has timed it), which is an
+estimate: beside compute, and beside other collectives, it may have taken longer. Each slice says which of the two.
 """
 
 from __future__ import annotations
@@ -22,10 +29,14 @@ from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.report.provenance import module_name, source_line
-from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
+from graph_fsdp.runtime.observe.recorder import Interval, Place, ProgramRun
+from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
 COMPUTE = "compute"
 MICROSECONDS = 1e6  # in a second
+WAITED = "measured: compute waited for it"
+ALONE = "estimated: the time that it takes by itself"
+_NOTICED = 0.5  # a wait of this part of a collective's own seconds is one for the collective, and not for unpacking
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,50 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
         "bytes": record.nbytes,
         "parameters": ", ".join(record.params),
     }
+
+
+def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float], spec: ModelSpec) -> list[Slice]:
+    """``alone``: seconds that collectives take by themselves."""
+    slices: list[Slice] = []
+    for run in runs:
+        steps = cut(run.program.graph)
+        slices.append(Slice(run.program.graph.phase, "graph", COMPUTE, run.begin, run.end - run.begin))
+        for interval in run.intervals:
+            step = steps[interval.index]
+            if isinstance(step, Region):
+                slices.append(region_slice(interval.index, step, interval.begin, interval.seconds))
+            elif interval.what == "wait":
+                slices.append(wait_slice(step, interval.begin, interval.seconds))
+        slices += _measured_communication(run, steps, alone, spec)
+    return slices
+
+
+def _measured_communication(
+    run: ProgramRun, steps: Sequence[Step], alone: Mapping[Place, float], spec: ModelSpec
+) -> Iterator[Slice]:
+    """See [Note: when a collective ended]."""
+    waits = {interval.index: interval for interval in run.intervals if interval.what == "wait"}
+    lanes: dict[str, list[tuple[Interval, fx.Node]]] = {}
+    for interval in run.intervals:
+        node = steps[interval.index]
+        if interval.what == "start" and isinstance(node, fx.Node):
+            lanes.setdefault(lane_of(node, spec), []).append((interval, node))
+    for lane, started in lanes.items():
+        ends = [waits[start.index].end if start.index in waits else run.end for start, _ in started]
+        limits = reversed([*accumulate(reversed(ends), min)])
+        free = run.begin
+        for (start, node), limit in zip(started, limits, strict=True):
+            begin = min(max(start.begin, free), limit)
+            own, wait = alone.get((run.program, start.index)), waits.get(start.index)
+            waited = own is None or wait is None or begin + own >= wait.begin or wait.seconds > _NOTICED * own
+            free = limit if waited or own is None else min(begin + own, limit)
+            args = {
+                **communication_args(node),
+                "exposed_us": wait.seconds * MICROSECONDS if wait is not None else 0.0,
+                "alone_us": own * MICROSECONDS if own is not None else None,
+                "end": WAITED if waited else ALONE,
+            }
+            yield Slice(node.name, "communication", lane, begin, free - begin, args)
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
