@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
@@ -105,9 +104,6 @@ class ParameterLife:
     bucket: str | None  # None where it is whole on every rank
     events: tuple[LifeEvent, ...]
 
-    def of_kind(self, *kinds: str) -> list[LifeEvent]:
-        return [event for event in self.events if event.kind in kinds]
-
     @property
     def about(self) -> str:
         """The parameter in one line."""
@@ -130,19 +126,6 @@ class ParameterLife:
                 source = f"  {event.source}" if event.source is not None else ""
                 lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
         return "\n".join(lines)
-
-
-def find_life(name: str, spec: ModelSpec, graphs: Iterable[tuple[int, Graph]]) -> ParameterLife:
-    """The life of the parameter ``name`` in ``graphs``, after all passes, each with the number of its capture.
-
-    Raises:
-        KeyError: there is no parameter of this name; says which names are like it.
-    """
-    if name not in spec.parameters:
-        close = difflib.get_close_matches(name, spec.parameters, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
-        raise KeyError(f"name: the model has no sharded parameter {name!r}{hint} (a tied one has its first name)")
-    return lives(spec, graphs, only=name)[name]
 
 
 def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:

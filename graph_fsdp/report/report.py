@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import os
@@ -28,7 +29,7 @@ from graph_fsdp.passes.verify.error import VerificationError
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
 from graph_fsdp.report.file import SavedReport, is_page, write_text
-from graph_fsdp.report.provenance import ParameterLife, find_life
+from graph_fsdp.report.provenance import ParameterLife, lives
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
@@ -188,7 +189,7 @@ class GraphReport(report_text.Printed):
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
 
     def __init__(self, engine: Any, graphs: Sequence[CapturedGraph]) -> None:
-        self.graphs = list(graphs)
+        self.graphs = self.captures = list(graphs)  # by either name
         self.spec: ModelSpec = engine.spec
         self.whole: bool = engine.whole
         self.peak_gathered_bytes: int | None = None if engine.whole else engine.counter.peak
@@ -196,11 +197,6 @@ class GraphReport(report_text.Printed):
         self.collectives: dict[str, int] = dict(engine.counter.collectives)
         self.regions: int = engine.regions.regions
         self.compiled_regions: int = engine.regions.compiled
-
-    @property
-    def captures(self) -> list[CapturedGraph]:
-        """All captures, in order: each has the views of its graphs, and the cause of its being captured."""
-        return self.graphs
 
     def latest(self, phase: Phase) -> GraphView:
         """The latest captured graph of a phase. Raises LookupError where there is none."""
@@ -214,10 +210,16 @@ class GraphReport(report_text.Printed):
         in, is gathered, is used (with the line of the model), is freed, and how its gradient leaves.
 
         Raises:
-            KeyError: the model has no sharded parameter of this name.
+            KeyError: the model has no sharded parameter of this name; says which names are like it.
         """
+        if parameter not in self.spec.parameters:
+            close = difflib.get_close_matches(parameter, self.spec.parameters, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
+            raise KeyError(
+                f"name: the model has no sharded parameter {parameter!r}{hint} (a tied one has its first name)"
+            )
         latest = {phase: (c.index, view.graph) for c in self.graphs for phase, view in c.views.items() if view.graph}
-        return find_life(parameter, self.spec, latest.values())
+        return lives(self.spec, latest.values(), only=parameter)[parameter]
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the predicted schedule of the latest forward and backward graph (or, of a model that has only run

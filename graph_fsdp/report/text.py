@@ -79,7 +79,11 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
         yield Text("")
         yield _unit_table(data["units"])
     for capture in data["captures"]:
-        yield from _capture_parts(capture) if failed is None else _passes_run(capture)
+        if failed is None:
+            yield from _capture_parts(capture)
+        else:
+            passes = (f"{graph['phase']} graph after {', '.join(graph['passes'])}" for graph in capture["graphs"])
+            yield from map(Text, ["", *passes])
 
 
 def _compiled(data: Data) -> str:
@@ -89,13 +93,6 @@ def _compiled(data: Data) -> str:
         f"compute regions: {data['regions']}, compiled {data['compiled_regions']}; "
         f"most bytes gathered at once: {data['peak_gathered_bytes']:,}"
     )
-
-
-def _passes_run(capture: Data) -> Iterator[RenderableType]:
-    """Of a capture that failed."""
-    yield Text("")
-    for graph in capture["graphs"]:
-        yield Text(f"{graph['phase']} graph after {', '.join(graph['passes'])}")
 
 
 def _capture_parts(capture: Data) -> Iterator[RenderableType]:
