@@ -20,7 +20,7 @@ from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.planning import Plan
-from graph_fsdp.planning.reserved import Allocations, Step
+from graph_fsdp.planning.allocator import Allocations, Step
 
 GATHERS, REDUCTIONS, ROOT = "gathers", "reductions", ""
 _OURS = ("gathered", "landing", "pooled")

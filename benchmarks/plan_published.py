@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.planning import Plan, plan
-from graph_fsdp.planning.reserved import replay
+from graph_fsdp.planning.allocator import replay
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
 HARDWARE, STRAGGLER, BATCH, LENGTH = "h100_500w", 1.08, 2, 8192

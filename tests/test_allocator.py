@@ -14,8 +14,7 @@ from fsdp2_memory import GATHERS, REDUCTIONS, fsdp2_step, units_of
 from models import MLP
 
 from graph_fsdp.planning import Plan, plan
-from graph_fsdp.planning.allocator import Block, CachingAllocator
-from graph_fsdp.planning.reserved import replay
+from graph_fsdp.planning.allocator import Block, CachingAllocator, replay
 
 KIB, MIB = 2**10, 2**20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,15 +12,12 @@ from graph_fsdp.report.data import line_changes
 
 def rebuilt(old: list[str], new: list[str]) -> list[str]:
     made: list[str] = []
-    position = 0
-    changes, lines = line_changes(old, new)
-    added = iter(lines)
-    for kind, count in changes:
-        assert count > 0
-        made += old[position : position + count] if kind == "same" else []
-        made += [next(added) for _ in range(count)] if kind == "added" else []
-        position += count if kind != "added" else 0
-    assert position == len(old) and next(added, None) is None
+    before = iter(old)
+    for change in line_changes(old, new):
+        gone, added = (0, list(itertools.islice(before, change))) if isinstance(change, int) else change
+        assert len(list(itertools.islice(before, gone))) == gone and (gone or added)
+        made += added
+    assert next(before, None) is None
     return made
 
 
@@ -27,15 +25,15 @@ def rebuilt(old: list[str], new: list[str]) -> list[str]:
     ("old", "new", "changes"),
     [
         ("", "", []),
-        ("", "ab", [("added", 2)]),
-        ("ab", "", [("removed", 2)]),
-        ("abc", "abc", [("same", 3)]),
-        ("abc", "axc", [("same", 1), ("removed", 1), ("added", 1), ("same", 1)]),
-        ("abcd", "bcda", [("removed", 1), ("same", 3), ("added", 1)]),  # a line that moved
+        ("", "ab", [(0, ["a", "b"])]),
+        ("ab", "", [(2, [])]),
+        ("abc", "abc", [3]),
+        ("abc", "axc", [1, (1, ["x"]), 1]),
+        ("abcd", "bcda", [(1, []), 3, (0, ["a"])]),  # a line that moved
     ],
 )
-def test_changes(old: str, new: str, changes: list[tuple[str, int]]) -> None:
-    assert line_changes(list(old), list(new))[0] == changes
+def test_changes(old: str, new: str, changes: list[int | tuple[int, list[str]]]) -> None:
+    assert line_changes(list(old), list(new)) == changes
 
 
 def test_any_two_texts() -> None:

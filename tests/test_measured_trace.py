@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_fsdp
-from graph_fsdp.profiling.measured_schedule import ALONE, WAITED, slices_as_measured, typical
+from graph_fsdp.profiling.profiling import typical
 from graph_fsdp.report.report import engine_of
-from graph_fsdp.report.trace_events import COMPUTE
+from graph_fsdp.report.trace_events import ALONE, COMPUTE, WAITED, slices_as_measured
 from graph_fsdp.runtime.observe import Interval, ProgramRun
 from graph_fsdp.runtime.regions.regions import Region, cut
 

@@ -12,8 +12,8 @@ from models import MLP
 from torch import nn
 
 import graph_fsdp
+from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.report.report import GraphReport
-from graph_fsdp.report.source_lines import module_name, source_line
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_events_are_those_of_the_printed_graph(report: GraphReport) -> None:
 
 
 def test_uses_name_the_line_of_the_model(report: GraphReport) -> None:
-    (use,) = [event for event in report.find("head.weight").of_kind("use") if event.phase == "forward"]
+    (use,) = [event for event in report.find("head.weight").events if (event.kind, event.phase) == ("use", "forward")]
     assert use.source is not None and use.source.code == "return self.head(x)" and use.source.function == "forward"
     with open(use.source.file) as file:
         assert file.readlines()[use.source.line - 1].strip() == use.source.code

@@ -39,10 +39,10 @@ def all_ranks_hold_the_same_profile_bit_for_bit_and_each_the_schedule_that_it_ha
     assert first == second and first.to_json() == second.to_json()
     assert found.ranks == 2 and len(found.measurements.collectives) >= 4
     assert all(row.seconds > 0 for row in [*found.regions, *found.collectives])
-    schedules = [profile.schedule for profile in profiles]
-    assert [s.rank for s in schedules if s is not None] == [0, 1]
-    names = [[(x.name, x.category, x.lane) for x in s.measured] for s in schedules if s is not None]
-    assert names[0] == names[1] and schedules[0].predicted == schedules[1].predicted
+    schedules = [profile.schedule for profile in profiles if profile.schedule is not None]
+    assert [measured.title for _, measured in schedules] == ["measured, rank 0 of 2", "measured, rank 1 of 2"]
+    names = [[(x.name, x.category, x.lane) for x in measured.slices] for _, measured in schedules]
+    assert names[0] == names[1] and schedules[0][0] == schedules[1][0]
 
 
 @FACTS
@@ -54,7 +54,7 @@ def of_each_region_the_slowest_rank_is_named_and_the_mean_is_taken() -> None:
     ran.collectives = {"gather": [5.0 - rank, 1.0 + rank]}
     if rank == 1:
         ran.means["on one rank alone"] = 9.0
-    ran.share([dist.group.WORLD], torch.device("cpu"))
+    ran.share([dist.group.WORLD], rank, torch.device("cpu"))
     if rank == 0:
         assert ran.means == {"a": 1.5, "b": 3.0, "wait": 1.5}
         assert ran.slowest == {"a": (1, 2.0), "b": (0, 4.0)}

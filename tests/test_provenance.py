@@ -14,8 +14,8 @@ import graph_fsdp
 from graph_fsdp.passes.ir.dialect import record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.stage import Stage
+from graph_fsdp.report.provenance import module_name, source_line
 from graph_fsdp.report.report import GraphReport
-from graph_fsdp.report.source_lines import module_name, source_line
 
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 LAYERS = 3  # equal ones: one trace stands for all

@@ -64,7 +64,7 @@ def test_a_loaded_report_becomes_the_same_page(report: GraphReport, file: Path, 
 
 def test_the_file_is_json_and_loading_it_unpickles_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = json.loads(file.read_text())
-    assert (document["format"], document["version"]) == ("graph_fsdp.GraphReport", 1)
+    assert (document["format"], document["version"]) == ("graph_fsdp.GraphReport", 2)
     for name in ("pickle.Unpickler", "pickle.load", "pickle.loads", "torch.load"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("unpickled"))
     graph_fsdp.load_report(file)
@@ -90,7 +90,7 @@ def changed(file: Path, tmp_path: Path, **values: Any) -> Path:
 
 
 def test_a_report_of_another_version(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is a report of version 99, and this graph_fsdp reads version 1; read it"):
+    with pytest.raises(ValueError, match=r"is a report of version 99, and this graph_fsdp reads version 2; read it"):
         graph_fsdp.load_report(changed(file, tmp_path, version=99))
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_report(file: Path, tmp_path: Path) -> None:
         graph_fsdp.load_report(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("damage", [{"report": None}, {"report": {}}, {"schedule": {"graphs": 3}}])
+@pytest.mark.parametrize("damage", [{"report": None}, {"report": {}}, {"report": {"error": None, "captures": 3}}])
 def test_a_damaged_report(file: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is a damaged report"):
         graph_fsdp.load_report(changed(file, tmp_path, **damage))

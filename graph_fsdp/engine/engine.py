@@ -51,8 +51,7 @@ from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
-from graph_fsdp.report.failed_pass import save_failure
-from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.report.report import CapturedGraph, save_failure
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
@@ -263,7 +262,7 @@ class Engine:
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
-            captured.add_graph(graph, context)
+            captured.view(graph.phase).graph = graph
         raise PassesHaveRun(graphs, context)
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:
@@ -271,7 +270,7 @@ class Engine:
         graph = program.graph
         graph.cost = context.cost
         profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
-        captured.add_program(graph, context, program, profile)
+        captured.add_program(graph, program, profile)
         self.programs[captured.index, graph.phase] = program
         return self._runnable(program, context)
 

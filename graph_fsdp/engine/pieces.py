@@ -33,8 +33,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import add_stage
-from graph_fsdp.report.failed_pass import save_failure
-from graph_fsdp.report.report import CapturedGraph
+from graph_fsdp.report.report import CapturedGraph, save_failure
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine

@@ -1,4 +1,9 @@
-"""torch's caching allocator, without a device: what it reserves for a sequence of allocations and frees.
+"""What torch's caching allocator reserves of a device in training, without a device: planned steps, replayed.
+
+More is reserved than live tensors hold: free blocks that are too small for what comes next stay where they are, and the
+optimizer's state, which is allocated at the end of the first step, lies where activations were before. It is what
+``torch.cuda.max_memory_reserved`` tells, trainers log, and a device runs out of first, though torch then gives back
+what is free before it gives up.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, which XPU's allocator follows:
 
@@ -13,53 +18,75 @@ The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, which XPU's alloca
 
 What is reserved is not given back: a device that runs full, where torch gives back what is free and tries again, is not
 simulated, nor are private pools (CUDA graphs), ``max_split_size_mb`` and ``garbage_collection_threshold``.
+
+A step is replayed as a training loop does it: the gradients of the step before are dropped, forward, backward, the
+optimizer. Forward's outputs are dropped when backward starts, as in the memory model. Steps are replayed until one
+reserves nothing more.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.analysis.memory import shard_nbytes
+from graph_fsdp.passes.analysis.storages import GraphStorage, Storages, allocations
+from graph_fsdp.passes.ir.dialect import Role, has_role
+from graph_fsdp.passes.ir.graph import Phase
 
 _MIB = 2**20
 _SMALLEST, _SMALL = 512, _MIB
 _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT_FROM, _STEP = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
+_MOST_STEPS = 6
 
 
-@dataclass(eq=False)
+# The allocator
+
+
+@dataclass(frozen=True, eq=False)
 class Block:
-    """A piece of a segment, in use or free."""
+    """A piece of a pool that is in use."""
 
     pool: _Pool
     address: int
     nbytes: int
-    free: bool = False
-    before: Block | None = None
-    after: Block | None = None
 
 
-@dataclass(eq=False)
 class _Pool:
-    """Of one stream, small or large. ``blocks``: the free ones as (bytes, address, block), sorted; ``end``: the last
-    block of the range, where segments are expandable."""
+    """The free blocks of one stream, small or large, as ranges of addresses. ``top``: where the next segment begins."""
 
-    small: bool
-    blocks: list[tuple[int, int, Block]] = field(default_factory=list)
-    end: Block | None = None
-    next_address: int = 0
+    def __init__(self, small: bool) -> None:
+        self.small, self.top = small, 0
+        self.end_of: dict[int, int] = {}  # begin → end
+        self.begin_of: dict[int, int] = {}
+        self.sizes: list[tuple[int, int]] = []  # (bytes, begin), sorted
 
-    def add(self, block: Block) -> None:
-        block.free = True
-        insort(self.blocks, (block.nbytes, block.address, block))
+    def add(self, begin: int, end: int) -> None:
+        """Merged with its free neighbours."""
+        if begin in self.begin_of:
+            begin = self.begin_of[begin]
+            self.remove(begin)
+        if end in self.end_of:
+            end = self.remove(end)
+        self.end_of[begin], self.begin_of[end] = end, begin
+        insort(self.sizes, (end - begin, begin))
 
-    def remove(self, block: Block) -> None:
-        del self.blocks[bisect_left(self.blocks, (block.nbytes, block.address))]
-        block.free = False
+    def remove(self, begin: int) -> int:
+        """Return where the free block that begins there ends."""
+        end = self.end_of.pop(begin)
+        del self.begin_of[end], self.sizes[bisect_left(self.sizes, (end - begin, begin))]
+        return end
 
-    def best_fit(self, nbytes: int) -> Block | None:
-        for _, _, block in self.blocks[bisect_left(self.blocks, (nbytes,)) :][:2]:
-            if block is not self.end:
-                return block
-        return None
+    def best_fit(self, nbytes: int) -> int | None:
+        """The smallest free block that is large enough, but for the one at the top."""
+        at = bisect_left(self.sizes, (nbytes,))
+        return next((begin for _, begin in self.sizes[at : at + 2] if self.end_of[begin] != self.top), None)
 
 
 class CachingAllocator:
@@ -76,71 +103,147 @@ class CachingAllocator:
         nbytes = _rounded(max(nbytes, 1), _SMALLEST)
         small = nbytes <= _SMALL
         pool = self._pools.setdefault((stream, small), _Pool(small))
-        if (block := pool.best_fit(nbytes)) is not None:
-            pool.remove(block)
-        elif self.expandable_segments:
-            block = self._grown(pool, nbytes)
-        else:
-            large = _LARGE_SEGMENT if nbytes < _OWN_SEGMENT_FROM else _rounded(nbytes, _STEP)
-            block = self._reserve(pool, _SMALL_SEGMENT if small else large)
-        self._split(block, nbytes)
-        self.allocated += block.nbytes
+        begin = pool.best_fit(nbytes)
+        if begin is None:
+            begin = self._reserve(pool, nbytes)
+        end = pool.remove(begin)
+        rest = end - begin - nbytes
+        if rest > (0 if small or self.expandable_segments else _SMALL):
+            end = begin + nbytes
+            pool.add(end, end + rest)
+        self.allocated += end - begin
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return block
+        return Block(pool, begin, end - begin)
 
     def free(self, block: Block) -> None:
         """The block may be allocated again, on its stream."""
-        pool = block.pool
         self.allocated -= block.nbytes
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.free:
-                pool.remove(neighbour)
-                block = _joined(neighbour, block) if neighbour is block.before else _joined(block, neighbour)
-        pool.add(block)
+        block.pool.add(block.address, block.address + block.nbytes)
 
-    def _grown(self, pool: _Pool, nbytes: int) -> Block:
-        """The end of the pool's range, free and as large as is asked for."""
-        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
-        last = pool.end
-        have = 0
-        if last is not None and last.free:
-            pool.remove(last)
-            have = last.nbytes
-            if nbytes <= have:
-                return last
-        block = pool.end = self._reserve(pool, _rounded(nbytes - have, page))
-        if last is not None:
-            last.after, block.before = block, last
-        return block if last is None or not have else _joined(last, block)
-
-    def _reserve(self, pool: _Pool, nbytes: int) -> Block:
-        block = Block(pool, pool.next_address, nbytes)
-        pool.next_address += nbytes
-        self.reserved += nbytes
-        return block
-
-    def _split(self, block: Block, nbytes: int) -> None:
-        rest = block.nbytes - nbytes
-        if rest < _SMALLEST or (rest <= _SMALL and not (block.pool.small or self.expandable_segments)):
-            return
-        after = Block(block.pool, block.address + nbytes, rest, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = after
-        block.after, block.nbytes = after, nbytes
-        if block.pool.end is block:
-            block.pool.end = after
-        block.pool.add(after)
-
-
-def _joined(left: Block, right: Block) -> Block:
-    left.nbytes += right.nbytes
-    left.after = right.after
-    if right.after is not None:
-        right.after.before = left
-    if left.pool.end is right:
-        left.pool.end = left
-    return left
+    def _reserve(self, pool: _Pool, nbytes: int) -> int:
+        """Where a free block begins that is large enough: a new segment, or what is free at the end of the range."""
+        begin = pool.begin_of.get(pool.top, pool.top)
+        if self.expandable_segments:
+            more = _rounded(max(0, nbytes - (pool.top - begin)), _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT)
+        elif pool.small:
+            more = _SMALL_SEGMENT
+        else:
+            more = _LARGE_SEGMENT if nbytes < _OWN_SEGMENT_FROM else _rounded(nbytes, _STEP)
+        self.reserved += more
+        if more:
+            pool.add(pool.top, pool.top + more)
+        pool.top += more if self.expandable_segments else more + 1  # segments of their own touch nowhere
+        return begin
 
 
 def _rounded(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
+
+
+# Steps
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """``nbytes``: the most that the allocator has reserved; ``allocated``: the most of that in blocks that are in use.
+    ``steps``: how many were replayed until one reserved nothing more."""
+
+    nbytes: int
+    allocated: int
+    steps: int
+
+
+@dataclass
+class Allocations:
+    """Of one graph. ``received``: storages that are those of the graph before; ``left``: those that are allocated when
+    the graph has run. ``stream``: whose pool a storage lies in."""
+
+    found: Sequence[GraphStorage]
+    received: Mapping[int, GraphStorage]
+    left: Sequence[GraphStorage]
+    stream: Callable[[GraphStorage], str] = lambda storage: "compute"
+
+
+@dataclass
+class Step:
+    """One training step as allocations, by phase in order. ``persistent``: bytes that are allocated before the first.
+    ``states``, ``temporaries``: bytes of what the optimizer allocates in its first step and keeps, and in each step
+    until its end."""
+
+    graphs: Mapping[Phase, Allocations]
+    persistent: Sequence[int]
+    states: Sequence[int] = ()
+    temporaries: Sequence[int] = ()
+
+
+def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> Step:
+    """``kept``, ``temporaries``: how many values per parameter the optimizer keeps, and allocates in each step."""
+    first = graphs.get("forward") or graphs["inference"]
+    forward = allocations(first, context)
+    returned = [s for node in first.outputs for s in _of(node, forward)]
+    found: dict[Phase, Allocations] = {first.phase: Allocations(forward.found, {}, returned)}
+    trainable: list[int] = []
+    if (graph := graphs.get("backward")) is not None:
+        backward = allocations(graph, context)
+        saved = [n for n in first.outputs[context.forward_outputs :] if _is_tensor(n)]
+        received = [n for n in graph.placeholders if _is_tensor(n) and not has_role(n, Role.TANGENT)]
+        pairs = {
+            id(mine): theirs
+            for node, source in zip(received, saved, strict=True)
+            for mine, theirs in zip(_of(node, backward), _of(source, forward), strict=False)
+        }
+        gradients = [s for node in graph.outputs for s in _of(node, backward)]
+        found["backward"] = Allocations(backward.found, pairs, gradients)
+        parameters = context.model.parameters.values()
+        trainable = [p.shard_numel * p.dtype.itemsize for p in parameters if p.trainable]
+    return Step(found, [shard_nbytes(context.model)], trainable * kept, trainable * temporaries)
+
+
+def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
+    """Steps until one reserves nothing more, at most six."""
+    allocator = CachingAllocator(expandable_segments=expandable_segments)
+    for nbytes in step.persistent:
+        allocator.allocate(nbytes)
+    blocks: dict[int, Block] = {}
+    for number in range(1, _MOST_STEPS + 1):
+        before = allocator.reserved
+        for graph in step.graphs.values():
+            blocks = _run(graph, allocator, blocks)
+        for nbytes in step.states if number == 1 else ():
+            allocator.allocate(nbytes)
+        for block in [allocator.allocate(nbytes) for nbytes in step.temporaries]:
+            allocator.free(block)
+        if number > 1 and allocator.reserved == before:
+            break
+    return Reserved(allocator.reserved, allocator.peak_allocated, number)
+
+
+def _run(graph: Allocations, allocator: CachingAllocator, before: Mapping[int, Block]) -> dict[int, Block]:
+    """The blocks that are left, by storage. ``before``: those that the graph before has left, of which those that this
+    one does not receive are dropped."""
+    received = {key: id(source) for key, source in graph.received.items() if id(source) in before}
+    blocks = {key: before[key] for key in received.values()}
+    for key in before.keys() - blocks.keys():
+        allocator.free(before[key])
+    left = {received.get(id(storage), id(storage)) for storage in graph.left}
+    held = [s for s in graph.found if s.nbytes and s.begin <= s.end]
+    events: list[tuple[int, int, GraphStorage | None]] = [(s.begin, id(s), s) for s in held if id(s) not in received]
+    ends: dict[int, int] = {}
+    for storage in held:
+        key = received.get(id(storage), id(storage))
+        ends[key] = max(ends.get(key, 0), storage.end)
+    events += [(end, key, None) for key, end in ends.items() if key not in left]
+    for _, key, begins in sorted(events, key=lambda event: (event[0], event[2] is None)):
+        if begins is None:
+            allocator.free(blocks.pop(key))
+        else:
+            blocks[key] = allocator.allocate(begins.nbytes, graph.stream(begins))
+    return blocks
+
+
+def _of(node: Any, storages: Storages) -> list[GraphStorage]:
+    return storages.of[node] if isinstance(node, fx.Node) else []
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

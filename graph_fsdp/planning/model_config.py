@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
     path, separator, name = model.rpartition(":")
     if not separator or model.endswith(".json"):
         return _from_config(Path(model)), {"input_ids": tokens, "labels": tokens}
-    function = getattr(_module(path), name, None)
+    function = _named(path, name)
     if not callable(function):
         raise ValueError(f"model: {path} has no function {name!r}")
     made = built_on_meta(function)
@@ -47,17 +47,14 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
     return lambda: function()[0], made[1] if isinstance(made[1], (tuple, dict)) else (made[1],)
 
 
-def _module(path: str) -> ModuleType:
+def _named(path: str, name: str) -> Any:
+    """What a file or a module has under a name; None if nothing."""
     if path.endswith(".py"):
         if not Path(path).is_file():
             raise ValueError(f"model: there is no file {path!r}")
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return runpy.run_path(path, run_name=Path(path).stem).get(name)
     try:
-        return importlib.import_module(path)
+        return getattr(importlib.import_module(path), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"model: there is no module {path!r} ({error}); name one, or a file.py:function") from error
 
@@ -73,6 +70,7 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
         raise ValueError(f"model: {path} is no JSON: {error}") from error
     try:
         import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     except ImportError as error:
         raise UnsupportedError("model: a config.json needs transformers; pip install transformers") from error
     kind = fields.get("model_type") if isinstance(fields, dict) else None
@@ -81,24 +79,14 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
         raise ValueError(
             f"model: {path} has model_type {kind!r}, which transformers {transformers.__version__} has not"
         )
-    _check_causal(path, kind, fields.get("architectures"))
-    config = known[kind].from_dict({**fields, "use_cache": False})
-
-    def build() -> nn.Module:
-        # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return model
-
-    return build
-
-
-def _check_causal(path: Path, kind: str, architectures: Any) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    named = [str(name) for name in architectures] if isinstance(architectures, list) else []
-    if not causal or (named and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)):
+    given = fields.get("architectures")
+    named = [str(name) for name in given] if isinstance(given, list) else []
+    if kind not in CAUSAL or (named and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in named)):
         raise ValueError(
             f"model: {path} is of {', '.join(named) or kind}, which is no causal language model, and only those are "
             "planned from a config.json; give module:function or file.py:function that returns the model and its inputs"
         )
+    config = known[kind].from_dict({**fields, "use_cache": False})
+
+    # In float32, whatever the checkpoint was saved in: mp_policy says what is computed in.
+    return functools.partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)

@@ -16,7 +16,7 @@ from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import Hardware, PassPipeline, default_pipeline, find_hardware
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.simulate import Conditions, simulate
-from graph_fsdp.planning.reserved import Reserved, Step, planned_step, replay
+from graph_fsdp.planning.allocator import Reserved, Step, planned_step, replay
 from graph_fsdp.planning.tracing import Traced, mesh_sizes, trace
 from graph_fsdp.report.report import GraphReport
 
@@ -174,8 +174,11 @@ class Plan(GraphReport):
         speed = f"{self.tokens_per_second:,.0f} tokens/s per rank, " if self.tokens_per_second is not None else ""
         held = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in sorted(self.memory.items(), key=lambda i: -i[1]))
         room = "fits" if self.fits else "does not fit"
+        told = [f"a straggler of {self.conditions.straggler:g}"] if self.conditions.straggler > 1 else []
+        told += ["contention"] if self.conditions.contention else []
+        met = f", with {' and '.join(told)}" if told else ""
         lines = [
-            f"plan: {self._numel:,} parameters on a mesh of {shape} {self.hardware.name}{_told(self.conditions)}",
+            f"plan: {self._numel:,} parameters on a mesh of {shape} {self.hardware.name}{met}",
             f"  step {self.step_seconds * 1e3:,.1f} ms: {seconds}, optimizer {self.optimizer_seconds * 1e3:,.1f}; "
             f"exposed communication {self.exposed_seconds * 1e3:,.1f}",
             f"  {speed}{self.mfu:.1%} MFU",
@@ -263,9 +266,3 @@ def _sizes(inputs: Any) -> tuple[int | None, int | None]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
     return tokens, next((t.shape[0] for t in tensors if t.dim()), None)
-
-
-def _told(conditions: Conditions) -> str:
-    told = [f"a straggler of {conditions.straggler:g}"] if conditions.straggler > 1 else []
-    told += ["contention"] if conditions.contention else []
-    return f", with {' and '.join(told)}" if told else ""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp import compat
 from graph_fsdp.api import compile
@@ -94,26 +94,27 @@ def trace(
         )
     if compile_options.get("fullgraph") is False:
         raise UnsupportedError("fullgraph=False: only a model of one graph can be traced; leave fullgraph out")
-    by_name = isinstance(example_inputs, Mapping)
     target = _device(device)
-    inputs = dict(example_inputs) if by_name else list(example_inputs)
+    by_name = isinstance(example_inputs, Mapping)
+    inputs: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
     inputs = compat.tree_map_only(Tensor, lambda t: t if t.device == target else _without_memory(t, target), inputs)
     model = built_on_meta(model_fn)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_fn must return an nn.Module, it returned {type(model).__name__}")
     _take_memory(model, target)
     if loss is not None:
-        model.forward = functools.wraps(model.forward)(_Composed(loss, model.forward))
+        forward = model.forward
+        model.forward = functools.wraps(forward)(lambda *args, **kwargs: loss(forward(*args, **kwargs)))
     compile_options.pop("param_init_fn", None)
     with _process_group(math.prod(shape)), models_not_counted():
-        mesh = _mesh(target.type, shape)
-        compile(model, mesh, **compile_options)
+        sizes = shape[-1:] if shape[0] == 1 else shape
+        compile(model, init_device_mesh(target.type, sizes) if math.prod(sizes) > 1 else None, **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
         engine.run_passes_only = True
         if (dtype := model.__dict__["_graph_fsdp_casts"][0]) is not None:  # nothing can be cast without memory
             inputs = compat.tree_map_only(Tensor, functools.partial(_in_dtype, dtype), inputs)
         try:
-            model(**inputs) if by_name else model(*inputs)
+            model(*inputs[0], **inputs[1])
         except PassesHaveRun as end:
             graphs = {graph.phase: graph for graph in end.graphs}
             report = inspect(model)
@@ -159,22 +160,6 @@ def mesh_sizes(mesh_shape: Any, world_size: Any = None) -> tuple[int, ...]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh | None:
-    if math.prod(shape) == 1:
-        return None
-    if len(shape) == 1 or shape[0] == 1:
-        return init_device_mesh(device_type, shape[-1:])
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-class _Composed:
-    def __init__(self, loss: Callable[[Any], Tensor], forward: Callable[..., Any]) -> None:
-        self.loss, self.forward = loss, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.loss(self.forward(*args, **kwargs))
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -31,18 +31,12 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.passes import CostModel, Measurements
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
-from graph_fsdp.passes.analysis.simulate import Timeline, simulate
+from graph_fsdp.passes.analysis.simulate import simulate
 from graph_fsdp.passes.ir.graph import Phase
-from graph_fsdp.profiling.measured_schedule import (
-    median_runs,
-    median_waits,
-    slices_as_measured,
-    slices_as_predicted,
-    typical,
-)
-from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime, Schedule
-from graph_fsdp.report.bucket_rows import ROW_KINDS
+from graph_fsdp.profiling.table import CollectiveTime, GraphTime, Profile, RegionTime
+from graph_fsdp.report.data import ROW_KINDS
 from graph_fsdp.report.report import engine_of
+from graph_fsdp.report.trace_events import Process, ScheduledGraph, predicted_slices, slices_as_measured
 from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe import ProgramRun, Recorder
 from graph_fsdp.runtime.ranks.agreement import digest, is_shared
@@ -83,8 +77,9 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
             "model: it was compiled with regions='whole', and what runs as one function cannot be timed by region; "
             "profile it compiled with regions='cut', whose profile a pipeline takes for either"
         )
-    _check_count("steps", steps)
-    _check_count("warmup", warmup)
+    for name, value in {"steps": steps, "warmup": warmup}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of calls, 1 or more, got {value!r}")
     device = engine.storage.device
     recorder, schedules = Recorder(device, alone=True), Recorder(device)
     with _restored(model, device):
@@ -100,26 +95,27 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
     groups, ranks = _groups(engine), engine.schedules.ranks
-    ran = Ran.of(recorder, engine.programs, schedules.steps)
-    ran.share(groups, device)
-    decides = not groups or dist.get_rank() == ranks[0]
-    made = ran.profile(engine.cost, len(ranks), steps) if decides else None
-    if groups:
-        made = Profile.from_json(json.loads(_broadcast(json.dumps(made.to_json()) if made else "", groups)))
-    assert made is not None
-    return dataclasses.replace(made, schedule=_schedule(engine, recorder, schedules))
+    rank = dist.get_rank() if groups else 0
+    ran = Ran.of(recorder, schedules, engine.programs)
+    ran.share(groups, rank, device)
+    made = ran.profile(engine.cost, len(ranks), steps).to_json() if not groups or rank == ranks[0] else None
+    found = Profile.from_json(json.loads(_broadcast(json.dumps(made), groups)))
+    title = f"measured, rank {rank} of {found.ranks}"
+    return dataclasses.replace(found, schedule=_schedule(engine, title, recorder, schedules))
 
 
-def _schedule(engine: Any, recorder: Recorder, schedules: Recorder) -> Schedule:
-    runs, spec = typical(schedules.steps), engine.spec
+def _schedule(engine: Any, title: str, recorder: Recorder, schedules: Recorder) -> tuple[Process, Process]:
+    """A step as predicted, and as it ran."""
+    runs, spec, cost = typical(schedules.steps), engine.spec, engine.cost
     alone = {place: statistics.median(seconds) for place, seconds in recorder.seconds.items()}
-    rank = dist.get_rank() if is_shared(engine.schedules.ranks) else 0
-    return Schedule(rank, slices_as_measured(runs, alone, spec), slices_as_predicted(runs, engine.cost, spec))
+    graphs = [ScheduledGraph(run.program.graph, cost, simulate(run.program.graph, cost)) for run in runs]
+    predicted = Process(f"predicted on {cost.hardware.name}", list(predicted_slices(graphs, spec)))
+    return predicted, Process(title, slices_as_measured(runs, alone, spec))
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of calls, 1 or more, got {value!r}")
+def typical(steps: Sequence[Sequence[ProgramRun]]) -> Sequence[ProgramRun]:
+    """The step whose duration is the median (of two in the middle, the shorter)."""
+    return sorted(steps, key=lambda runs: runs[-1].end)[(len(steps) - 1) // 2]
 
 
 # Running the model
@@ -146,20 +142,17 @@ def _differentiated(output: Any) -> list[Tensor]:
 @contextlib.contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Buffers and random number generators as they were, whatever happens."""
-    saved = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    owned = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         try:
             yield
         finally:
             with torch.no_grad():
-                for module, name, buffer, value in saved:
-                    module._buffers[name] = buffer
-                    if buffer is not None and value is not None:
-                        buffer.copy_(value)
+                for buffers, before in owned:
+                    buffers.update(before)
+                for buffer, value in values:
+                    buffer.copy_(value)
 
 
 # What ran
@@ -178,13 +171,8 @@ class Ran:
         self.slowest: dict[str, tuple[int, float]] = {}
 
     @classmethod
-    def of(
-        cls,
-        recorder: Recorder,
-        programs: Mapping[tuple[int, Phase], Program],
-        in_training: Sequence[Sequence[ProgramRun]],
-    ) -> Ran:
-        """``in_training``: the runs of each step as in training."""
+    def of(cls, recorder: Recorder, schedules: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
+        """``recorder``: of steps in which nothing runs beside a collective; ``schedules``: of those as in training."""
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts = {program: cut(program.graph) for program in dict.fromkeys(program for program, _ in recorder.seconds)}
@@ -198,21 +186,22 @@ class Ran:
                 name = f"{graph} collective {count} {step.meta['fsdp'].bucket} {collective_key(step)}"
                 ran.collectives[name] = seconds
             ran.steps[name] = program, index, step
-        waits = median_waits(in_training)
-        ran.means |= {f"wait {name}": waits.get(ran.steps[name][:2], 0.0) for name in ran.collectives}
-        ran.means |= {ran._run_name(program): seconds for program, seconds in median_runs(in_training).items()}
+        names = {step[:2]: name for name, step in ran.steps.items()}
+        found: dict[str, list[float]] = {f"wait {name}": [] for name in ran.collectives}
+        for run in (run for runs in schedules.steps for run in runs):
+            found.setdefault(ran._run_name(run.program), []).append(run.end - run.begin)
+            for interval in run.intervals:
+                if interval.what == "wait" and (place := (run.program, interval.index)) in names:
+                    found[f"wait {names[place]}"].append(interval.seconds)
+        ran.means |= {name: statistics.median(seconds or [0.0]) for name, seconds in found.items()}
         return ran
 
     def _run_name(self, program: Program) -> str:
         """By what was run first in it: another rank may have captured this graph as another of its graphs."""
         return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
 
-    def share(self, groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    def share(self, groups: list[dist.ProcessGroup], rank: int, device: torch.device) -> None:
         """Replace this rank's seconds by those of all. See *times that all ranks share*."""
-        if not groups:
-            self.slowest = {name: (0, self.means[name]) for name in self.steps if name in self.means}
-            return
-        rank = dist.get_rank()
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
         names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
         counted = [float(name in self.means) for name in names]
@@ -238,29 +227,36 @@ class Ran:
         programs = dict.fromkeys(program for program, _, _ in self.steps.values())
         modelled = {program: model.graph_seconds(program.graph) for program in programs}
         predicted = {program: cost.graph_seconds(program.graph) for program in programs}
+        timelines = {program: simulate(program.graph, cost) for program in programs}
+        exposed = {event.node: event.exposed for timeline in timelines.values() for event in timeline.events}
         compute: dict[str, list[float]] = {}
+        by_key: dict[str, list[float]] = {}
         regions: list[RegionTime] = []
+        collectives: list[CollectiveTime] = []
         total = measured = 0.0
-        for name, (program, index, region) in self.steps.items():
-            if not isinstance(region, Region):
+        for name, (program, index, step) in self.steps.items():
+            graph = self.graphs[program]
+            if isinstance(step, fx.Node):
+                seconds, record = statistics.median(self.collectives[name]), step.meta["fsdp"]
+                by_key.setdefault(collective_key(step), []).append(seconds)
+                times = (cost.collective_seconds(step), seconds, exposed[step], self.means[f"wait {name}"])
+                collectives.append(CollectiveTime(*graph, ROW_KINDS[record.role], record.bucket, record.nbytes, *times))
                 continue
             seconds = self.means[name]
-            shares = {node: modelled[program][node] for node in region.nodes if modelled[program][node] > 0}
+            shares = {node: modelled[program][node] for node in step.nodes if modelled[program][node] > 0}
             region_total = sum(shares.values())
             total, measured = total + region_total, measured + (seconds if shares else 0.0)
             own = [n for n in shares if not cost.fused or kind_of(n) is Kind.KERNEL]  # others have none to be looked up
             for node in own:
                 compute.setdefault(op_key(node), []).append(seconds * shares[node] / region_total)
-            expected = sum(predicted[program][node] for node in region.nodes)
-            first = next((node for node in region.nodes if node in shares), region.nodes[0])
-            what = (*self.graphs[program], index, unit_of(region), first.name)
+            expected = sum(predicted[program][node] for node in step.nodes)
+            first = next((node for node in step.nodes if node in shares), step.nodes[0])
+            what = (*graph, index, unit_of(step), first.name)
             regions.append(RegionTime(*what, expected, seconds, *self.slowest[name]))
-        timelines = {program: simulate(program.graph, cost) for program in programs}
         graphs = [
             GraphTime(*self.graphs[program], timeline.seconds, self.means[self._run_name(program)])
             for program, timeline in timelines.items()
         ]
-        collectives, by_key = self._collective_times(cost, timelines)
         return Profile(
             Measurements(_means(compute), _means(by_key), measured / total if measured and total else 1.0),
             regions,
@@ -270,22 +266,6 @@ class Ran:
             ranks=ranks,
             steps=steps,
         )
-
-    def _collective_times(
-        self, cost: CostModel, timelines: Mapping[Program, Timeline]
-    ) -> tuple[list[CollectiveTime], dict[str, list[float]]]:
-        exposed = {event.node: event.exposed for timeline in timelines.values() for event in timeline.events}
-        rows: list[CollectiveTime] = []
-        by_key: dict[str, list[float]] = {}
-        for name, runs in self.collectives.items():
-            program, _, node = self.steps[name]
-            assert isinstance(node, fx.Node)
-            seconds, record = statistics.median(runs), node.meta["fsdp"]
-            by_key.setdefault(collective_key(node), []).append(seconds)
-            what = (*self.graphs[program], ROW_KINDS[record.role], record.bucket, record.nbytes)
-            times = (cost.collective_seconds(node), seconds, exposed[node], self.means[f"wait {name}"])
-            rows.append(CollectiveTime(*what, *times))
-        return rows, by_key
 
 
 def _means(values: dict[str, list[float]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from graph_fsdp.passes import Measurements
 from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.report.file import write_text
 from graph_fsdp.report.text import columns, milliseconds
-from graph_fsdp.report.trace_events import Process, Slice, trace_of
+from graph_fsdp.report.trace_events import Process, trace_of
 
 _FORMAT = "graph_fsdp.Profile"
 _TIMES = ("predicted", "measured", "ratio")
@@ -39,6 +39,11 @@ class RegionTime:
     slowest_rank: int
     slowest_seconds: float
 
+    def cells(self) -> list[str]:
+        times = _times(self.predicted_seconds, self.seconds)
+        slowest = milliseconds(self.slowest_seconds), str(self.slowest_rank)
+        return [f"region_{self.region}", self.unit or "-", self.node, *times, *slowest]
+
 
 @dataclass(frozen=True)
 class CollectiveTime:
@@ -58,6 +63,11 @@ class CollectiveTime:
     predicted_exposed_seconds: float
     exposed_seconds: float
 
+    def cells(self) -> list[str]:
+        exposed = map(milliseconds, (self.predicted_exposed_seconds, self.exposed_seconds))
+        times = _times(self.predicted_seconds, self.seconds)
+        return [self.kind, self.bucket, f"{self.nbytes:,}", *times, *exposed]
+
 
 @dataclass(frozen=True)
 class GraphTime:
@@ -70,15 +80,6 @@ class GraphTime:
 
 
 _ROWS: dict[str, type] = {"regions": RegionTime, "collectives": CollectiveTime, "graphs": GraphTime}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One training step as ``rank`` has run it, and the same as it was predicted. Seconds from its beginning."""
-
-    rank: int
-    measured: Sequence[Slice]
-    predicted: Sequence[Slice]
 
 
 class _Seconds:
@@ -97,8 +98,8 @@ class Profile:
 
     measurements: what the cost model takes from it. regions, collectives, graphs: in the order in which they ran;
     regions of views alone are left out. hardware: what the predictions were computed with. ranks, steps: over which the
-    times are averages. schedule: what this rank has measured; None in a profile that was loaded. The predictions are
-    those that the running program was scheduled by.
+    times are averages. schedule: a step as it was predicted, and as this rank has run it; None in a profile that was
+    loaded. The predictions are those that the running program was scheduled by.
 
     Seconds of all together, as measured and as predicted: ``compute_seconds`` of all regions, ``collective_seconds`` of
     all collectives, one after the other; in a step as in training, ``exposed_seconds``, for which programs waited for
@@ -112,7 +113,7 @@ class Profile:
     hardware: str
     ranks: int
     steps: int
-    schedule: Schedule | None = field(default=None, compare=False, repr=False)
+    schedule: tuple[Process, Process] | None = field(default=None, compare=False, repr=False)
 
     compute_seconds = _Seconds("regions", "seconds")
     collective_seconds = _Seconds("collectives", "seconds")
@@ -149,10 +150,7 @@ class Profile:
                 "profile: it was loaded from a file, which has no schedule of a rank; save the trace of the profile "
                 "that graph_fsdp.profile returned"
             )
-        found = [Process(f"measured, rank {self.schedule.rank} of {self.ranks}", self.schedule.measured)]
-        if predicted:
-            found.insert(0, Process(f"predicted on {self.hardware}", self.schedule.predicted))
-        write_text(path, json.dumps(trace_of(found)))
+        write_text(path, json.dumps(trace_of(self.schedule if predicted else self.schedule[1:])))
 
     def to_json(self) -> dict[str, Any]:
         """A dict that ``json.dumps`` takes."""
@@ -195,11 +193,11 @@ class Profile:
             columns(("", *_TIMES), [(name, *times) for name, times in self._totals().items()], texts=1),
         ]
         for graph in self.graphs:
-            times, regions, collectives = self._rows(graph)
+            times = _times(graph.predicted_seconds, graph.seconds)
             lines += ["", columns(("", *_TIMES), [(f"graph {graph.graph}, {graph.phase}", *times)], texts=1)]
-            if regions:
+            if regions := self._rows(graph, self.regions):
                 lines.append(columns(("region", "unit", "first node", *_TIMES, *_SLOWEST), regions, texts=3))
-            if collectives:
+            if collectives := self._rows(graph, self.collectives):
                 lines.append(columns(("collective", "bucket", "bytes", *_TIMES, *_EXPOSED), collectives, texts=2))
         return "\n".join(lines)
 
@@ -212,9 +210,9 @@ class Profile:
         for name in (*_TIMES, *_EXPOSED, *_SLOWEST):
             table.add_column(name, justify="right")
         for graph in self.graphs:
-            times, regions, collectives = self._rows(graph)
-            rows = [["graph", "", "", *times], *([*row[:6], "", "", *row[6:]] for row in regions), *collectives]
-            for row in rows:
+            rows = [["graph", "", "", *_times(graph.predicted_seconds, graph.seconds)]]
+            rows += [[*row[:6], "", "", *row[6:]] for row in self._rows(graph, self.regions)]
+            for row in [*rows, *self._rows(graph, self.collectives)]:
                 table.add_row(f"{graph.graph} {graph.phase}", *row)
             table.add_section()
         return table
@@ -228,25 +226,8 @@ class Profile:
             "step": _times(self.predicted_step_seconds, self.step_seconds),
         }
 
-    def _rows(self, graph: GraphTime) -> tuple[tuple[str, str, str], list[list[str]], list[list[str]]]:
-        """Its times, and the cells of its regions and of its collectives."""
-        regions = [
-            [
-                *(f"region_{row.region}", row.unit or "-", row.node, *_times(row.predicted_seconds, row.seconds)),
-                *(milliseconds(row.slowest_seconds), str(row.slowest_rank)),
-            ]
-            for row in self.regions
-            if (row.graph, row.phase) == (graph.graph, graph.phase)
-        ]
-        collectives = [
-            [
-                *(row.kind, row.bucket, f"{row.nbytes:,}", *_times(row.predicted_seconds, row.seconds)),
-                *map(milliseconds, (row.predicted_exposed_seconds, row.exposed_seconds)),
-            ]
-            for row in self.collectives
-            if (row.graph, row.phase) == (graph.graph, graph.phase)
-        ]
-        return _times(graph.predicted_seconds, graph.seconds), regions, collectives
+    def _rows(self, graph: GraphTime, rows: Sequence[RegionTime | CollectiveTime]) -> list[list[str]]:
+        return [row.cells() for row in rows if (row.graph, row.phase) == (graph.graph, graph.phase)]
 
 
 def _times(predicted: float, measured: float) -> tuple[str, str, str]:

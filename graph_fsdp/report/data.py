@@ -1,4 +1,4 @@
-"""A report as plain data: what is printed, and what a file of a report holds.
+"""A report as plain data: what is printed, what a file of a report holds, and what its page draws.
 
 Everything here is what ``json.dumps`` takes. Times are in seconds; positions are indices of nodes in the graph after
 all passes. The functions that make a part say what it has: a report has captures, a capture graphs, a graph buckets and
@@ -8,101 +8,92 @@ stages.
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch import fx
+
+from graph_fsdp.passes.analysis.simulate import Timeline
+from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
+from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.report.bucket_rows import prefetch_distances
+from graph_fsdp.report.provenance import lives
+from graph_fsdp.report.trace_events import MICROSECONDS, ScheduledGraph, communication, computations, in_a_row
 
 if TYPE_CHECKING:
-    from graph_fsdp.report.report import CapturedGraph, GraphReport, GraphView
+    from graph_fsdp.report.report import GraphReport, GraphView
 
-Data = dict[str, Any]
+Data: TypeAlias = dict[str, Any]
 
-Change = tuple[Literal["same", "removed", "added"], int]
-"""So many lines that are the same in both texts, that only the old one has, or that only the new one has."""
+Change: TypeAlias = int | tuple[int, list[str]]
+"""So many lines that stay, or how many go, and those that come in their place."""
+
+_COUNTS = ("whole", "regions", "compiled_regions", "peak_gathered_bytes", "kept_nbytes")
+ROW_KINDS = {
+    Role.GATHER_START: "gather",
+    Role.KEPT: "kept",  # received from forward
+    Role.REDUCE_START: "reduce",
+    Role.REPLICATE_START: "replicate",  # reduced again over replicas
+    Role.ACCUMULATE: "keep",  # gradients, for a later graph
+    Role.FETCH_START: "fetch",  # shards, from the CPU
+    Role.OFFLOAD_START: "offload",  # gradients, to the CPU
+}
 
 
-def report_data(report: GraphReport, *, stages: bool, error: Exception | None = None) -> Data:
-    """``stages``: with the text of each, which takes seconds where a model is deep. ``error``: what ended a capture."""
+def report_data(
+    report: GraphReport, *, stages: bool, drawn: Sequence[GraphView] = (), error: Exception | None = None
+) -> Data:
+    """``stages``: with the text of each, which takes seconds where a model is deep. ``drawn``: graphs that run one
+    after the other, of which a page draws the timeline. ``lives``: in these, parameter → what it is, and of each event
+    phase, position, kind and line of the model. ``error``: what ended a capture.
+
+    Raises:
+        LookupError: a graph that is to be drawn has no cost model.
+    """
     spec = report.spec
+    scheduled = [view.scheduled() for view in drawn]
+    timelines = {v: timeline_data(begin, s, spec) for v, (begin, s) in zip(drawn, in_a_row(scheduled), strict=True)}
+    found = lives(spec, [(0, s.graph) for s in scheduled]) if drawn else {}
+
+    def graph(view: GraphView) -> Data:
+        return {**graph_data(view), "timeline": timelines.get(view), "stages": stage_data(view) if stages else []}
+
     return {
         "parameters": len(spec.parameters),
         "buckets": len(spec.buckets),
         "world_size": spec.world_size,
         "replicas": spec.replicas,
         "units": unit_data(spec),
-        "whole": report.whole,
-        "regions": report.regions,
-        "compiled_regions": report.compiled_regions,
-        "peak_gathered_bytes": report.peak_gathered_bytes,
-        "kept_nbytes": report.kept_nbytes,
-        "captures": [capture_data(capture, stages=stages) for capture in report.captures],
-        "error": None if error is None else {"kind": type(error).__name__, "message": str(error)},
+        **{name: getattr(report, name) for name in _COUNTS},
+        "captures": [
+            {
+                "index": capture.index,
+                "cause_kind": capture.cause.kind,
+                "cause": str(capture.cause),
+                "graphs": [graph(view) for view in capture.all_views()],
+            }
+            for capture in report.captures
+        ],
+        "lives": {
+            name: [life.about, [[e.phase, e.position, e.kind, str(e.source or "")] for e in life.events]]
+            for name, life in found.items()
+        },
+        "error": None if error is None else f"{type(error).__name__}: {error}",
     }
 
 
-def error_text(report: Data) -> str | None:
-    """The error of a report that was saved when a pass or the verifier failed; None for any other."""
-    error = report["error"]
-    return None if error is None else f"{error['kind']}: {error['message']}"
-
-
-def capture_data(capture: CapturedGraph, *, stages: bool) -> Data:
-    return {
-        "index": capture.index,
-        "cause_kind": capture.cause.kind,
-        "cause": str(capture.cause),
-        "graphs": [graph_data(view, stages=stages) for view in capture.all_views()],
-    }
-
-
-def graph_data(view: GraphView, *, stages: bool = False) -> Data:
-    """``memory``, ``slots``, ``cuda_graphs``, ``compiled_by_xla``: lines of text; none where nothing is known.
-    ``schedule``: None without a cost model. ``passes``: name and seconds. ``nodes``: 0 of a graph that other graphs are
-    made of. ``stages``: none in a report that is only printed."""
-    timeline = view.timeline
-    cost = view.graph.cost if view.graph is not None else None
-    schedule = None
-    if timeline is not None and cost is not None:
-        totals = {name: getattr(timeline, name) for name in ("seconds", "compute", "communication", "exposed")}
-        schedule = {"hardware": cost.hardware.name, **totals}
+def graph_data(view: GraphView) -> Data:
+    """What is printed of a graph. ``nodes``: 0 of a graph that other graphs are made of."""
     return {
         "phase": view.phase,
         "nodes": view.nodes,
-        "whole": view.whole,
-        "buckets": bucket_data(view),
-        "slots": str(view.slots).splitlines() if view.slots else [],
-        "copied_nbytes": view.copied_nbytes,
-        "compiled_by_xla": view.compiled_by_xla(),
-        "memory": str(view.memory).splitlines() if view.memory is not None else [],
-        "cuda_graphs": str(view.cuda_graphs).splitlines() if view.cuda_graphs is not None else [],
-        "schedule": schedule,
-        "passes": [(stage.name, stage.seconds) for stage in view.stages.values()],
-        "stages": stage_data(view) if stages else [],
+        "buckets": [asdict(row) for row in view.buckets],
+        "lines": view.lines(),
+        "passes": list(view.stages),
     }
-
-
-def bucket_data(view: GraphView) -> list[Data]:
-    """The rows of :class:`graph_fsdp.report.bucket_rows.BucketRow`. ``ahead``: units' uses that begin while it is under
-    way. ``seconds``: that the collective takes, ``exposed`` that compute waits for it, as predicted."""
-    events: dict[int | None, Any] = {}
-    if view.graph is not None and view.timeline is not None:
-        positions = view.graph.positions()
-        events = {positions[event.node]: event for event in view.timeline.events}
-    found = []
-    for row, ahead in zip(view.buckets, prefetch_distances(view.buckets), strict=True):
-        event = events.get(row.start)
-        times = {
-            "ahead": ahead,
-            "seconds": None if event is None else event.end - event.begin,
-            "exposed": None if event is None else event.exposed,
-        }
-        found.append({**asdict(row), "parameters": len(row.parameters), "kept": row.escapes, **times})
-    return found
 
 
 def unit_data(spec: ModelSpec) -> list[Data]:
@@ -119,32 +110,104 @@ def unit_data(spec: ModelSpec) -> list[Data]:
     return list(units.values())
 
 
+# Buckets
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph; None where
+    the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard. ``unit``: "" is the
+    root. ``kind``: one of ``ROW_KINDS``. ``slots``: that its buffer and its landing buffer lie in. ``ahead``: how many
+    buckets are used for the first time between its start and its wait; of a gather that is how many units ahead of its
+    use it starts. ``seconds``: that it takes by itself, ``exposed`` that compute waits for it, as predicted."""
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    start: int | None = None
+    wait: int | None = None
+    first_use: int | None = None
+    free: int | None = None
+    escapes: bool = False
+    unit: str = ""
+    slots: tuple[int, ...] = ()
+    ahead: int | None = None
+    seconds: float | None = None
+    exposed: float | None = None
+
+
+def bucket_rows(graph: Graph, timeline: Timeline | None) -> list[BucketRow]:
+    """In the order of the graph. Gradients of one bucket that are kept for a later graph are one row."""
+    positions = graph.positions()
+    gathers = {gather.start or gather.buffer: gather for gather in graph.gathers}
+    uses = sorted(positions[gather.reads[0]] for gather in gathers.values() if gather.reads)
+    predicted = {event.node: event for event in timeline.events} if timeline is not None else {}
+    rows: dict[fx.Node | str, list[fx.Node]] = {}
+    for node in graph.with_role(*ROW_KINDS):
+        kept = has_role(node, Role.ACCUMULATE)
+        rows.setdefault(node.meta["fsdp"].bucket if kept else node, []).append(node)
+
+    def row(nodes: list[fx.Node]) -> BucketRow:
+        node, records = nodes[0], [node.meta["fsdp"] for node in nodes]
+        record, kind, gather, event = records[0], ROW_KINDS[records[0].role], gathers.get(node), predicted.get(node)
+        events: dict[str, fx.Node | None] = {"start": node}
+        if gather is not None:
+            first_use = next(iter(gather.reads), None)
+            events = {"start": gather.start, "wait": gather.wait, "first_use": first_use, "free": gather.free}
+        elif kind != "keep":
+            wait = wait_of(node)
+            used = (user for user in wait.users if user.op != "output")
+            events |= {"wait": wait, "first_use": min(used, key=positions.__getitem__, default=None)}
+        at = {name: positions[node] for name, node in events.items() if node is not None}
+        under_way = "start" in at and "wait" in at
+        return BucketRow(
+            record.bucket,
+            kind,
+            tuple(name for r in records for name in r.params),
+            sum(r.nbytes for r in records),
+            escapes=gather is not None and gather.escapes and kind == "gather",
+            unit=record.unit,
+            slots=tuple(slot for slot in (record.slot, record.landing_slot) if slot is not None),
+            ahead=bisect_left(uses, at["wait"]) - bisect_left(uses, at["start"]) if under_way else None,
+            seconds=None if event is None else event.end - event.begin,
+            exposed=None if event is None else event.exposed,
+            **at,
+        )
+
+    return [row(nodes) for nodes in rows.values()]
+
+
+# Stages
+
+
 def stage_data(view: GraphView) -> list[Data]:
-    """``changes`` and ``added``: how a stage's lines are made of those of the stage before, see ``line_changes``."""
-    stages = []
-    before: list[str] = []
-    for stage in view.stages.values():
-        lines = stage.body.splitlines()
-        changes, added = line_changes(before, lines)
-        stages.append({"name": stage.name, "header": stage.header, "changes": changes, "added": added})
-        before = lines
-    return stages
+    """``changes``: how a stage's lines are made of those of the stage before, see ``line_changes``."""
+    texts = [stage.body.splitlines() for stage in view.stages.values()]
+    return [
+        {"name": stage.name, "header": stage.header, "changes": line_changes(before, lines)}
+        for stage, before, lines in zip(view.stages.values(), [[], *texts], texts, strict=False)
+    ]
 
 
-def line_changes(old: list[str], new: list[str]) -> tuple[list[Change], list[str]]:
-    """What makes ``new`` of ``old``, in order, and the lines that are added; removed before added."""
-    changes: list[Change] = []
-    added: list[str] = []
-    for tag, i, until_i, j, until_j in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if tag == "equal":
-            changes.append(("same", until_i - i))
-            continue
-        if until_i > i:
-            changes.append(("removed", until_i - i))
-        if until_j > j:
-            changes.append(("added", until_j - j))
-            added += new[j:until_j]
-    return changes, added
+def line_changes(old: list[str], new: list[str]) -> list[Change]:
+    """What makes ``new`` of ``old``, from top to bottom."""
+    found = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return [until - i if tag == "equal" else (until - i, new[j:until_j]) for tag, i, until, j, until_j in found]
+
+
+def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
+    """Name → the graph after that pass, from what ``stage_data`` made."""
+    texts: dict[str, str] = {}
+    lines: list[str] = []
+    for stage in stages:
+        before, lines, position = lines, [], 0
+        for change in stage["changes"]:
+            count, new = (change, before[position : position + change]) if isinstance(change, int) else change
+            position += count
+            lines += new
+        texts[stage["name"]] = "\n".join(lines) + "\n"
+    return texts
 
 
 def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str], str]) -> str:
@@ -157,17 +220,44 @@ def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str
     return "\n".join(lines)
 
 
-def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
-    """Name → the graph after that pass, from what ``stage_data`` made."""
-    texts: dict[str, str] = {}
-    lines: list[str] = []
-    for stage in stages:
-        before, added = iter(lines), iter(stage["added"])
-        lines = [
-            line
-            for kind, count in stage["changes"]
-            for line in itertools.islice(added if kind == "added" else before, count)
-            if kind != "removed"
-        ]
-        texts[stage["name"]] = "\n".join(lines) + "\n"
-    return texts
+# What is drawn
+
+
+def timeline_data(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Data:
+    """``names``: of the nodes, by position. ``slices``: lane, position, begin and duration in microseconds, whether
+    compute waits, and what there is to say."""
+    timeline = scheduled.timeline
+    position = {node.name: index for index, node in enumerate(scheduled.graph.nodes)}
+    slices = [*computations(begin, scheduled), *communication(begin, scheduled, spec)]
+    return {
+        "hardware": scheduled.cost.hardware.name,
+        "begin": begin * MICROSECONDS,
+        **{name: getattr(timeline, name) for name in ("seconds", "compute", "exposed")},
+        "names": list(position),
+        "slices": [
+            [s.lane, position[s.name], _micro(s.begin), _micro(s.seconds), s.category == "exposed", s.text()]
+            for s in slices
+        ],
+        "memory": _memory(begin, scheduled),
+    }
+
+
+def _memory(begin: float, scheduled: ScheduledGraph) -> Data | None:
+    """Bytes by category, where any of them changes."""
+    memory = scheduled.memory
+    if memory is None:
+        return None
+    held = scheduled.held()
+    return {
+        "categories": list(memory.timeline),
+        "positions": list(held),
+        "times": [_micro(begin + seconds) for seconds, _ in held.values()],
+        "values": [list(values.values()) for _, values in held.values()],
+        "peak": memory.peak,
+        "peak_position": memory.peak_index,
+        "holders": [[holder.node, holder.category, holder.nbytes] for holder in memory.holders],
+    }
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * MICROSECONDS, 3)

@@ -1,22 +1,32 @@
-"""Reports in files: JSON of one version, to be printed again or to be made a page of, on any machine."""
+"""Reports in files: JSON of one version, to be printed again or to be made a page of, on any machine.
+
+A page needs no network. Its data is JSON, deflated and in base64: texts of graphs repeat themselves, and a model of a
+thousand layers has millions of lines in all its stages. A stage is kept as its difference to the one before. The page's
+own script (``html/``) draws what is looked at.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 
+import jinja2
 import torch
 from rich.console import RenderableType
 
-from graph_fsdp.report.data import Data, error_text, stage_diff, stage_texts
-from graph_fsdp.report.page import html_page
+from graph_fsdp.report.data import Data, stage_diff, stage_texts
 from graph_fsdp.report.text import Printed, report_parts
 
 FORMAT = "graph_fsdp.GraphReport"
-VERSION = 1  # of the file; no other is read
+VERSION = 2  # of the file; no other is read
 _PAGES = (".html", ".htm")
+_SCRIPTS = ("data.js", "timeline.js", "stages.js", "page.js")
+_FILES = jinja2.PackageLoader("graph_fsdp.report", "html")
+_TEMPLATES = jinja2.Environment(loader=_FILES, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
 def is_page(path: str | PathLike[str]) -> bool:
@@ -35,13 +45,9 @@ class SavedReport(Printed):
     """A report without the model: what :func:`graph_fsdp.load_report` returns. It prints as the report does, and saves
     as page or data; ``data`` is what it knows, ``error`` what ended the capture, where something did."""
 
-    def __init__(self, data: Data, schedule: Data | None) -> None:
-        self.data, self.schedule = data, schedule
-
-    @property
-    def error(self) -> str | None:
-        """The error of a report that was saved when a pass or the verifier failed."""
-        return error_text(self.data)
+    def __init__(self, data: Data) -> None:
+        self.data = data
+        self.error: str | None = data["error"]
 
     def stages(self, phase: str, capture: int | None = None) -> dict[str, str]:
         """Pass → the graph after it, as Python. ``capture``: its number; None for the latest with such a graph.
@@ -73,11 +79,35 @@ class SavedReport(Printed):
             ValueError: the suffix is neither.
             OSError: the file cannot be written.
         """
-        write_text(path, html_page(self.data, self.schedule) if is_page(path) else self.to_json())
+        write_text(path, self.to_html() if is_page(path) else self.to_json())
 
     def to_json(self) -> str:
-        document = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
-        return json.dumps({**document, "report": self.data, "schedule": self.schedule}, separators=(",", ":"))
+        """The text of a file that :func:`load_report` reads."""
+        document = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "report": self.data}
+        return json.dumps(document, separators=(",", ":"))
+
+    def to_html(self) -> str:
+        """The page. Where nothing is to be drawn, it shows what the passes left behind."""
+        report, captures = self.data, self.data["captures"]
+        graphs = [
+            {**graph, "title": f"graph {capture['index']}, {graph['phase']}" if captures[1:] else graph["phase"]}
+            for capture in captures
+            for graph in capture["graphs"]
+            if graph["stages"] or graph["timeline"]
+        ]
+        page = {"buckets": report["buckets"], "graphs": graphs, "lives": report["lives"]}
+        packed = base64.b64encode(zlib.compress(json.dumps(page, separators=(",", ":")).encode(), 6)).decode()
+        style, *script = (_FILES.get_source(_TEMPLATES, name)[0] for name in ("report.css", *_SCRIPTS))
+        ranks = report["world_size"] * report["replicas"]
+        return _TEMPLATES.get_template("report.html").render(
+            title=f"graph_fsdp: {report['parameters']} parameters on {ranks} ranks",
+            error=self.error,
+            causes=[f"graph {c['index']} was captured because {c['cause']}" for c in captures[1:]],
+            timed=any(graph["timeline"] for graph in graphs),
+            style=style,
+            script="\n".join(script),
+            data=packed,
+        )
 
     def parts(self) -> Iterable[RenderableType]:
         return report_parts(self.data)
@@ -115,8 +145,8 @@ def load_report(path: str | PathLike[str]) -> SavedReport:
             f"{VERSION}; read it with the graph_fsdp that wrote it, or save the report again"
         )
     try:
-        found = SavedReport(document["report"], document["schedule"])
-        str(found), html_page(found.data, found.schedule)
+        found = SavedReport(document["report"])
+        str(found), found.to_html()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
         raise ValueError(f"path: {name!r} is a damaged report ({error!r}); save it again") from error
     return found

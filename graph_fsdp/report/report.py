@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -12,21 +15,20 @@ from typing import Any
 from rich.console import RenderableType
 from torch import nn
 
+from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
-from graph_fsdp.passes.context import PHASES, PassContext
+from graph_fsdp.passes.context import PHASES, PassError, VerificationError
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.layout import copies
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
-from graph_fsdp.report.bucket_rows import BucketRow, bucket_rows
-from graph_fsdp.report.data import bucket_data, graph_data, report_data, stage_diff
+from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
 from graph_fsdp.report.file import SavedReport, is_page, write_text
-from graph_fsdp.report.page import schedule_data
-from graph_fsdp.report.parameter_life import ParameterLife, find_life
+from graph_fsdp.report.provenance import ParameterLife, lives
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
@@ -34,23 +36,36 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 
 class GraphView(report_text.Printed):
     """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
-    program that runs it, the bytes that it is predicted to hold, and ``copied_nbytes``: those that packing and
-    unpacking for its collectives reads and writes in a run (:func:`graph_fsdp.passes.ir.layout.copies`)."""
+    program that runs it, and the bytes that it is predicted to hold."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
         self.stages = stages
-        self.buckets: list[BucketRow] = []
-        self.slots = SlotTable()
-        self.copied_nbytes = 0
+        self.graph: Graph | None = None  # after all passes
         self.program: str | None = None
         self.whole = False  # compiled in one piece: buffers are the compiler's, and nothing predicts their bytes
         self.memory: MemoryProfile | None = None
         self.cuda_graphs: ProgramGraphs | None = None  # which regions are, and what became of the runs
-        self.graph: Graph | None = None  # after all passes
         self.hlo_of: Callable[[], Any] | None = None  # where XLA runs it
         self.xla_compilations: Sequence[Any] = ()  # of it by XLA, each with its cause and seconds
-        self.nodes = 0
+
+    @property
+    def nodes(self) -> int:
+        """How many; 0 of a graph that others were made of."""
+        return len(self.graph.fx_graph.nodes) if self.graph is not None else 0
+
+    @property
+    def buckets(self) -> list[BucketRow]:
+        return bucket_rows(self.graph, self.timeline) if self.graph is not None else []
+
+    @property
+    def slots(self) -> SlotTable:
+        return SlotTable() if self.graph is None or self.whole else slot_table(self.graph)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Those that packing and unpacking for its collectives reads and writes in a run."""
+        return sum(copies(self.graph)) if self.graph is not None else 0
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
@@ -85,16 +100,28 @@ class GraphView(report_text.Printed):
     def parts(self) -> Iterable[RenderableType]:
         return report_text.graph_parts(graph_data(self))
 
-    def compiled_by_xla(self) -> list[str]:
-        """A line that says how often and why, where XLA runs the graph."""
-        if not self.xla_compilations:
-            return []
-        causes = "; ".join(map(str, self.xla_compilations))
-        return [f"compiled by XLA {len(self.xla_compilations)}x: {causes}"]
+    def lines(self) -> list[str]:
+        """What is printed below its buckets."""
+        found: list[Any] = [self.slots] if self.slots else []
+        if self.whole:
+            found.append("compiled whole: the compiler allocates the buffers")
+            if self.xla_compilations:
+                causes = "; ".join(map(str, self.xla_compilations))
+                found.append(f"compiled by XLA {len(self.xla_compilations)}x: {causes}")
+        elif self.buckets:
+            found.append(f"copied by packing and unpacking: {self.copied_nbytes:,} bytes")
+        found += [known for known in (self.memory, self.cuda_graphs) if known is not None]
+        return [line for part in [*found, self.predicted()] for line in str(part).splitlines()]
 
     def predicted(self) -> str:
         """One line on the timeline."""
-        return report_text.predicted(graph_data(self))
+        if self.timeline is None:
+            return "predicted: no cost model"
+        found, ms = self.scheduled().cost.hardware.name, report_text.milliseconds
+        return (
+            f"predicted on {found}: {ms(self.timeline.seconds)} ms, compute {ms(self.timeline.compute)}, "
+            f"communication {ms(self.timeline.communication)}, of it exposed {ms(self.timeline.exposed)}"
+        )
 
     def diff(self, stage: str) -> str:
         """Unified diff of a stage's code against the stage before it."""
@@ -102,7 +129,7 @@ class GraphView(report_text.Printed):
 
     def table(self) -> str:
         """The buckets as plain lines."""
-        return report_text.bucket_lines(bucket_data(self))
+        return report_text.bucket_lines(graph_data(self)["buckets"])
 
 
 @dataclass
@@ -115,30 +142,19 @@ class CapturedGraph:
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
     views: dict[Phase, GraphView] = field(default_factory=dict)
 
-    def add_program(
-        self, graph: Graph, context: PassContext, program: Program | WholeProgram, memory: MemoryProfile
-    ) -> None:
-        self.add_graph(graph, context)
+    def add_program(self, graph: Graph, program: Program | WholeProgram, memory: MemoryProfile) -> None:
         view = self.view(graph.phase)
-        view.program, view.hlo_of = program.source, getattr(program, "hlo", None)
+        view.graph, view.program, view.hlo_of = graph, program.source, getattr(program, "hlo", None)
         view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
-            view.whole, view.slots = True, SlotTable()
+            view.whole = True
         else:
             view.memory, view.cuda_graphs = memory, program.graphs
-
-    def add_graph(self, graph: Graph, context: PassContext) -> None:
-        view = self.view(graph.phase)
-        view.graph = graph
-        view.buckets = bucket_rows(graph)
-        view.slots = slot_table(graph)
-        view.copied_nbytes = sum(copies(graph))
-        view.nodes = len(graph.fx_graph.nodes)
 
     @property
     def is_complete(self) -> bool:
         """Whether a graph of it came out of the passes; not where a pass failed."""
-        return any(view.nodes for view in self.views.values())
+        return any(view.graph is not None for view in self.views.values())
 
     def all_views(self) -> list[GraphView]:
         """Of all its graphs, those that others were made of too."""
@@ -172,7 +188,7 @@ class GraphReport(report_text.Printed):
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
 
     def __init__(self, engine: Any, graphs: Sequence[CapturedGraph]) -> None:
-        self.graphs = list(graphs)
+        self.graphs = self.captures = list(graphs)  # by either name
         self.spec: ModelSpec = engine.spec
         self.whole: bool = engine.whole
         self.peak_gathered_bytes: int | None = None if engine.whole else engine.counter.peak
@@ -180,11 +196,6 @@ class GraphReport(report_text.Printed):
         self.collectives: dict[str, int] = dict(engine.counter.collectives)
         self.regions: int = engine.regions.regions
         self.compiled_regions: int = engine.regions.compiled
-
-    @property
-    def captures(self) -> list[CapturedGraph]:
-        """All captures, in order: each has the views of its graphs, and the cause of its being captured."""
-        return self.graphs
 
     def latest(self, phase: Phase) -> GraphView:
         """The latest captured graph of a phase. Raises LookupError where there is none."""
@@ -198,10 +209,16 @@ class GraphReport(report_text.Printed):
         in, is gathered, is used (with the line of the model), is freed, and how its gradient leaves.
 
         Raises:
-            KeyError: the model has no sharded parameter of this name.
+            KeyError: the model has no sharded parameter of this name; says which names are like it.
         """
+        if parameter not in self.spec.parameters:
+            close = difflib.get_close_matches(parameter, self.spec.parameters, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
+            raise KeyError(
+                f"name: the model has no sharded parameter {parameter!r}{hint} (a tied one has its first name)"
+            )
         latest = {phase: (c.index, view.graph) for c in self.graphs for phase, view in c.views.items() if view.graph}
-        return find_life(parameter, self.spec, latest.values())
+        return lives(self.spec, latest.values(), only=parameter)[parameter]
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the predicted schedule of the latest forward and backward graph (or, of a model that has only run
@@ -212,7 +229,7 @@ class GraphReport(report_text.Printed):
             LookupError: no graph was captured yet, or there is no cost model.
             OSError: the file cannot be written.
         """
-        scheduled = [view.scheduled() for view in self._latest_run()[1]]
+        scheduled = [view.scheduled() for view in self._latest_run()]
         cost = scheduled[0].cost
         title = f"predicted on {cost.hardware.name}, one of {self.spec.world_size * self.spec.replicas} ranks"
         write_text(path, json.dumps(predicted_trace(scheduled, self.spec, title)))
@@ -230,17 +247,15 @@ class GraphReport(report_text.Printed):
             LookupError: no graph was captured yet; for a page, there is no cost model.
             OSError: the file cannot be written.
         """
-        as_page = is_page(path)
-        capture, views = self._latest_run()
-        timed = [view.scheduled() for view in views] if as_page or all(view.timeline for view in views) else []
-        schedule = schedule_data(self.spec, capture, timed) if timed else None
-        SavedReport(report_data(self, stages=True), schedule).save(path)
+        as_page, latest = is_page(path), self._latest_run()
+        drawn = latest if as_page or all(view.timeline for view in latest) else []
+        SavedReport(report_data(self, stages=True, drawn=drawn)).save(path)
 
-    def _latest_run(self) -> tuple[int, list[GraphView]]:
-        """The number of the latest capture with graphs that run, and these."""
+    def _latest_run(self) -> list[GraphView]:
+        """The graphs of the latest capture that has some which run."""
         for captured in reversed(self.graphs):
             if found := [view for view in captured.all_views() if view.graph is not None]:
-                return captured.index, found
+                return found
         raise LookupError("no graph was captured yet; run the model once, then inspect it")
 
     def diff(self, stage: str) -> str:
@@ -271,3 +286,22 @@ def engine_of(model: nn.Module) -> Any:
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
     return engine
+
+
+def save_failure(error: VerificationError | PassError, engine: Any) -> None:
+    """Save the capture that failed, with the graph after each pass and as the failed pass left it, and say so in the
+    error's message. The file is the user's alone: in torch's debug directory with ``TORCH_COMPILE_DEBUG=1``, else where
+    the system keeps temporary files."""
+    saved = SavedReport(report_data(GraphReport(engine, engine.graphs[-1:]), stages=True, error=error))
+    directory = compat.debug_directory()
+    try:
+        if directory is not None:
+            os.makedirs(directory, exist_ok=True)
+        handle, path = tempfile.mkstemp(".json", "graph_fsdp_error_", directory)  # nobody else can read it
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(saved.to_json())
+    except OSError as reason:  # the pass's error is the one to be seen
+        said = f"the graphs could not be saved: {reason}"
+    else:
+        said = f"the graphs are saved: graph-fsdp report {path}"
+    error.args = (f"{error}\n  {said}", *error.args[1:])

@@ -6,21 +6,24 @@ import io
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from graph_fsdp.report.data import Data, error_text
+from graph_fsdp.report.data import Data
+
+Cell: TypeAlias = str | Text
 
 WIDTH = 120  # of the plain text; names that do not fit go on in the next line
 _UNLIMITED = 10_000
 _SHOWN = 40  # rows of a table; of a longer one its first and last are printed
 _LAST = 8
 _KIND_STYLES = {"gather": "cyan", "kept": "blue", "reduce": "magenta", "replicate": "magenta", "keep": "blue"}
-_BUCKET_HEADER = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
-_PREDICTED_HEADER = ("slots", "ahead", "takes ms", "exposed ms")
+_HEADER = ("bucket", "kind", "params", "bytes", "start", "wait", "first use", "free")
+_PREDICTED = ("slots", "ahead", "takes ms", "exposed ms")
 
 
 class Printed:
@@ -52,7 +55,7 @@ def plain_text(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
     """A table as plain text of any width. The first ``texts`` columns are text, the others numbers."""
-    return plain_text([_table(header, [list(map(Text, row)) for row in rows], texts)], _UNLIMITED)
+    return plain_text([_table(header, rows, texts)], _UNLIMITED)
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -65,7 +68,7 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
     over = f"{data['replicas']} replicas of {ranks}" if data["replicas"] > 1 else ranks
     title = f"graph_fsdp: {data['parameters']} parameters in {data['buckets']} buckets over {over}"
     yield Text(title, style="bold")
-    failed = error_text(data)
+    failed = data["error"]
     if failed is not None:
         yield Text(f"\n{failed}", style="bold red")
     else:
@@ -76,7 +79,11 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
         yield Text("")
         yield _unit_table(data["units"])
     for capture in data["captures"]:
-        yield from _capture_parts(capture) if failed is None else _passes_run(capture)
+        if failed is None:
+            yield from _capture_parts(capture)
+        else:
+            passes = (f"{graph['phase']} graph after {', '.join(graph['passes'])}" for graph in capture["graphs"])
+            yield from map(Text, ["", *passes])
 
 
 def _compiled(data: Data) -> str:
@@ -86,13 +93,6 @@ def _compiled(data: Data) -> str:
         f"compute regions: {data['regions']}, compiled {data['compiled_regions']}; "
         f"most bytes gathered at once: {data['peak_gathered_bytes']:,}"
     )
-
-
-def _passes_run(capture: Data) -> Iterator[RenderableType]:
-    """Of a capture that failed."""
-    yield Text("")
-    for graph in capture["graphs"]:
-        yield Text(f"{graph['phase']} graph after {_passes(graph)}")
 
 
 def _capture_parts(capture: Data) -> Iterator[RenderableType]:
@@ -106,30 +106,8 @@ def _capture_parts(capture: Data) -> Iterator[RenderableType]:
 
 def graph_parts(graph: Data) -> Iterator[RenderableType]:
     """What is printed of one graph."""
-    lines = list(graph["slots"])
-    if graph["whole"]:
-        lines += ["compiled whole: the compiler allocates the buffers", *graph["compiled_by_xla"]]
-    elif graph["buckets"]:
-        lines.append(f"copied by packing and unpacking: {graph['copied_nbytes']:,} bytes")
-    lines += [*graph["memory"], *graph["cuda_graphs"], predicted(graph), f"passes: {_passes(graph)}"]
     yield _bucket_table(graph["buckets"]) if graph["buckets"] else Text("  nothing gathered or reduced")
-    yield from (Text(f"  {line}") for line in lines)
-
-
-def _passes(graph: Data) -> str:
-    return ", ".join(name for name, _ in graph["passes"])
-
-
-def predicted(graph: Data) -> str:
-    """One line on the schedule."""
-    found = graph["schedule"]
-    if found is None:
-        return "predicted: no cost model"
-    return (
-        f"predicted on {found['hardware']}: {milliseconds(found['seconds'])} ms, "
-        f"compute {milliseconds(found['compute'])}, communication {milliseconds(found['communication'])}, "
-        f"of it exposed {milliseconds(found['exposed'])}"
-    )
+    yield from (Text(f"  {line}") for line in [*graph["lines"], f"passes: {', '.join(graph['passes'])}"])
 
 
 def _unit_table(units: Sequence[Data]) -> RenderableType:
@@ -138,34 +116,40 @@ def _unit_table(units: Sequence[Data]) -> RenderableType:
     for sizes, alike in itertools.groupby(units, operator.itemgetter("parameters", "numel", "nbytes", "shard_nbytes")):
         first, *others = [unit["name"] for unit in alike]
         name = f"{first} to {others[-1]}: {len(others) + 1} units, each" if others else first
-        rows.append([Text(name), *(Text(f"{n:,}") for n in sizes)])
+        rows.append([name, *(f"{n:,}" for n in sizes)])
     return _table(("unit", "params", "elements", "bytes", "bytes of a rank"), rows, texts=1, shown=_SHOWN)
 
 
 def bucket_lines(buckets: Iterable[Data]) -> str:
     """When each bucket is gathered, used, freed or reduced, as plain lines."""
-    return columns(_BUCKET_HEADER, map(_bucket_cells, buckets), texts=2)
+    return columns(_HEADER, [_bucket_cells(b)[: len(_HEADER)] for b in buckets], texts=2)
 
 
 def _bucket_cells(b: Data) -> list[str]:
-    events = [_number(b[name]) for name in ("start", "wait", "first_use")]
-    free = "kept" if b["kept"] else _number(b["free"])
-    return [b["name"], b["kind"], str(b["parameters"]), f"{b['nbytes']:,}", *events, free]
+    free = "kept" if b["escapes"] else b["free"]
+    slots = ", ".join(map(str, b["slots"])) or None
+    numbers = [b["start"], b["wait"], b["first_use"], free, slots, b["ahead"]]
+    cells = [
+        b["name"],
+        b["kind"],
+        len(b["parameters"]),
+        f"{b['nbytes']:,}",
+        *("-" if n is None else n for n in numbers),
+    ]
+    return [*map(str, cells), milliseconds(b["seconds"]), milliseconds(b["exposed"])]
 
 
 def _bucket_table(buckets: Sequence[Data]) -> RenderableType:
     rows = []
     for b in buckets:
-        slots = ", ".join(map(str, b["slots"])) or "-"
-        found = (slots, _number(b["ahead"]), milliseconds(b["seconds"]), milliseconds(b["exposed"]))
-        row = [Text(cell) for cell in (*_bucket_cells(b), *found)]
+        row = [*map(Text, _bucket_cells(b))]
         row[1].stylize(_KIND_STYLES.get(b["kind"], ""))
         row[-1].stylize("bold red" if b["exposed"] else "")
         rows.append(row)
-    return _table((*_BUCKET_HEADER, *_PREDICTED_HEADER), rows, texts=2, shown=_SHOWN)
+    return _table((*_HEADER, *_PREDICTED), rows, texts=2, shown=_SHOWN)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Text]], texts: int, shown: int | None = None) -> Padding:
+def _table(header: Sequence[str], rows: Iterable[Sequence[Cell]], texts: int, shown: int | None = None) -> Padding:
     """The first ``texts`` columns are text, the others numbers. ``shown``: the most rows; None for all."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for n, name in enumerate(header):
@@ -173,15 +157,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Text]], texts: int, sh
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
-    hidden = 0 if shown is None else max(0, len(rows) - shown)
-    for row in rows[: len(rows) - hidden - _LAST] if hidden else rows:
+    found = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    if shown is not None and len(found) > shown:
+        hidden = len(found) - shown
+        found[-hidden - _LAST : -_LAST] = [[Text(f"… {hidden} more", style="dim")]]
+    for row in found:
         table.add_row(*row)
-    if hidden:
-        table.add_row(Text(f"… {hidden} more", style="dim"))
-        for row in rows[-_LAST:]:
-            table.add_row(*row)
     return Padding(table, (0, 0, 0, 2), expand=False)
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)

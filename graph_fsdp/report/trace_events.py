@@ -3,6 +3,13 @@
 The format is Chrome's Trace Event Format: complete events ("X") on one thread per lane, counters ("C") for memory,
 times in microseconds. A predicted schedule and a measured one have the same lanes and the same names in them: "graph",
 "region", "communication" and "exposed" are the categories that both have.
+
+[Note: when a collective ended]
+Compute regions and waits have a beginning and an end that are measured. A collective runs on threads or streams of its
+process group, and of it is known: it began after its start was called and after those before it on the same group had
+ended, and it ended before the wait for it, or for one behind it, was over. Where compute waited for it, it ended when
+the wait did. Otherwise it is drawn with the seconds that it takes by itself (as ``Recorder`` has timed it), which is an
+estimate: beside compute, and beside other collectives, it may have taken longer. Each slice says which of the two.
 """
 
 from __future__ import annotations
@@ -18,14 +25,18 @@ from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.dialect import wait_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.report.bucket_rows import wait_of
-from graph_fsdp.report.source_lines import module_name, source_line
-from graph_fsdp.runtime.regions.regions import Region, cut, unit_of
+from graph_fsdp.report.provenance import module_name, source_line
+from graph_fsdp.runtime.observe import Interval, Place, ProgramRun
+from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
 
 COMPUTE = "compute"
 MICROSECONDS = 1e6  # in a second
+WAITED = "measured: compute waited for it"
+ALONE = "estimated: the time that it takes by itself"
+_NOTICED = 0.5  # a wait of this part of a collective's own seconds is one for the collective, and not for unpacking
 
 
 @dataclass(frozen=True)
@@ -41,20 +52,13 @@ class ScheduledGraph:
 
     def computing(self) -> dict[fx.Node, float]:
         """The nodes that compute, and the seconds of each."""
-        communication = dialect.STARTS | dialect.WAITS | dialect.COPY_STARTS | dialect.COPY_WAITS
-        seconds = self.cost.graph_seconds(self.graph)
-        return {node: seconds[node] for node in self.graph.nodes if node.target not in communication and seconds[node]}
+        return {node: seconds for node, seconds in self.cost.graph_seconds(self.graph).items() if seconds}
 
-    def held(self) -> dict[int, dict[str, int]]:
-        """Position → category → bytes, where any of them changes."""
-        found: dict[int, dict[str, int]] = {}
-        timeline = self.memory.timeline if self.memory is not None else {}
-        previous: tuple[int, ...] = ()
-        for position, values in enumerate(zip(*timeline.values(), strict=True)):
-            if values != previous:
-                found[position] = dict(zip(timeline, values, strict=True))
-            previous = values
-        return found
+    def held(self) -> dict[int, tuple[float, dict[str, int]]]:
+        """Position → seconds from the graph's begin, and category → bytes, where any of them changes."""
+        timeline, starts = self.memory.timeline if self.memory is not None else {}, list(self.timeline.starts.values())
+        rows = [dict(zip(timeline, values, strict=True)) for values in zip(*timeline.values(), strict=True)]
+        return {at: (starts[at], row) for at, row in enumerate(rows) if not at or row != rows[at - 1]}
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Slice:
     begin: float
     seconds: float
     args: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """What it is, for people: without the parameters, which may be many."""
+        return "\n".join(f"{key}: {value}" for key, value in self.args.items() if value and key != "parameters")
 
 
 @dataclass(frozen=True)
@@ -106,10 +114,8 @@ def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: st
     slices = list(predicted_slices(graphs, spec))
     counters: list[tuple[float, Mapping[str, int]]] = []
     for begin, scheduled in in_a_row(graphs):
-        starts, nodes = scheduled.timeline.starts, scheduled.graph.nodes
-        for node, seconds in scheduled.computing().items():
-            slices.append(Slice(node.name, "compute", COMPUTE, begin + starts[node], seconds, _computation(node)))
-        counters += [(begin + starts[nodes[position]], held) for position, held in scheduled.held().items()]
+        slices += computations(begin, scheduled)
+        counters += [(begin + seconds, held) for seconds, held in scheduled.held().values()]
     return trace_of([Process(title, slices, counters)])
 
 
@@ -136,6 +142,16 @@ def wait_slice(start: fx.Node, begin: float, seconds: float) -> Slice:
     """Compute, while it waits for a collective or a copy."""
     wait = wait_of(start)
     return Slice(wait.name, "exposed", COMPUTE, begin, seconds, communication_args(wait))
+
+
+def computations(begin: float, scheduled: ScheduledGraph) -> Iterator[Slice]:
+    """The nodes of a graph that take time on the compute lane."""
+    for node, seconds in scheduled.computing().items():
+        source = source_line(node)
+        args = {"operator": str(node.target), "module": module_name(node)}
+        if source is not None:
+            args |= {"source": f"{source.file}:{source.line}", "code": source.code}
+        yield Slice(node.name, "compute", COMPUTE, begin + scheduled.timeline.starts[node], seconds, args)
 
 
 def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Iterator[Slice]:
@@ -173,11 +189,48 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _computation(node: fx.Node) -> dict[str, Any]:
-    source = source_line(node)
-    where = f"{source.file}:{source.line}" if source is not None else None
-    code = source.code if source is not None else None
-    return {"operator": str(node.target), "module": module_name(node), "source": where, "code": code}
+def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float], spec: ModelSpec) -> list[Slice]:
+    """``alone``: seconds that collectives take by themselves."""
+    slices: list[Slice] = []
+    for run in runs:
+        steps = cut(run.program.graph)
+        slices.append(Slice(run.program.graph.phase, "graph", COMPUTE, run.begin, run.end - run.begin))
+        for interval in run.intervals:
+            step = steps[interval.index]
+            if isinstance(step, Region):
+                slices.append(region_slice(interval.index, step, interval.begin, interval.seconds))
+            elif interval.what == "wait":
+                slices.append(wait_slice(step, interval.begin, interval.seconds))
+        slices += _measured_communication(run, steps, alone, spec)
+    return slices
+
+
+def _measured_communication(
+    run: ProgramRun, steps: Sequence[Step], alone: Mapping[Place, float], spec: ModelSpec
+) -> Iterator[Slice]:
+    """See [Note: when a collective ended]."""
+    waits = {interval.index: interval for interval in run.intervals if interval.what == "wait"}
+    lanes: dict[str, list[tuple[Interval, fx.Node]]] = {}
+    for interval in run.intervals:
+        node = steps[interval.index]
+        if interval.what == "start" and isinstance(node, fx.Node):
+            lanes.setdefault(lane_of(node, spec), []).append((interval, node))
+    for lane, started in lanes.items():
+        ends = [waits[start.index].end if start.index in waits else run.end for start, _ in started]
+        limits = reversed([*accumulate(reversed(ends), min)])
+        free = run.begin
+        for (start, node), limit in zip(started, limits, strict=True):
+            begin = min(max(start.begin, free), limit)
+            own, wait = alone.get((run.program, start.index)), waits.get(start.index)
+            waited = own is None or wait is None or begin + own >= wait.begin or wait.seconds > _NOTICED * own
+            free = limit if waited or own is None else min(begin + own, limit)
+            args = {
+                **communication_args(node),
+                "exposed_us": wait.seconds * MICROSECONDS if wait is not None else 0.0,
+                "alone_us": own * MICROSECONDS if own is not None else None,
+                "end": WAITED if waited else ALONE,
+            }
+            yield Slice(node.name, "communication", lane, begin, free - begin, args)
 
 
 def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

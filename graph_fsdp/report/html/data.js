@@ -1,12 +1,8 @@
 // What the page knows: read once from the deflated JSON.
 async function readData() {
-  const packed = atob(document.getElementById("data").textContent.trim());
-  const bytes = new Uint8Array(packed.length);
-  for (let n = 0; n < packed.length; n++) bytes[n] = packed.charCodeAt(n);
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const data = JSON.parse(await new Response(stream).text());
-  if (data.format !== 2) throw new Error(`the data has format ${data.format}, this page reads 2`);
-  return data;
+  return JSON.parse(await new Response(stream).text());
 }
 
 const formatBytes = (n) => {
@@ -31,33 +27,9 @@ function element(tag, text = "", attributes = {}) {
   return made;
 }
 
-function tableRow(cells, tag, textCells) {
-  const row = document.createElement("tr");
-  cells.forEach((cell, n) => row.append(element(tag, cell ?? "-", n < textCells ? { class: "text" } : {})));
+// The first cells are text. A row of a node, where there is one, leads to it: the page listens for clicks on all of them.
+function tableRow(cells, textCells, graph, node, tag = "td") {
+  const row = element("tr", "", node === undefined ? {} : { "data-graph": graph.index, "data-node": node });
+  row.append(...cells.map((cell, n) => element(tag, cell ?? "-", n < textCells ? { class: "text" } : {})));
   return row;
-}
-
-// A row that leads to a node, where there is one of this name.
-function nodeRow(cells, textCells, name, show) {
-  const row = tableRow(cells, "td", textCells);
-  if (name === undefined) return row;
-  row.dataset.node = name;
-  row.addEventListener("click", show);
-  return row;
-}
-
-// Everything about one node, as lines of text.
-function describeNode(data, graph, node) {
-  const string = (n) => (n < 0 ? null : data.strings[n]);
-  const lines = [graph.names[node], string(graph.operators[node])];
-  const record = graph.records[node];
-  if (record) {
-    const [role, unit, bucket, nbytes, count] = record;
-    lines.push(`${role} of ${bucket || unit}: ${formatBytes(nbytes)}, ${count} parameter${count === 1 ? "" : "s"}`);
-  }
-  const module = string(graph.modules[node]);
-  if (module !== null) lines.push(`module ${module || "(the model)"}`);
-  const source = string(graph.sources[node]);
-  if (source !== null) lines.push(source);
-  return lines.filter((line) => line !== null);
 }

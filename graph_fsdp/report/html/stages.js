@@ -3,60 +3,51 @@ const LINE = 18, CONTEXT = 2;
 
 // How a stage is made of the lines before it: [kind, line] from top to bottom, kind "", "removed" or "added".
 function* difference(before, stage) {
-  let old = 0, added = 0;
-  for (const [kind, count] of stage.changes)
-    for (let n = 0; n < count; n++) yield [kind === "same" ? "" : kind, kind === "added" ? stage.added[added++] : before[old++]];
+  let old = 0;
+  for (const change of stage.changes) {
+    const [kind, count, added] = Array.isArray(change) ? ["removed", ...change] : ["", change, []];
+    for (const end = old + count; old < end; old++) yield [kind, before[old]];
+    for (const line of added) yield ["added", line];
+  }
 }
 
 class Stages {
-  constructor(data, onLine) {
-    this.all = [...data.sources, ...data.graphs];
-    this.onLine = onLine;
-    this.texts = new Map(); // graph → [lines of each stage]
-    this.highlighted = null; // names of nodes
+  constructor(graphs, first) {
+    this.lines = [];
+    this.marked = null; // "graph:node" → true while a parameter is looked at
     this.box = document.getElementById("code");
     this.pre = document.getElementById("code-lines");
     this.tabs = document.getElementById("stages");
     this.select = document.getElementById("graph");
     this.only = document.getElementById("only-changes");
-    this.all.forEach((graph, n) => this.select.append(element("option", graph.title, { value: n })));
-    this.select.addEventListener("change", () => this.open(+this.select.value));
+    graphs.forEach((graph) => this.select.append(element("option", graph.title, { value: graph.index })));
+    this.select.addEventListener("change", () => this.open(graphs[this.select.value]));
     this.only.addEventListener("change", () => this.openStage(this.stage));
     this.box.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.box);
-    if (this.all.length) this.open(data.graphs.length ? data.sources.length : this.all.length - 1);
+    if (graphs.length) this.open(graphs[first]);
   }
 
-  open(number) {
-    this.graph = number;
-    this.select.value = number;
-    const stages = this.all[number].stages;
-    this.tabs.replaceChildren(...stages.map((s, n) => {
-      const tab = element("button", s.name, { role: "tab", "aria-selected": "false" });
+  open(graph) {
+    this.graph = graph;
+    this.select.value = graph.index;
+    this.texts = [];
+    for (const stage of graph.stages)
+      this.texts.push([...difference(this.texts.at(-1) ?? [], stage)].filter(([kind]) => kind !== "removed").map(([, line]) => line));
+    this.tabs.replaceChildren(...graph.stages.map((stage, n) => {
+      const tab = element("button", stage.name, { role: "tab", "aria-selected": "false" });
       tab.addEventListener("click", () => this.openStage(n));
       return tab;
     }));
-    const changed = stages.map((s) => s.changes.some(([kind]) => kind !== "same"));
-    this.openStage(Math.max(0, changed.lastIndexOf(true)));
-  }
-
-  textsOf(number) {
-    if (!this.texts.has(number)) {
-      let before = [];
-      this.texts.set(number, this.all[number].stages.map((stage) => {
-        before = [...difference(before, stage)].filter(([kind]) => kind !== "removed").map(([, line]) => line);
-        return before;
-      }));
-    }
-    return this.texts.get(number);
+    this.openStage(Math.max(0, graph.stages.findLastIndex((stage) => stage.changes.some(Array.isArray))));
   }
 
   openStage(number) {
     this.stage = number;
-    const stage = this.all[this.graph].stages[number], texts = this.textsOf(this.graph);
+    const stage = this.graph.stages[number];
     [...this.tabs.children].forEach((tab, n) => tab.setAttribute("aria-selected", String(n === number)));
     document.getElementById("stage-summary").textContent = stage.header.replace(/^# /gm, "").split("\n").join("; ");
-    this.lines = number ? this.compared([...difference(texts[number - 1], stage)]) : texts[0].map((text) => ["", text]);
+    this.lines = number ? this.compared([...difference(this.texts[number - 1], stage)]) : this.texts[0].map((text) => ["", text]);
     if (number && this.only.checked && this.lines.some(([kind]) => kind)) this.lines = this.withoutSame(this.lines);
     document.getElementById("code-height").style.height = `${this.lines.length * LINE + 8}px`;
     this.box.scrollTop = 0;
@@ -89,21 +80,17 @@ class Stages {
     this.pre.style.top = `${first * LINE}px`;
     this.pre.replaceChildren(...this.lines.slice(first, last).map(([kind, text]) => {
       const line = element("div", `${{ added: "+", removed: "-", moved: "~" }[kind] ?? " "} ${text}`, kind ? { class: kind } : {});
-      const name = /^\s+(\w+) = /.exec(text);
-      if (name) {
-        line.dataset.node = name[1];
-        line.addEventListener("click", () => this.onLine(this.all[this.graph], name[1]));
-        if (this.highlighted && this.highlighted.has(`${this.all[this.graph].phase}:${name[1]}`)) line.classList.add("found");
-      }
+      const node = this.graph.positions?.get(/^\s+(\w+) = /.exec(text)?.[1]);
+      if (node === undefined) return line;
+      Object.assign(line.dataset, { graph: this.graph.index, node });
+      line.classList.toggle("found", !!this.marked?.has(`${this.graph.index}:${node}`));
       return line;
     }));
   }
 
-  showNode(phase, name) {
-    const number = this.all.findLastIndex((graph) => graph.phase === phase); // the timeline's graphs are the last
-    if (number < 0) return;
-    if (number !== this.graph) this.open(number);
-    const find = () => this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${name} = `));
+  showNode(graph, node) {
+    if (graph !== this.graph) this.open(graph);
+    const find = () => this.lines.findIndex(([, text]) => text.trimStart().startsWith(`${graph.names[node]} = `));
     if (find() < 0 && this.only.checked) {
       this.only.checked = false;
       this.openStage(this.stage);

@@ -5,16 +5,17 @@ const PALETTE = ["#4477aa", "#99aabb", "#66ccee", "#228833", "#ccbb44", "#ee6677
 const COMMUNICATION = ["#228833", "#aa3377", "#ee8866", "#44bb99"];
 
 class Timeline {
-  constructor(canvas, data, onHover, onSelect) {
+  // `graphs`: those that run one after the other. What lies under a point is {graph, node, text}.
+  constructor(canvas, graphs, onHover, onSelect) {
     this.canvas = canvas;
-    this.data = data;
-    this.lanes = ["compute", ...new Set(data.graphs.flatMap((g) => g.communication.map((e) => data.strings[e[1]])))];
+    this.graphs = graphs;
+    this.lanes = [...new Set(["compute", ...graphs.flatMap((graph) => graph.slices.map(([lane]) => lane))])];
     this.height = AXIS + this.lanes.length * (LANE + GAP) + GAP + MEMORY + 8;
-    this.end = Math.max(...data.graphs.map((g) => g.begin + g.seconds * 1e6), 1e-3);
-    this.slices = this.lanes.map((lane, n) => this.collect(lane, n));
-    this.peak = Math.max(1, ...data.graphs.map((g) => (g.memory ? g.memory.peak : 0)));
+    this.end = Math.max(...graphs.map((graph) => graph.begin + graph.seconds * 1e6), 1e-3);
+    this.slices = this.lanes.map((lane) => this.collect(lane));
+    const memories = graphs.flatMap(({ memory }) => memory ?? []);
+    this.peak = Math.max(1, ...memories.map(({ peak }) => peak));
     // [category, color] of those that hold anything. All graphs have all categories.
-    const memories = data.graphs.flatMap((g) => (g.memory ? [g.memory] : []));
     this.categories = (memories[0]?.categories ?? [])
       .map((name, k) => [name, PALETTE[k % PALETTE.length], k])
       .filter(([, , k]) => memories.some(({ values }) => values.some((row) => row[k])));
@@ -27,12 +28,12 @@ class Timeline {
     this.draw();
   }
 
-  // [graph, node, begin, duration, is exposed], sorted by begin.
-  collect(lane, number) {
-    const rows = ({ compute, waits, communication }) => number
-      ? communication.filter((row) => this.data.strings[row[1]] === lane).map(([node, , begin, duration]) => [node, begin, duration, false])
-      : [...compute.map((row) => [...row, false]), ...waits.map((row) => [...row, true])];
-    return this.data.graphs.flatMap((graph, g) => rows(graph).map((row) => [g, ...row])).sort((a, b) => a[2] - b[2]);
+  // Of a lane, sorted by begin.
+  collect(wanted) {
+    return this.graphs.flatMap((graph) => graph.slices.filter(([lane]) => lane === wanted).map(([, node, begin, duration, exposed, about]) => {
+      const time = () => `${exposed ? "compute waits: " : ""}${formatTime(duration)} from ${formatTime(begin)}, ${graph.phase}`;
+      return { graph, node, begin, duration, exposed, text: () => [graph.names[node], time(), about].join("\n") };
+    })).sort((a, b) => a.begin - b.begin);
   }
 
   x(time) { return LABEL + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - LABEL); }
@@ -52,16 +53,14 @@ class Timeline {
     this.draw();
   }
 
-  showNode(g, node) {
-    const graph = this.data.graphs[g];
-    const found = this.slices.flat().find((s) => s[0] === g && s[1] === node);
-    const at = found ? found[2] + found[3] / 2 : graph.begin;
-    const span = Math.min(this.end, Math.max(found ? found[3] * 12 : 0, this.end / 40));
+  showNode(graph, node) {
+    const found = this.slices.flat().find((slice) => slice.graph === graph && slice.node === node);
+    const at = found ? found.begin + found.duration / 2 : graph.begin;
+    const span = Math.min(this.end, Math.max(found ? found.duration * 12 : 0, this.end / 40));
     this.show(at - span / 2, span);
   }
 
-  color(name) { return this.colors[name]; }
-  laneColor(lane) { return lane === 0 ? this.color("--compute") : COMMUNICATION[(lane - 1) % COMMUNICATION.length]; }
+  laneColor(lane) { return lane === 0 ? this.colors["--compute"] : COMMUNICATION[(lane - 1) % COMMUNICATION.length]; }
 
   // Once per frame, however many events ask for it.
   draw() {
@@ -91,35 +90,35 @@ class Timeline {
     const span = this.view[1] - this.view[0];
     const step = 10 ** Math.floor(Math.log10(span / 4));
     const unit = [1, 2, 5, 10].map((n) => n * step).find((n) => span / n <= 9) ?? step * 10;
-    c.fillStyle = this.color("--faint");
+    c.fillStyle = this.colors["--faint"];
     for (let t = Math.ceil(this.view[0] / unit) * unit; t <= this.view[1]; t += unit) {
       c.fillText(formatTime(t, unit), this.x(t) + 3, AXIS / 2);
       c.fillRect(this.x(t), 0, 0.5, this.height);
     }
-    for (const graph of this.data.graphs) {
+    for (const graph of this.graphs) {
       const x = Math.max(LABEL, this.x(graph.begin));
-      c.fillStyle = this.color("--select");
+      c.fillStyle = this.colors["--select"];
       if (graph.begin >= this.view[0] && graph.begin <= this.view[1]) c.fillRect(x, 0, 1.5, this.height);
     }
   }
 
   drawLane(c, lane, number) {
     const top = this.top(number), slices = this.slices[number];
-    c.fillStyle = this.color("--fore");
+    c.fillStyle = this.colors["--fore"];
     c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
-    const first = Math.max(0, slices.findLastIndex((s) => s[2] <= this.view[0]));
+    const first = Math.max(0, slices.findLastIndex(({ begin }) => begin <= this.view[0]));
     const columns = new Map(), wide = []; // pixel → [part that is filled, part that is exposed] by what is narrower
     const fill = (column, part, exposed) => {
       const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
       sums[0] += part;
       if (exposed) sums[1] += part;
     };
-    for (let n = first; n < slices.length && slices[n][2] <= this.view[1]; n++) {
-      const [g, node, begin, duration, exposed] = slices[n];
+    for (let n = first; n < slices.length && slices[n].begin <= this.view[1]; n++) {
+      const { graph, node, begin, duration, exposed } = slices[n];
       const left = Math.max(LABEL, this.x(begin)), right = Math.min(this.width, this.x(begin + duration));
-      const marked = this.marked && this.marked.has(`${g}:${node}`);
+      const marked = this.marked?.has(`${graph.index}:${node}`);
       if (right < LABEL) continue;
-      if (right - left >= 1 || marked) { wide.push([g, node, left, right, exposed, marked]); continue; }
+      if (right - left >= 1 || marked) { wide.push([graph.names[node], left, right, exposed, marked]); continue; }
       const column = Math.floor(left), border = Math.min(right, column + 1);
       fill(column, border - left, exposed);
       if (right > border) fill(column + 1, right - border, exposed);
@@ -128,40 +127,39 @@ class Timeline {
     for (const [column, [all, exposed]] of columns) {
       c.fillStyle = this.laneColor(number);
       c.fillRect(column, top + LANE * (1 - all), 1, LANE * (all - exposed));
-      c.fillStyle = this.color("--exposed");
+      c.fillStyle = this.colors["--exposed"];
       c.fillRect(column, top + LANE * (1 - exposed), 1, LANE * exposed);
     }
-    for (const [g, node, left, right, exposed, marked] of wide) {
+    for (const [name, left, right, exposed, marked] of wide) {
       const width = Math.max(right - left, marked ? 3 : 1);
       c.globalAlpha = this.marked && !marked ? 0.25 : 1;
-      c.fillStyle = exposed ? this.color("--exposed") : marked ? this.color("--select") : this.laneColor(number);
+      c.fillStyle = exposed ? this.colors["--exposed"] : marked ? this.colors["--select"] : this.laneColor(number);
       c.fillRect(left, top, width - (width > 3 ? 0.6 : 0), LANE);
       if (width > 40) {
         c.fillStyle = "#ffffff";
-        c.fillText(this.fitted(c, this.data.graphs[g].names[node], width - 8), left + 4, top + LANE / 2);
+        c.fillText(this.fitted(name, width - 8), left + 4, top + LANE / 2);
       }
     }
     c.globalAlpha = 1;
   }
 
-  fitted(c, text, width) {
+  fitted(text, width) {
     const letters = Math.floor(width / 6.2);
     return text.length <= letters ? text : letters > 3 ? `${text.slice(0, letters - 1)}…` : "";
   }
 
   drawMemory(c) {
     const top = this.memoryTop(), bottom = top + MEMORY;
-    c.fillStyle = this.color("--fore");
+    c.fillStyle = this.colors["--fore"];
     c.fillText("memory", 8, top + 8);
-    c.fillStyle = this.color("--faint");
+    c.fillStyle = this.colors["--faint"];
     c.fillText(`peak ${formatBytes(this.peak)}`, 8, top + 26);
-    this.data.graphs.forEach((graph) => {
-      if (!graph.memory) return;
-      const { times, values, categories, positions, peak_position } = graph.memory;
+    for (const graph of this.graphs.filter(({ memory }) => memory)) {
+      const { times, values, positions, peak_position } = graph.memory;
       const first = Math.max(0, times.findLastIndex((time) => time <= this.view[0]));
       const end = graph.begin + graph.seconds * 1e6;
       if (end > this.view[0] && graph.begin < this.view[1]) {
-        c.fillStyle = this.color("--faint");
+        c.fillStyle = this.colors["--faint"];
         c.fillText(graph.phase, Math.max(LABEL, this.x(graph.begin)) + 5, top + 6);
       }
       let column = -1, highest = -1;
@@ -173,38 +171,39 @@ class Timeline {
         if (narrow && total <= highest) continue; // in a pixel, the highest is drawn
         highest = Math.max(highest, total);
         let y = bottom;
-        categories.forEach((_, k) => {
+        for (const [, color, k] of this.categories) {
           const h = (values[n][k] / this.peak) * (MEMORY - PHASE);
-          c.fillStyle = PALETTE[k % PALETTE.length];
+          c.fillStyle = color;
           c.fillRect(narrow ? column : left, y - h, narrow ? 1 : right - left, h);
           y -= h;
-        });
+        }
       }
       const at = times[positions.findLastIndex((position) => position <= peak_position)];
       if (at >= this.view[0] && at <= this.view[1]) {
-        c.fillStyle = this.color("--exposed");
+        c.fillStyle = this.colors["--exposed"];
         c.fillRect(this.x(at), top - 4, 1.5, MEMORY + 4);
       }
-    });
+    }
   }
 
-  // What lies under a point: {graph, node} or {graph, memory: index} or null.
   at(px, py) {
-    const time = this.time(px);
+    const time = this.time(px), pixel = this.time(1) - this.time(0);
     if (px < LABEL) return null;
     const lane = Math.floor((py - AXIS - GAP) / (LANE + GAP));
     if (lane >= 0 && lane < this.lanes.length && py - this.top(lane) <= LANE) {
-      const slices = this.slices[lane];
-      const found = slices.findLast((s) => s[2] <= time + 1.5 * (this.time(1) - this.time(0)));
-      const slack = 2 * (this.time(1) - this.time(0));
-      return found && time <= found[2] + found[3] + slack ? { graph: found[0], node: found[1], slice: found } : null;
+      const found = this.slices[lane].findLast(({ begin }) => begin <= time + 1.5 * pixel);
+      return found && time <= found.begin + found.duration + 2 * pixel ? found : null;
     }
-    if (py >= this.memoryTop() && py <= this.memoryTop() + MEMORY) {
-      const g = this.data.graphs.findLastIndex(({ begin }) => begin <= time);
-      const memory = g >= 0 && this.data.graphs[g].memory;
-      if (memory) return { graph: g, memory: Math.max(0, memory.times.findLastIndex((t) => t <= time)) };
-    }
-    return null;
+    const graph = this.graphs.findLast(({ begin }) => begin <= time);
+    if (!graph?.memory || py < this.memoryTop() || py > this.memoryTop() + MEMORY) return null;
+    const { categories, times, values, positions } = graph.memory;
+    const index = Math.max(0, times.findLastIndex((t) => t <= time));
+    const text = () => {
+      const parts = categories.map((name, k) => [values[index][k], name]).filter(([n]) => n).sort((a, b) => b[0] - a[0]);
+      const total = formatBytes(parts.reduce((sum, [n]) => sum + n, 0));
+      return [`${total} at ${graph.names[positions[index]]}`, ...parts.map(([n, name]) => `${formatBytes(n).padStart(10)}  ${name}`)].join("\n");
+    };
+    return { graph, node: positions[index], text };
   }
 
   listen(onHover, onSelect) {
@@ -227,7 +226,11 @@ class Timeline {
       }
       onHover(this.at(px, py), event);
     });
-    canvas.addEventListener("pointerup", (event) => { if (!moved) onSelect(this.at(...point(event))); dragged = null; });
+    canvas.addEventListener("pointerup", (event) => {
+      const found = moved ? null : this.at(...point(event));
+      if (found) onSelect(found);
+      dragged = null;
+    });
     canvas.addEventListener("pointerleave", (event) => onHover(null, event));
     canvas.addEventListener("keydown", (event) => {
       const span = this.view[1] - this.view[0];

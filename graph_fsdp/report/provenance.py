@@ -1,26 +1,84 @@
-"""``GraphReport.find``: the whole life of one parameter in the graphs of a model."""
+"""From graphs back to the model: the line and the module that a node comes from, and the whole life of a parameter."""
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import os
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import fx
 
+import graph_fsdp
+from graph_fsdp import passes
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, record
 from graph_fsdp.passes.ir.effects import is_view
 from graph_fsdp.passes.ir.graph import Graph, Phase
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
-from graph_fsdp.report.source_lines import SourceLine, source_line
+from graph_fsdp.passes.ir.unit_calls import module_path
 
-USE = "use"
-GRADIENT = "gradient"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n[ \t]*(?P<code>[^\n]*)')
+# Ours run as the model does where a graph breaks: what reads a parameter there.
+_NOT_USERS = tuple(f"{Path(str(p.__file__)).parent}{os.sep}" for p in (torch, graph_fsdp, passes))
+_MODULE_STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # of forward's nodes, and of those that differentiate them
 
+USE, GRADIENT = "use", "gradient"  # kinds of events, beside the roles of nodes
 # Where the parameter's values are found under no other record.
 _VALUES = (Role.UNPACK, Role.UNSHARDED, Role.SHARD)
+
+
+# Nodes
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of the model. ``code`` is without indentation, and empty where the file could not be read."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}  {self.code}".rstrip()
+
+
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The line that computes ``node``, or that it is the derivative of; None for what no line of the model asked for
+    (collectives). Torch's own lines do not count: of ``nn.Linear``, the line that calls the module."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    users = [match for match in frames if not match["file"].startswith(_NOT_USERS)]
+    if not users:
+        return None
+    last = users[-1]
+    return SourceLine(last["file"], int(last["line"]), last["function"], last["code"].strip())
+
+
+def module_name(node: fx.Node) -> str | None:
+    """The module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the model
+    itself. None for what belongs to no module."""
+    found = _own_module(node)
+    trace = node.meta.get("stack_trace")
+    if found is not None or not trace:
+        return found
+    # Sums of gradients have a line and no module: that of the gradient which the same line computed.
+    same_line = (_own_module(value) for value in node.all_input_nodes if value.meta.get("stack_trace") == trace)
+    return next((module for module in same_line if module is not None), "")
+
+
+def _own_module(node: fx.Node) -> str | None:
+    for key in _MODULE_STACKS:
+        stack = node.meta.get(key)
+        if stack:
+            return ".".join(module_path(next(reversed(stack.values()))[0])[1:])
+    return None
+
+
+# Parameters
 
 
 @dataclass(frozen=True)
@@ -46,17 +104,18 @@ class ParameterLife:
     bucket: str | None  # None where it is whole on every rank
     events: tuple[LifeEvent, ...]
 
-    def of_kind(self, *kinds: str) -> list[LifeEvent]:
-        return [event for event in self.events if event.kind in kinds]
-
-    def __str__(self) -> str:
+    @property
+    def about(self) -> str:
+        """The parameter in one line."""
         p = self.parameter
         dtype = str(p.dtype).removeprefix("torch.")
         where = f"in bucket {self.bucket}" if self.bucket is not None else "in no bucket"
-        held = (
-            "whole on every rank" if p.replicated else f"{dtype}{list(p.shard_shape)} on each of {p.world_size} ranks"
-        )
-        lines = [f"{p.name}: {dtype}{list(p.shape)} of unit {p.unit or 'root'} {where}, {held}"]
+        shards = f"{dtype}{list(p.shard_shape)} on each of {p.world_size} ranks"
+        held = "whole on every rank" if p.replicated else shards
+        return f"{p.name}: {dtype}{list(p.shape)} of unit {p.unit or 'root'} {where}, {held}"
+
+    def __str__(self) -> str:
+        lines = [self.about]
         if not self.events:
             lines += ["no graph that was captured uses it"]
         width = max((len(event.kind) for event in self.events), default=0)
@@ -67,19 +126,6 @@ class ParameterLife:
                 source = f"  {event.source}" if event.source is not None else ""
                 lines += [f"  {event.position:>6}  {event.kind:<{width}}  {event.node:<{names}}{source}".rstrip()]
         return "\n".join(lines)
-
-
-def find_life(name: str, spec: ModelSpec, graphs: Iterable[tuple[int, Graph]]) -> ParameterLife:
-    """The life of the parameter ``name`` in ``graphs``, after all passes, each with the number of its capture.
-
-    Raises:
-        KeyError: there is no parameter of this name; says which names are like it.
-    """
-    if name not in spec.parameters:
-        close = difflib.get_close_matches(name, spec.parameters, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, close))}" if close else ""
-        raise KeyError(f"name: the model has no sharded parameter {name!r}{hint} (a tied one has its first name)")
-    return lives(spec, graphs, only=name)[name]
 
 
 def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:
