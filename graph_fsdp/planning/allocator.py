@@ -35,8 +35,7 @@ import torch
 from torch import fx
 
 from graph_fsdp.passes import Graph, PassContext
-from graph_fsdp.passes.analysis.memory import shard_nbytes
-from graph_fsdp.passes.analysis.storages import GraphStorage, Storages, allocations
+from graph_fsdp.passes.analysis.memory import GraphStorage, Storages, allocations, shard_nbytes
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Phase
 
