@@ -163,7 +163,6 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
     gathered = {module for unit in units if unit.parameters for module in unit.modules.values()}
     put_values = initial_values(model, gathered, place, options)
-    options.warn_of_copies_on(place.device)
     spec = _model_spec(units, names, place.mesh, policies, place.shard_dims)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
