@@ -160,7 +160,7 @@ class CostModel:
             if seconds is not None:
                 return seconds
         hardware = self.hardware
-        efficiency = getattr(hardware, work.efficiency) or hardware.matmul_efficiency / 2
+        efficiency: float = getattr(hardware, work.efficiency) or hardware.matmul_efficiency / 2
         arithmetic = work.flops * work.executed / (hardware.peak_flops(work.dtype) * efficiency)
         traffic = self._traffic_seconds(work.read + work.written)
         return (max(arithmetic, traffic) + work.launches * hardware.launch) * self.measured.scale

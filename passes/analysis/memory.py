@@ -344,7 +344,7 @@ def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[GraphStor
 def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
     """What collectives hold from their start to their wait, besides the buffer that is their value."""
     positions = {node: index for index, node in enumerate(nodes)}
-    buffers = []
+    buffers: list[GraphStorage] = []
     for wait in (node for node in nodes if node.target in dialect.WAITS):
         start = operand(wait)
         live = positions[start], positions[wait]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -112,11 +112,9 @@ def _what_is_wrong(recompute: Any) -> tuple[type[Exception], str] | None:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointActivations(GraphPass):
-    """Tags the joint graph. ``recompute``: as in :class:`ActivationCheckpointing`, without None. ``policy``: the same
-    as ranks compare it, with the names of operators, which are their own on each rank."""
+    """Tags the joint graph. ``recompute``: as in :class:`ActivationCheckpointing`, without None."""
 
     recompute: Recompute = "unit"
-    policy: str = field(init=False)
 
     name = "activation_checkpointing"
     phases = ("joint",)
@@ -128,8 +126,11 @@ class CheckpointActivations(GraphPass):
         if given is None:
             raise ValueError("CheckpointActivations: recompute must not be None; leave the pass out")
         object.__setattr__(self, "recompute", given)
-        names = ", ".join(sorted(map(str, given))) if isinstance(given, tuple) else str(given)
-        object.__setattr__(self, "policy", names)
+
+    def settings(self) -> str:
+        """With the names of operators, which are their own on each rank."""
+        names = map(str, self.recompute) if isinstance(self.recompute, tuple) else [str(self.recompute)]
+        return f"{self}: {', '.join(sorted(names))}"
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         graph.recomputes_activations = True

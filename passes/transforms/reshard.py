@@ -147,8 +147,8 @@ def _used_last(gathers: Gathers, waits: list[fx.Node]) -> list[fx.Node]:
     """The buckets of the unit that is used last, as far as no other unit is used after them."""
     by_use = sorted(range(len(waits)), key=lambda k: (gathers.last[k], k), reverse=True)
     last_unit = waits[by_use[0]].meta["fsdp"].unit
-    kept = set(itertools.takewhile(lambda k: waits[k].meta["fsdp"].unit == last_unit, by_use))
-    return [wait for k, wait in enumerate(waits) if k in kept]
+    kept = itertools.takewhile(lambda k: waits[k].meta["fsdp"].unit == last_unit, by_use)
+    return [waits[k] for k in sorted(kept)]
 
 
 def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, cost: CostModel | None) -> list[int]:

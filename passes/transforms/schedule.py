@@ -174,11 +174,11 @@ class Segments:
             due.setdefault(self.gathers[anchor] if anchor >= 0 else None, []).append(gather)
         tasks = due.pop(None)
         for task in self.tasks:
-            gather = task.waits_for
-            behind = due.get(gather, [])
-            if gather is not None and gather in behind:  # right before its own wait
-                behind.remove(gather)
-                tasks.append(gather)
+            awaited = task.waits_for
+            behind = due.get(awaited, [])
+            if awaited is not None and awaited in behind:  # right before its own wait
+                behind.remove(awaited)
+                tasks.append(awaited)
             tasks += [task, *behind]
         return Simulation(tasks, Conditions()).run()
 

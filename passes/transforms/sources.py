@@ -48,7 +48,8 @@ def place_copies(graph: Graph) -> None:
     for node in graph.with_role(Role.GATHER_START, Role.FETCH_WAIT):
         gathers = has_role(node, Role.GATHER_START)
         wait = operands(node)[0] if gathers else node
-        if not has_role(wait, Role.FETCH_WAIT) or (not gathers and _is_gathered(node)):
+        is_gathered = not gathers and any(has_role(user, Role.GATHER_START) for user in node.users)
+        if is_gathered or not has_role(wait, Role.FETCH_WAIT):  # placed with its gather, or no copy
             continue
         if not gathers or node.prev is not previous:
             runs.append([])
@@ -65,10 +66,6 @@ def place_copies(graph: Graph) -> None:
                 before[-1][0].append(start)
     for wait in graph.with_role(Role.OFFLOAD_WAIT):
         move_with_results(wait, before=graph.output)
-
-
-def _is_gathered(copy: fx.Node) -> bool:
-    return any(has_role(user, Role.GATHER_START) for user in copy.users)
 
 
 def place_payloads(graph: Graph) -> None:
