@@ -175,21 +175,23 @@ class Recorder:
 
     def _begin(self, program: Program) -> Observer:
         now = self.mark()
-        self._runs.append(ProgramRun(program, now, now, []))
-        return functools.partial(self._see, self._runs[-1])
+        run = ProgramRun(program, now, now, [])
+        self._runs.append(run)
 
-    def _see(self, run: ProgramRun, event: Event, call: Callable[[], T]) -> T:
-        begin: Any = self.mark() if event.step is not None else None
-        value = call()
-        if event.what == "run":
-            run.end = self.mark()
-        if event.step is None or (self.alone and isinstance(value, Copy)):
+        def see(event: Event, call: Callable[[], T]) -> T:
+            begin: Any = self.mark() if event.step is not None else None
+            value = call()
+            if event.what == "run":
+                run.end = self.mark()
+            if event.step is None or (self.alone and isinstance(value, Copy)):
+                return value
+            if self.alone and isinstance(value, Pending):
+                value.finish()
+                value.finish = lambda: None  # for the program's own wait
+            run.intervals.append(Interval(event.what, event.step, begin, self.mark()))
             return value
-        if self.alone and isinstance(value, Pending):
-            value.finish()
-            value.finish = lambda: None  # for the program's own wait
-        run.intervals.append(Interval(event.what, event.step, begin, self.mark()))
-        return value
+
+        return see
 
     def mark(self) -> Any:
         """Mark the time of the device."""

@@ -101,7 +101,8 @@ class Lowered(whole.Lowering):
         return ()
 
     def _enter(self, node: fx.Node, placeholder: fx.Node, entry: Crossing | None) -> fx.Node:
-        placeholder.meta["val"] = value = node.meta.get("val")
+        value: Any = node.meta.get("val")
+        placeholder.meta["val"] = value
         if entry is None:
             return placeholder
         with fake_mode_of([node]):
