@@ -90,7 +90,7 @@ def load(
         optimizer_values = OptimizerValues(model, optimizers, checkpoint, optimizer_key)
         extra_values = ExtraValues(extra or {}, checkpoint)
         mine = f"{RNG}.{ranks.index}"
-        names = checkpoint.under(mine) if random_states else ()
+        names = checkpoint.under(mine) if random_states else {}
         random_values = {name: checkpoint.value(f"{mine}.{name}") for name in names}
     try:
         with ranks.agreeing([]):
