@@ -52,10 +52,14 @@ class Plan(GraphReport):
         clips_gradients: bool,
         expandable_segments: bool,
     ) -> None:
-        """``inputs``: of one rank; ``tokens`` and ``rows`` are those of its batch."""
+        """``inputs``: of one rank. The first tensor of integers in two dimensions has the ``tokens`` of its batch, the
+        first tensor of all the ``rows``."""
         self.__dict__.update(traced.report.__dict__)
         self.traced, self.hardware, self.mesh_shape, self.optimizer = traced, hardware, tuple(mesh_shape), optimizer
-        self.tokens, self.rows = _sizes(inputs)
+        leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+        self.rows = next((t.shape[0] for t in tensors if t.dim()), None)
         self.conditions, self.clips_gradients = conditions, clips_gradients
         self.expandable_segments = expandable_segments
         self._views = [self.latest(phase) for phase in traced.graphs]
@@ -257,12 +261,3 @@ def _check_nodes(mesh_shape: tuple[int, ...], hardware: Hardware) -> None:
             f"mesh_shape: {shape} does not divide into nodes of {island} {hardware.name}: give a number of ranks that "
             f"is a multiple of {island}, and shards that are one too or a divisor of it"
         )
-
-
-def _sizes(inputs: Any) -> tuple[int | None, int | None]:
-    """Tokens and rows of a batch: the first tensor of integers in two dimensions has the tokens, the first tensor of
-    all the rows."""
-    leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
-    return tokens, next((t.shape[0] for t in tensors if t.dim()), None)

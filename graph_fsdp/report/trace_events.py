@@ -160,7 +160,6 @@ def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> I
         if event.exposed:
             at = begin + scheduled.timeline.starts[wait_of(event.node)]
             yield wait_slice(event.node, at, event.exposed)
-    for event in scheduled.timeline.events:
         args = {**communication_args(event.node), "exposed_us": event.exposed * MICROSECONDS}
         lane, seconds = lane_of(event.node, spec), event.end - event.begin
         yield Slice(event.node.name, "communication", lane, begin + event.begin, seconds, args)
