@@ -289,7 +289,7 @@ _PATIENCE_SECONDS = 300.0
 @functools.cache
 def are_threads() -> bool:
     """Whether there are several replicas in this process."""
-    return compat_xla.runtime().addressable_runtime_device_count() > 1
+    return bool(compat_xla.runtime().addressable_runtime_device_count() > 1)
 
 
 @contextlib.contextmanager
