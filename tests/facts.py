@@ -59,11 +59,15 @@ class Facts:
         return mostly_long(self.functions, [name for name in self.functions if name not in self._long])
 
     def check_on(
-        self, world_size: int, timeout: float = TIMEOUT_SECONDS, env: Mapping[str, str] | None = None
+        self,
+        world_size: int,
+        timeout: float = TIMEOUT_SECONDS,
+        env: Mapping[str, str] | None = None,
+        backend: str | None = "gloo",
     ) -> Failures:
         """Those facts whose tests will run."""
         names = selected(self.functions, self.module, "name")
-        return run_ranks(check_all, world_size, self.module, names, timeout=timeout, env=env)
+        return run_ranks(check_all, world_size, self.module, names, timeout=timeout, env=env, backend=backend)
 
 
 def check(ranks: Failures, name: str) -> None:

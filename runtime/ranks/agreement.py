@@ -27,8 +27,8 @@ PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has
 _POLL_SECONDS = 0.02
 _RANKS_IN_MESSAGE = 16
 _AGREED = "agreed"
-# Backends of which only this process exists: torch's for planning and tests, and benchmarks/simulated_group.py's.
-_ALONE = frozenset({"fake", "simulated"})
+# Backends of which only this process exists: torch's for planning and tests, and those of benchmarks/.
+_ALONE = frozenset({"fake", "simulated", "virtual"})
 
 Refused: TypeAlias = Callable[[], None]
 

@@ -1,0 +1,168 @@
+"""A process group of the virtual device: one rank of N, whose collectives run on a stream of the group's own.
+
+    with Machine("h100"), virtual_group(world_size=8, link=Link(450e9, 25e-6)) as group:
+        ...
+
+What they write, and how long the link takes, ``simulated_group.py`` says; when they run, NCCL's process group: with
+``async_op=True`` on the group's stream, after what the current stream has been given when they are started, and the
+wait makes the current stream wait; otherwise on the current stream. Only a barrier makes the host wait.
+
+``keeps_tensors``: a collective under way keeps its tensors alive until it is waited for, as NCCL's does. Without it, a
+program that drops them too early is found, since the memory is given away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from simulated_group import SimulatedGroup
+from simulated_link import INSTANT, Lane, Link, Message, fill
+from torch import Tensor
+
+from virtual import library
+from virtual.clocks import Moment, Stream
+from virtual.machine import Machine
+
+BACKEND = "virtual"
+
+
+class VirtualWork(dist.Work):
+    """``kept``: tensors that live until the wait."""
+
+    def __init__(self, machine: Machine, end: Moment, kept: Sequence[Tensor], blocks_host: bool) -> None:
+        super().__init__()
+        self.machine, self.end, self.kept, self.blocks_host = machine, end, tuple(kept), blocks_host
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.machine.enter()
+        self.machine.current_stream.join(self.end)
+        if self.blocks_host:
+            self.machine.wait_for(self.end)
+        self.machine.leave()
+        self.kept = ()
+        return True
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        return self.machine.is_done(self.end)
+
+
+class VirtualLane:
+    """``stream``: the group's."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        # Numbers of torch's streams are 0 and above.
+        self.machine, number = machine, -2 - sum(stream < 0 for stream in machine.clocks.streams)
+        self.stream = machine.clocks.add(number, f"the stream of process group {name!r}")
+        self.on_current_stream = False
+        self.keeps_tensors = True
+
+    def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
+        machine = self.machine
+        machine.enter()
+        stream: Stream = machine.current_stream if self.on_current_stream else self.stream
+        if stream is self.stream:
+            stream.join(machine.current_stream)
+        # What a message does with its tensors is no work of the device's.
+        machine.paused = True
+        fill(messages)
+        machine.paused = False
+        kinds = "+".join(dict.fromkeys(message.kind for message in messages))
+        reads = [tensor for message in messages for tensor in message.inputs]
+        writes = [tensor for message in messages for tensor in message.outputs]
+        machine.launch(kinds, reads, writes, seconds, stream)
+        kept = [*reads, *writes] if self.keeps_tensors and stream is self.stream else []
+        work = VirtualWork(machine, stream.copy(), kept, blocks_host=kinds == "barrier")
+        machine.leave()
+        return work, lambda: seconds
+
+    def close(self) -> None:
+        pass
+
+
+class VirtualGroup(SimulatedGroup):
+    """Tensors of the host are exchanged as a simulated group does it."""
+
+    keeps_tensors = True
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _lane(self, messages: Sequence[Message]) -> Lane:
+        devices = {tensor.device for message in messages for tensor in message.tensors}
+        if any(device.type != library.NAME for device in devices) or Machine.current is None:
+            return super()._lane(messages)
+        device = torch.device(library.NAME, 0)
+        lane = self._lanes.get(device)
+        if not isinstance(lane, VirtualLane) or lane.machine is not Machine.current:
+            lane = self._lanes[device] = VirtualLane(Machine.current, self.group_name)
+        lane.on_current_stream, lane.keeps_tensors = self._on_current_stream, type(self).keeps_tensors
+        return lane
+
+    _on_current_stream = False
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> dist.Work | None:
+        """Every rank sends what this one sends: this rank's part of it comes from each."""
+        size, rank = self.size(), self.rank()
+        sent = input.split(list(input_splits) or [len(input) // size] * size)
+        received = output.split(list(output_splits) or [len(output) // size] * size)
+        pairs = [(part, sent[rank]) for part in received]
+        if any(part.shape != own.shape for part, own in pairs):
+            raise ValueError(f"virtual all-to-all: each rank sends {list(sent[rank].shape)} to this one")
+
+        def exchange() -> None:
+            for part, own in pairs:
+                part.copy_(own)
+
+        return self._launch([Message("all_to_all", self._ring_bytes(input), (output,), (input,), exchange)])
+
+    all_to_all_single = alltoall_base
+
+
+def _on_its_stream(name: str) -> Callable[..., Any]:
+    collective = getattr(VirtualGroup, name)
+
+    def call(self: VirtualGroup, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs.get("opts", args[-1] if args else None)
+        self._on_current_stream = getattr(options, "asyncOp", True) is False
+        return collective(self, *args, **kwargs)
+
+    return call
+
+
+_COLLECTIVES = (
+    *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "allgather", "allreduce", "allreduce_coalesced", "broadcast", "barrier"),
+    *("alltoall_base", "all_to_all_single"),
+)
+for _name in _COLLECTIVES:
+    setattr(VirtualGroup, _name, _on_its_stream(_name))
+
+
+def _create(options: Any, link: Link | None) -> VirtualGroup:
+    if link is None:
+        world = dist.group.WORLD
+        link = world.link if isinstance(world, SimulatedGroup) else INSTANT
+    return VirtualGroup(options.group_rank, options.group_size, str(options.group_id), link)
+
+
+dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", library.NAME])
+
+
+@contextlib.contextmanager
+def virtual_group(world_size: int, link: Link = INSTANT, rank: int = 0) -> Iterator[VirtualGroup]:
+    """The default process group, for a while, inside of a machine."""
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size, pg_options=link)
+    try:
+        assert isinstance(dist.group.WORLD, VirtualGroup)
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

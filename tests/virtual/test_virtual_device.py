@@ -1,0 +1,248 @@
+"""The virtual device computes what the CPU computes, keeps time by stream, and finds what nothing orders."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from facts import Facts, Failures, check
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from simulated_link import Link
+from virtual import library
+from virtual.group import virtual_group
+from virtual.machine import Machine, RaceError
+
+from graph_fsdp.compat import all_gather_single, grouped, reduce_scatter_single
+from graph_fsdp.passes import HARDWARE
+
+pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
+FACTS = Facts(__name__)
+LINK = Link(1e9, 1e-3)
+
+
+def current() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+@FACTS
+def it_is_an_accelerator_while_there_is_a_machine() -> None:
+    assert library.NAME == "virtual"
+    with Machine("h100"):
+        assert str(torch.accelerator.current_accelerator(check_available=True)) == "virtual"
+        assert torch.get_device_module("virtual").get_device_properties().total_memory == HARDWARE["h100"].memory
+        assert torch.empty(2, device="virtual").device == torch.device("virtual", 0)
+    assert not torch.accelerator.is_available()
+
+
+@FACTS
+def modules_and_optimizers_compute_as_on_the_cpu() -> None:
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(0.5), nn.GELU())
+        model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(2):
+            out = model(torch.arange(8, device=device)).view(2, 2, 2, 16)
+            out = nn.functional.pad(out, (1, 1)).transpose(1, 2).reshape(-1).masked_fill(torch.tensor(False), 0.0)
+            torch.cat([out, out.chunk(2)[0]]).to(torch.bfloat16).float().logsumexp(0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    with Machine("h100") as machine:
+        found = train("virtual")
+        assert machine.seconds > 0
+    assert all(torch.equal(a, b) for a, b in zip(found, train("cpu"), strict=True))
+
+
+@FACTS
+def streams_run_beside_each_other_and_wait_for_events() -> None:
+    with Machine("h100", traced=True) as machine:
+        x = torch.ones(1 << 18, device="virtual")
+        other = torch.Stream("virtual")
+        other.wait_stream(current())
+        for _ in range(4):
+            x.sin()
+        with other:
+            y = x.cos()
+        current().wait_event(other.record_event())
+        y + x
+        *_, cos, last = machine.operations
+        assert cos.operator == "aten.cos" and last.operator == "aten.add"
+        sines = [operation for operation in machine.operations if operation.operator == "aten.sin"]
+        assert cos.begin == sines[0].begin and last.begin == sines[-1].end
+        assert last.end == machine.seconds
+
+
+@FACTS
+def the_time_of_the_host_counts_where_it_is_wanted() -> None:
+    def seconds(host: str) -> float:
+        with Machine("h100", host=host) as machine:
+            x = torch.ones(4, device="virtual")
+            sum(i for i in range(200_000))
+            x + x
+            return machine.seconds
+
+    assert seconds("counted") > 1e-3 > seconds("free")
+
+
+@FACTS
+def operations_that_nothing_orders_are_found() -> None:
+    with Machine("h100") as machine:
+        x, other = torch.ones(8, device="virtual"), torch.Stream("virtual")
+        with other:
+            x[2:4].mul_(2)
+        x[:2] + 1
+        (race,) = machine.take_races()
+        assert (race.first.operator, race.second.operator) == ("aten.fill_", "aten.mul")
+        assert race.first.stream_name == "the default stream" and "test_virtual_device.py" in str(race.second)
+        x[3:5] + 1
+        (race,) = machine.take_races()
+        assert (race.first.operator, race.second.operator) == ("aten.mul", "aten.add")
+    with pytest.raises(RaceError, match="nothing orders"), Machine("h100"):
+        x = torch.ones(8, device="virtual")
+        with other:
+            x.mul(2)
+
+
+@FACTS
+def columns_of_a_matrix_are_apart() -> None:
+    with Machine("h100") as machine:
+        x, other = torch.ones(4, 4, device="virtual"), torch.Stream("virtual")
+        other.wait_stream(current())
+        with other:
+            x[:, 0].zero_()
+        x[:, 1].zero_()
+        assert not machine.take_races()
+        x[:, :1].zero_()
+        assert len(machine.take_races()) == 1
+
+
+@FACTS
+def memory_that_is_given_away_while_it_is_used_is_found() -> None:
+    with Machine("h100") as machine:
+        for told in (False, True):
+            x, other = torch.ones(8, device="virtual"), torch.Stream("virtual")
+            other.wait_stream(current())
+            with other:
+                x.mul(2)
+            if told:
+                x.record_stream(other)
+            del x
+            torch.empty(8, device="virtual")
+            found = machine.take_races()
+            assert [race.second.operator for race in found] == ([] if told else ["the next allocation"])
+
+
+@FACTS
+def memory_is_counted_as_the_caching_allocator_does() -> None:
+    with Machine("h100"):
+        x = torch.empty(1000, device="virtual")
+        y = torch.empty(3 << 20, dtype=torch.uint8, device="virtual")
+        assert torch.accelerator.memory_allocated() == 4096 + (3 << 20)
+        assert torch.accelerator.memory_reserved() == (2 << 20) + (20 << 20)
+        y.untyped_storage().resize_(0)
+        del x
+        assert torch.accelerator.memory_allocated() == 0
+        assert torch.accelerator.max_memory_allocated() == 4096 + (3 << 20)
+        torch.accelerator.reset_peak_memory_stats()
+        assert torch.accelerator.max_memory_allocated() == 0
+
+
+@FACTS
+def what_is_copied_to_pinned_memory_is_there_after_a_wait() -> None:
+    with Machine("h100"):
+        x, pinned = torch.ones(8, device="virtual"), torch.zeros(8, pin_memory=True)
+        pinned.copy_(x, non_blocking=True)
+        assert pinned.isnan().all()
+        torch.accelerator.synchronize()
+        assert torch.equal(pinned, torch.ones(8))
+        assert torch.equal(x.cpu(), torch.ones(8))
+
+
+@FACTS
+def pinned_memory_that_is_written_before_it_is_read_is_found() -> None:
+    with Machine("h100") as machine:
+        pinned = torch.zeros(8, pin_memory=True)
+        x = pinned.to("virtual", non_blocking=True)
+        pinned.fill_(1)
+        torch.accelerator.synchronize()
+        (race,) = machine.take_races()
+        assert race.second.stream_name == "the host" and not x.any()
+
+
+@FACTS
+def collectives_run_on_a_stream_of_their_own() -> None:
+    with Machine("h100", traced=True) as machine, virtual_group(4, LINK):
+        full, shard = torch.zeros(1000, device="virtual"), torch.arange(250.0, device="virtual")
+        work = all_gather_single(full, shard, async_op=True)
+        shard.sin()
+        work.wait()
+        assert torch.equal(full.cpu(), torch.arange(250.0).repeat(4))
+        gather = next(operation for operation in machine.operations if operation.operator == "all_gather")
+        sin = next(operation for operation in machine.operations if operation.operator == "aten.sin")
+        assert gather.end - gather.begin == pytest.approx(1e-3 + 3000 / 1e9)
+        assert sin.begin == gather.begin and gather.stream != sin.stream
+        all_gather_single(full, shard, async_op=True)
+        full.sum()
+        assert {race.first.operator for race in machine.take_races()} == {"all_gather"}
+
+
+@FACTS
+def a_collective_that_is_waited_for_at_once_runs_on_the_current_stream() -> None:
+    with Machine("h100", traced=True) as machine, virtual_group(4, LINK):
+        full, shard = torch.zeros(8, device="virtual"), torch.ones(2, device="virtual")
+        other = torch.Stream("virtual")
+        other.wait_stream(current())
+        with other:
+            all_gather_single(full, shard)
+        assert machine.operations[-1].stream == other.stream_id
+
+
+@FACTS
+def every_collective_is_there() -> None:
+    with Machine("h100"), virtual_group(2, LINK):
+        x = torch.arange(4.0, device="virtual")
+        out = torch.zeros(4, device="virtual")
+        dist.all_reduce(x)
+        assert x.tolist() == [0.0, 2.0, 4.0, 6.0]
+        dist.broadcast(x, 0)
+        dist.all_to_all_single(out, x)
+        assert out.tolist() == [0.0, 2.0, 0.0, 2.0]
+        reduce_scatter_single(out[:2], x, op=dist.ReduceOp.AVG)
+        assert out[:2].tolist() == [0.0, 2.0]
+        targets = [torch.zeros(4, device="virtual") for _ in range(2)]
+        for work in grouped([(target, x[:2]) for target in targets], dist.group.WORLD):
+            work.wait()
+        assert all(target.tolist() == [0.0, 2.0, 0.0, 2.0] for target in targets)
+        dist.barrier()
+
+
+@FACTS
+def a_collective_keeps_its_tensors_until_the_wait() -> None:
+    with Machine("h100") as machine, virtual_group(2, LINK) as group:
+        for keeps in (True, False):
+            type(group).keeps_tensors = keeps
+            x, out = torch.ones(4, device="virtual"), torch.ones(2, device="virtual")
+            work = reduce_scatter_single(out, x, async_op=True)
+            del x
+            torch.empty(4, device="virtual")
+            work.wait()
+            assert bool(machine.take_races()) is not keeps
+        type(group).keeps_tensors = True
+
+
+@pytest.fixture(scope="module")
+def process() -> Failures:
+    return FACTS.check_on(1, backend=None, env={"GRAPH_FSDP_FRESH": "1"})
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_a_virtual_device(process: Failures, name: str) -> None:
+    check(process, name)
