@@ -1,9 +1,8 @@
 """The plan holds what all ranks of a model decide alike. It is made once, and every later graph keeps to it.
 
-Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same
-collectives in the same order. So the first rank of the mesh decides, the others read what it decided, and whoever
-compiles again keeps to it. An entry belongs to a *kind* of graph: the phases that are scheduled together, and the
-buckets that they gather and reduce. Recompilations for other shapes are of the same kind.
+Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same collectives
+in the same order. So the first rank of the mesh decides for each *kind* of graph: the phases that are scheduled
+together, and the buckets that they gather and reduce. Recompilations for other shapes are of the same kind.
 """
 
 from __future__ import annotations
@@ -33,10 +32,13 @@ class Plan:
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
-        """Move the starts of a graph's collectives until they stand in the planned order: gathers up where that is
-        enough, else reductions down, and gathers down as far as their waits. A pass that schedules ends with it. True
-        where nothing is planned yet; False, and the order is as it was, where the graph has other collectives or needs
-        them in another order: the ranks then have to agree on another plan."""
+        """Move the starts of a graph's collectives until they stand in the planned order; a pass that schedules ends
+        with it.
+
+        Gathers move up where that is enough, else reductions down, and gathers down as far as their waits. Returns
+        True, also where nothing is planned yet; False, with the order as it was, where the graph has other collectives
+        or needs them in another order: the ranks then have to agree on another plan.
+        """
         planned = self.collectives.get(graph.phase)
         if planned is None:
             return True
