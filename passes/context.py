@@ -189,8 +189,7 @@ class GraphPass:
         return (phase,)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        """Return the model with the buckets that the pass wants, in which shards then lie; called before anything is
-        traced."""
+        """Return the model with the buckets that the pass wants, before anything is traced."""
         return model
 
     def __repr__(self) -> str:

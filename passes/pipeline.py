@@ -108,8 +108,7 @@ class PassPipeline:
         return self._edited(name, 0, 1)
 
     def _edited(self, name: str, begin: int, end: int, *new: GraphPass) -> PassPipeline:
-        """Return the pipeline with ``new`` in place of the passes from ``begin`` to ``end``, counted from the named
-        pass."""
+        """Return the pipeline with ``new`` in place of passes ``begin`` to ``end``, counted from the named one."""
         names = [p.name for p in self.passes]
         if name not in names:
             raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")

@@ -85,8 +85,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Simulates the allocator of one run. ``reserved`` counts the bytes taken from the device, ``allocated`` those of
-    them in blocks that are in use."""
+    """Simulates one run, in bytes: ``reserved`` of the device, ``allocated`` of that in blocks in use."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self.expandable_segments = expandable_segments
@@ -161,9 +160,8 @@ class Allocations:
 
 @dataclass
 class Step:
-    """Describes one training step as allocations, by phase in order. In bytes: ``persistent`` is allocated before the
-    first step; the optimizer allocates ``states`` in its first step and keeps them, and ``temporaries`` in each step
-    until its end."""
+    """Describes a training step as allocations. Bytes: ``persistent`` from before the first step, the optimizer's
+    ``states`` from its first step on, and its ``temporaries`` until each step's end."""
 
     graphs: Mapping[Phase, Allocations]
     persistent: Sequence[int]
@@ -172,8 +170,7 @@ class Step:
 
 
 def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> Step:
-    """Describe a step of planned graphs, whose optimizer keeps ``kept`` values per parameter, and allocates
-    ``temporaries`` values per parameter in each step."""
+    """Plan a step whose optimizer keeps ``kept`` values per parameter, and allocates ``temporaries`` each step."""
     first = graphs.get("forward") or graphs["inference"]
     forward = allocations(first, context)
     returned = [s for node in first.outputs for s in _of(node, forward)]
@@ -215,8 +212,7 @@ def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
 
 
 def _run(graph: Allocations, allocator: CachingAllocator, before: Mapping[int, Block]) -> dict[int, Block]:
-    """Run a graph, and return the blocks that it leaves, by storage. What the graph ``before`` has left and this one
-    does not receive is dropped."""
+    """Run a graph, and return the blocks it leaves. What it does not receive of ``before`` is dropped."""
     received = {key: id(source) for key, source in graph.received.items() if id(source) in before}
     blocks = {key: before[key] for key in received.values()}
     for key in before.keys() - blocks.keys():

@@ -52,8 +52,7 @@ class Plan(GraphReport):
         clips_gradients: bool,
         expandable_segments: bool,
     ) -> None:
-        """Take the ``inputs`` of one rank: the first two-dimensional tensor of integers gives ``tokens``, the first
-        tensor ``rows``."""
+        """Take the ``inputs`` of one rank: ``tokens`` of the first 2-D integers, ``rows`` of the first tensor."""
         self.__dict__.update(traced.report.__dict__)
         self.traced, self.hardware, self.mesh_shape, self.optimizer = traced, hardware, tuple(mesh_shape), optimizer
         leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
@@ -113,8 +112,7 @@ class Plan(GraphReport):
 
     @property
     def mfu(self) -> float:
-        """Return the model FLOPs utilisation (Chowdhery et al. 2022): the part of the device's peak in the dtype of
-        most parameters."""
+        """Return the model FLOPs utilisation (Chowdhery et al. 2022), by the peak in most parameters' dtype."""
         dtypes = [p.param_dtype for p in self.spec.parameters.values()]
         dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
         return self.model_flops / (self.step_seconds * self.hardware.peak_flops(dtype))

@@ -45,8 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """Holds all candidates in the order of their choices, and in ``refused`` the choices that cannot be, with the
-    reason. ``memory``: bytes that a rank has."""
+    """Holds all candidates, the ``refused`` choices with the reasons, and ``memory``, the bytes of a rank."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[Choice, str], ...]

@@ -185,8 +185,7 @@ def _process_group(world_size: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def _take_memory(model: nn.Module, device: torch.device) -> None:
-    """Replace every tensor of the model, registered or plain attribute, by one without memory on ``device``. A tensor
-    under several names stays one."""
+    """Replace every tensor of the model, also in attributes, by one without memory; shared ones stay shared."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by what is replaced, which is kept alive
 
     def replacement(value: Tensor) -> Tensor:

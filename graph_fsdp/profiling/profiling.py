@@ -169,8 +169,7 @@ class Ran:
 
     @classmethod
     def of(cls, recorder: Recorder, schedules: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
-        """Read what was recorded: by ``recorder`` in steps in which nothing runs beside a collective, by ``schedules``
-        in steps as in training."""
+        """Read what ``recorder`` found with nothing beside collectives, and ``schedules`` as in training."""
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts = {program: cut(program.graph) for program in dict.fromkeys(program for program, _ in recorder.seconds)}
@@ -219,8 +218,7 @@ class Ran:
             self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
 
     def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
-        """Make the profile. ``cost`` is what the running program was scheduled with. Measured seconds are spread over
-        nodes by modelled ones, without its measurements."""
+        """Make the profile, by the ``cost`` of the running program; regions are spread by modelled seconds."""
         model = CostModel(cost.hardware, cost.groups, fused=cost.fused)
         programs = dict.fromkeys(program for program, _, _ in self.steps.values())
         modelled = {program: model.graph_seconds(program.graph) for program in programs}

@@ -25,9 +25,8 @@ _SLOWEST = ("slowest", "rank")
 
 @dataclass(frozen=True)
 class RegionTime:
-    """Times a compute region of one captured graph, in seconds, with nothing beside it: the mean over ranks, and the
-    slowest rank's. ``region``: its number in the printed program (``region_3``). ``unit``: whose parameters it computes
-    with. ``node``: the first that takes time."""
+    """Times a compute region (``region_3`` of the printed program) of one graph by itself: mean over ranks, and slowest
+    rank's seconds. ``unit``: whose parameters it computes with. ``node``: the first that takes time."""
 
     graph: int
     phase: Phase

@@ -225,9 +225,8 @@ class CostModel:
         return min((math.ceil(efficiency * fixed / rate) for fixed, rate in rates if rate > 0), default=0)
 
     def message_seconds(self, group: str) -> float:
-        """Return what one more message in a grouped (coalesced) all-gather costs besides its bytes: its steps, as a
-        group shares a launch. It is nothing where the compiler joins collectives: it can leave messages apart, and
-        cannot take a copy out again."""
+        """Return the steps of one more message in a grouped (coalesced) all-gather, which shares its launch; nothing
+        where the compiler joins collectives: it can leave messages apart, and cannot take a copy out again."""
         if self.combining:
             return 0.0
         return min((steps for steps, _ in self._algorithms(group)), default=0.0)

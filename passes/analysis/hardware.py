@@ -113,8 +113,7 @@ class Hardware:
 
 
 def check_fields(owner: object, says: str, holds: Callable[[Any], bool], *names: str) -> None:
-    """Raise ValueError for the first field of a description for which ``holds`` is false; it must do what ``says``
-    says."""
+    """Raise ValueError, which says what the field must do, for the first of ``names`` that does not hold."""
     label = " ".join([type(owner).__name__, *(repr(name) for name in [getattr(owner, "name", None)] if name)])
     for name in names:
         value = getattr(owner, name)

@@ -89,9 +89,9 @@ class Kind(enum.Enum):
 
 @dataclass
 class Work:
-    """Says what a node adds to its kernel. FLOPs are counted in ``dtype`` and reach the part of the peak that the field
-    ``efficiency`` of :class:`.hardware.Hardware` says; a kernel executes the part ``executed`` of them, half under a
-    causal mask. ``read`` and ``written`` are bytes; ``launches`` is 1 on the first node of each kernel."""
+    """Says what a node adds to its kernel. FLOPs in ``dtype`` reach the part of the peak that the hardware's field
+    ``efficiency`` says, and the part ``executed`` of them runs (half under a causal mask). ``read``, ``written``:
+    bytes."""
 
     kind: Kind
     flops: int = 0

@@ -172,8 +172,7 @@ def _timeline(found: Iterable[GraphStorage], length: int, shards: int) -> dict[C
 
 @dataclass
 class GraphStorage:
-    """A storage of ``nbytes`` is live while the nodes at the positions ``begin`` to ``end`` run, both included;
-    ``node`` allocates it."""
+    """``node`` allocates ``nbytes``, live while nodes at the positions ``begin`` to ``end`` run, both included."""
 
     node: fx.Node
     nbytes: int
@@ -184,8 +183,7 @@ class GraphStorage:
 
 @dataclass(frozen=True)
 class Storages:
-    """Holds the storages of a graph: ``found``, all but the parameters' shards; ``of``, those that each node's value
-    lies in, shards among them."""
+    """Holds storages: ``found``, all but the parameters' shards; ``of``, each node's, shards among them."""
 
     found: list[GraphStorage]
     of: Mapping[fx.Node, list[GraphStorage]]

@@ -43,8 +43,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Event:
-    """Times one collective on its group's lane, or one copy ("fetch", "offload"), in seconds from the start of the
-    graph; compute waited ``exposed`` seconds for it."""
+    """Times a collective or a copy ("fetch", "offload") on its lane, in seconds; compute waited ``exposed``."""
 
     node: fx.Node
     group: str
@@ -55,9 +54,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Says what a rank that is no straggler does when, in seconds. ``seconds``: until the last rank is through.
-    ``communication``: the load of the busiest lane; ``exposed``: the time in which nothing is computed. ``starts``:
-    when compute reaches each node of the graph."""
+    """Times a rank that is no straggler, in seconds. ``seconds``: until the last rank is through; ``communication``:
+    the load of the busiest lane; ``exposed``: the time in which nothing is computed; ``starts``: when compute reaches
+    each node."""
 
     seconds: float
     compute: float
@@ -74,9 +73,9 @@ class Timeline:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Task:
-    """A rank computes for ``seconds``; with a ``lane``, it starts a transfer of so many seconds there; with
-    ``waits_for``, it waits for another task's transfer. ``levels``: the shared levels of the network. ``own``: each
-    rank has a transfer, and a lane, of its own."""
+    """A rank computes for ``seconds``; with a ``lane`` it starts a transfer of as long there; with ``waits_for`` it
+    waits for that task's transfer. ``levels``: shared levels of the network. ``own``: each rank has its own transfer.
+    """
 
     seconds: float = 0.0
     lane: str = ""

@@ -25,8 +25,8 @@ Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in
 
 @dataclass
 class Plan:
-    """Holds the decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered
-    from forward to backward, None before the reshard pass has decided."""
+    """Holds the decisions for one kind of graph: the order of ``collectives`` per phase, and the buckets that stay
+    ``kept`` from forward to backward, None before the reshard pass has decided."""
 
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
@@ -85,8 +85,7 @@ class Plan:
 
 
 def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
-    """Digest what a joint or inference graph gathers and reduces, and what the user has set: the digest is equal for
-    graphs that share a plan."""
+    """Digest what a joint or inference graph gathers and reduces, and the settings: equal where a plan is shared."""
     parts: list[str] = [graph.phase, settings.key()]
     for target in (dialect.gather_param, dialect.reduce_grad):
         names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}

@@ -14,7 +14,8 @@ unpacked by the wait. ``shards`` are the parameters' chunks, or one flat tensor 
 
 Gradients are reduced in ``dtype``; ``messages`` says how many of ``grads`` share each message, in order, and none is
 one of all. A contiguous gradient that is alone in its message, with the reduction's type and equal chunks, is sent from
-where it lies; what shares a message is packed. The results of messages start at multiples of ALIGNMENT bytes (``reduced_offsets``).
+where it lies; what shares a message is packed. The results of messages start at multiples of ALIGNMENT bytes
+(``reduced_offsets``).
 
 ``custom``: an object of the user's runs the collective, always in one message (``settings.py``).
 
@@ -338,8 +339,7 @@ def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
 def reduced_offsets(
     grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
 ) -> list[int]:
-    """Return the element at which each gradient's shard starts in what a ``reduce_scatter_start`` yields, and the end
-    of the last."""
+    """Return the element at which each gradient's shard starts in what a reduction yields, and the last end."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     numels = iter(chunk_numels(grads, world_size))
     offsets, end = [], 0

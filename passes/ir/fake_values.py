@@ -86,8 +86,7 @@ class FakeValues:
         return self._run(node, key) if known is None or known.again is None else known.again(node)
 
     def kind_of(self, node: fx.Node) -> Any:
-        """Return the kind of what the operator computes, whatever value the call has been given since. Raises what it
-        raises."""
+        """Return the kind of what the operator computes, whatever the node's value. Raises what it raises."""
         known = self._known.get(key := _key(node))
         return kind(self._run(node, key)) if known is None or known.kind is None else known.kind
 

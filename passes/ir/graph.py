@@ -283,8 +283,7 @@ class Graph:
         return dag
 
     def reorder(self, order: Sequence[fx.Node]) -> None:
-        """Put the nodes into this order, placeholders first, output last. Linear. Raises ValueError if it is not all
-        nodes."""
+        """Put all nodes into this order, placeholders first, output last. Linear. Raises ValueError on other nodes."""
         if len(order) != len(self.fx_graph.nodes) or set(order) != set(self.fx_graph.nodes):
             raise ValueError(
                 f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
@@ -297,8 +296,7 @@ class Graph:
                 previous.append(node)
 
     def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
-        """Make each use of a key one of its value, and erase the keys. Linear, also where one node uses thousands of
-        them, unlike ``Node.replace_all_uses_with``."""
+        """Make each use of a key one of its value, and erase the keys. Linear, also where one node uses many."""
         for user in dict.fromkeys(user for node in new for user in node.users):
             user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
             user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))

@@ -128,8 +128,7 @@ class BucketSpec:
         return [] if messages == ((0, self.shard_numel),) else [scale * value for pair in messages for value in pair]
 
     def reduced_in(self, parameters: Sequence[ParameterSpec]) -> list[int]:
-        """Return ``messages`` of a ``reduce_scatter_start`` of these parameters' gradients, which are in the bucket's
-        order and share messages as when they are gathered."""
+        """Return ``messages`` of a reduction of these parameters' gradients, which share them as in a gather."""
         begins = [begin for begin, _ in self.messages]
         shared = Counter(bisect_right(begins, self.offsets[p.name]) for p in parameters)
         return list(shared.values()) if len(shared) > 1 else []

@@ -31,8 +31,7 @@ class UnitCall:
 
 
 def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
-    """Find the call that each node belongs to; nodes of the root are left out, and gradients whose stack does not say.
-    Linear."""
+    """Find the call of each node, but for the root's and for gradients whose stack does not say. Linear."""
     unit_of = _unit_of({p.unit for p in model.parameters.values() if p.unit})
     calls: dict[tuple[str, str], UnitCall] = {}
     found: dict[fx.Node, UnitCall] = {}

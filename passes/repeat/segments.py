@@ -29,8 +29,7 @@ _WITHOUT_EFFECT = frozenset({compat.log_api_usage})
 
 
 class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
-    """Says why a layer does not repeat the trace of another, although it looked like it; ``call`` is the index of its
-    call, where it is a single one."""
+    """Says why a layer does not repeat another's trace; ``call``: the index of its call, if it is a single one."""
 
     def __init__(self, reason: str, call: int | None = None) -> None:
         super().__init__(reason)

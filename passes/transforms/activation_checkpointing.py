@@ -199,8 +199,7 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
 
 
 class _Joint:
-    """Answers what the pass asks of a joint graph. ``calls``: operators that forward computes, or backward without
-    gradients, by the call of a unit that they belong to."""
+    """Describes a joint graph. ``calls``: operators that need no gradients → the call of a unit they belong to."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes

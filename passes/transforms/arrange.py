@@ -62,8 +62,7 @@ def arrange_buckets(
 
 
 def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) -> tuple[BucketSpec, ...]:
-    """Divide the first unit's bucket in about four where the first part takes at most three quarters of the whole's
-    time: no compute hides its gather in forward and its reduction in backward."""
+    """Divide the first unit's bucket in about four, where the first takes at most 3/4 of the whole's time."""
     first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
     if first is None:
         return buckets

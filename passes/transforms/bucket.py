@@ -100,8 +100,7 @@ def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
 
 
 def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
-    """Return the bucket that a parameter is gathered in. A unit's scalars, which are in none, are named by their dtype,
-    and by that of the reduction where it differs from the first of them."""
+    """Name the bucket that a parameter is gathered in; of a unit's scalars, in none, one by their dtypes."""
     if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
@@ -126,8 +125,7 @@ def _device(node: fx.Node) -> dict[str, torch.device]:
 
 
 def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
-    """Return the gathers of buckets, and those of what is only copied to the device. The others are replaced by the
-    shards, which are used as they are."""
+    """Return the gathers of buckets and those of what is only copied; the others' shards take their places."""
     gathered: _Groups = {}
     copied: _Groups = {}
     for node in graph.with_role(Role.GATHER):
@@ -268,8 +266,7 @@ def _reduce_bucket(
 def _reduced(
     graph: Graph, context: PassContext, grads: list[fx.Node], parameters: list[ParameterSpec], of: NodeRecord
 ) -> tuple[fx.Node, list[int]]:
-    """Insert the collectives of a bucket's gradients. Returns the flat result of the last, waited for, and where in it
-    each parameter's begins."""
+    """Insert a bucket's collectives; return the last flat result, and where in it each parameter's begins."""
     model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)

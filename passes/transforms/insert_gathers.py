@@ -58,8 +58,7 @@ def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext
 
 
 class Annotate(GraphPass):
-    """Writes records once for all later passes: AOTAutograd keeps no metadata of ours, but operators name their
-    ``param``."""
+    """Writes each node's record, by the operators' ``param``: AOTAutograd keeps no metadata of ours."""
 
     name = "annotate"
     phases = ("joint", "inference")

@@ -27,8 +27,8 @@ from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_sav
 
 
 def save_as_they_were(forward: Graph, user_outputs: int) -> None:
-    """Copy inputs at forward's beginning that it writes to and saves, or saves views of. ``user_outputs``: number of
-    outputs that are the user's; saved tensors follow."""
+    """Copy inputs at forward's beginning that it writes to and saves, or saves views of. ``user_outputs``: how many
+    outputs are the user's; saved tensors follow."""
     nodes, roots = forward.nodes, forward.alias_roots()
 
     def of(found: Iterable[Any]) -> set[fx.Node]:

@@ -185,8 +185,7 @@ def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: Afte
 
 
 def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> None:
-    """Start each gather when the bucket before it was used last, just before that bucket's reduction, so that no two
-    buckets are held."""
+    """Start each gather at the last use of the bucket before, in front of its reduction: one is held at a time."""
     positions = graph.positions()
     buckets = graph.buckets
     for before, start, wait in zip(starts, starts[1:], waits[1:], strict=False):

@@ -5,8 +5,8 @@ buffer becomes one more tensor that forward saves and backward receives, and its
 
 **A shard for a smaller group**: FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks. After
 its last use in forward a bucket is cut to this rank's 1/n of it; backward gathers that over the small group. Over ``W``
-ranks the parameter at element ``o`` of the shard lies at ``W * o`` of the bucket, as ``W`` chunks. A rank keeps
-``s = W/n`` consecutive chunks of each, at ``s * o``: a shard of the same bucket over ``n`` ranks, with every offset and size
+ranks the parameter at element ``o`` of the shard lies at ``W * o`` of the bucket, as ``W`` chunks. A rank keeps ``s =
+W/n`` consecutive chunks of each, at ``s * o``: a shard of the same bucket over ``n`` ranks, with every offset and size
 ``s`` times as large. A rank's place in its group says at run time which; the graph is the same on all ranks.
 
 **From one piece of a broken model to a later one** of the same forward call (``fullgraph=False``): a piece *takes* a
@@ -123,8 +123,7 @@ def _receive(graph: Graph, context: PassContext) -> str:
 
 
 def _set(wait: fx.Node, context: PassContext) -> bool | None:
-    """Say whether the user has set that a bucket is gathered again; None where nothing was. A bucket of several units
-    is kept if one of them is to be."""
+    """Say whether a bucket is set to be gathered again, which all of its units have to be; None if not set."""
     settings = dict(context.settings.reshard_after_forward)
     found = [settings[unit] for unit in units_of(wait, context) if unit in settings]
     return all(found) if found else None
@@ -179,8 +178,7 @@ def scale_of(context: PassContext) -> int:
 
 
 def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
-    """Cut a shard out of each of these gathered buckets, before the first collective after its last use, where the
-    compute regions are cut anyway."""
+    """Cut a shard out of each of these buffers, before the first collective after its last use."""
     reads = {gather.wait: gather.reads for gather in graph.gathers}
     next_communication = graph.next_communication()
     found = []

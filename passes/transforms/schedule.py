@@ -125,8 +125,7 @@ def fit(gathers: Gathers, after: After, budget: int) -> After:
 
 
 def latest_starts(arrivals: list[float], durations: list[float], scale: float = 1.0) -> After:
-    """Start gathers as late as hides them, see *Latest start*; ``arrivals[k]`` are the seconds of compute before
-    ``w_k``."""
+    """Start gathers as late as still hides them; ``arrivals[k]``: seconds of compute before ``w_k``."""
     after = [0] * len(arrivals)
     start = float("inf")
     for k in reversed(range(len(arrivals))):
@@ -184,8 +183,7 @@ class Segments:
 
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
-    """Choose the fastest schedule by the clock that stays within the budget; without one, within what gathering one
-    unit ahead holds anyway."""
+    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds."""
     if not len(gathers):
         return []
     limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget

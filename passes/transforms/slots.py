@@ -117,8 +117,7 @@ class Lifetime:
 
 
 def lifetimes(graph: Graph) -> list[Lifetime]:
-    """Return the buffers of a freed graph's gathers, in the order in which they are allocated. Those that outlive the
-    graph have memory of their own and are left out."""
+    """Return the buffers of a freed graph's gathers that do not outlive it, in the order of their allocation."""
     positions, output = graph.positions(), graph.output
     found = []
     for gather in graph.gathers:
@@ -208,8 +207,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Lists the slots of one graph. ``nbytes``: of all slots together, each allocated once in a run. ``peak``: most
-    bytes that are allocated at once."""
+    """Lists the slots of one graph. ``nbytes``: of all slots; ``peak``: most bytes that are allocated at once."""
 
     slots: tuple[Slot, ...] = ()
 

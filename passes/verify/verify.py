@@ -76,8 +76,7 @@ class Verifier:
             seen.add(node)
 
     def _values(self) -> None:
-        """Shapes, dtypes and devices agree with the fake tensors wherever a node or one of its inputs was made or
-        edited."""
+        """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
@@ -105,8 +104,7 @@ class Verifier:
             self._fail(invariant, node, f"{node} is annotated as {kind(node.meta['val'])} and computes {computed}")
 
     def _returned(self) -> None:
-        """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
-        the one of its own parameter."""
+        """The user's outputs and saved tensors stay, kept buckets join them, each gradient is its parameter's."""
         kept = [kind(node.meta["val"]) for node in self.graph.kept.values()]
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
@@ -159,8 +157,7 @@ class Verifier:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
 
     def _layout(self, node: fx.Node) -> None:
-        """Chunks go into a gather, parameters come out of it, and gradients are in messages as the bucket's layout
-        says."""
+        """Chunks, parameters and gradients lie where the bucket's layout and messages say."""
         context = self.context
         if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
             self._chunks(node, context.bucket_of(node.meta["fsdp"].params[0]))
@@ -322,8 +319,7 @@ class Verifier:
         return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
-        """Along the data, each gradient goes through one reduction over the group that shards and one over the
-        replicas, where there are such groups, in this order."""
+        """Each gradient is reduced once over the group that shards, then once over the replicas, if any."""
         phase, model = self.graph.phase, self.context.model
         if phase != "backward" or "bucketed" not in self.graph.facts:
             return
