@@ -104,7 +104,7 @@ class CaptureInputs:
     """Describes the inputs of Dynamo's graph. ``shards``: placeholder → its parameter and the fake value of its padded
     shard. ``as_used``: placeholder → what makes of a gathered parameter the tensor subclass that the model uses.
     ``batch``: placeholders whose first dimension is the batch's, where XLA divides the graph. ``extensions``: parameter
-    → what makes it of its shard, where that is a tensor extension."""
+    → the tensor extension that makes it of its shard, if any."""
 
     shards: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)

@@ -140,7 +140,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 @dataclass(frozen=True)
 class Reserved:
     """Says what a replay came to. ``nbytes``: most bytes reserved; ``allocated``: most bytes in blocks that were in
-    use; ``steps``: how many steps were replayed until one reserved nothing more."""
+    use; ``steps``: how many were replayed."""
 
     nbytes: int
     allocated: int

@@ -16,7 +16,8 @@ l ranks:
 plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latency``, bandwidths are ``Link.sustained``.
 *Ring* is NCCL's, its steps counted as in NCCL's ``src/graph/tuning.cc``. *Log* stands for the algorithms of few steps
 (recursive doubling, PAT in NCCL 2.23, trees) with NCCL's low-latency protocol, whose flags halve the bandwidth. A
-reduce-scatter is an all-gather backwards; an all-reduce is one after the other.
+reduce-scatter is an all-gather backwards; an all-reduce is one after the other. Other groups that use the same adapters
+at the same time are not seen.
 
 Symbolic sizes count by the values that they had when traced, which can differ between ranks: what all ranks must decide
 alike has to come from one rank's numbers, or from shapes that are the same everywhere.

@@ -1,4 +1,4 @@
-"""Tell which kernels a graph becomes, and what each node of it computes, reads and writes.
+"""This module says which kernels a graph becomes, and what each of its nodes computes, reads and writes.
 
 - Free nodes are inputs, outputs, views, allocations, and the communication of the dialect.
 - Fusible nodes are pointwise operators, lookups, constants and reductions. With fusion (Inductor) a *fusion group* is
@@ -90,8 +90,8 @@ class Kind(enum.Enum):
 @dataclass
 class Work:
     """Says what a node adds to its kernel. FLOPs in ``dtype`` reach the part of the peak that the hardware's field
-    ``efficiency`` says, and the part ``executed`` of them runs (half under a causal mask). ``read``, ``written``:
-    bytes."""
+    ``efficiency`` says, and the part ``executed`` of them runs (half under a causal mask). ``read`` and ``written`` are
+    bytes; ``launches`` is 1 on each kernel's first node."""
 
     kind: Kind
     flops: int = 0

@@ -1,5 +1,4 @@
-"""The cost model's clock runs a scheduled graph on compute and communication streams, of one rank or of two that
-differ.
+"""The cost model's clock runs a scheduled graph on compute and communication streams, of one or two ranks.
 
 It is a discrete-event simulation. Compute runs in graph order. A collective starts when the last rank has reached it
 and its group's lane is free (a process group has one stream), and a wait holds a rank until its collective has ended.

@@ -32,8 +32,7 @@ class Plan:
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
-        """Move the starts of a graph's collectives until they stand in the planned order; a pass that schedules ends
-        with it.
+        """Move the starts of a graph's collectives into the planned order; a pass that schedules ends with it.
 
         Gathers move up where that is enough, else reductions down, and gathers down as far as their waits. Returns
         True, also where nothing is planned yet; False, with the order as it was, where the graph has other collectives

@@ -1,8 +1,7 @@
 """Canonical forms are equal for calls, and pieces of graphs, that compute the same whatever their nodes are called.
 
-Layers of one class differ only in the names of nodes and parameters: so a fake value is computed once
-(``fake_values.py``), a layer is traced once (``repeat/segments.py``) and a compute region is compiled once
-(``runtime/regions``).
+Equal layers differ only in the names of nodes and parameters: so a fake value is computed once (``fake_values.py``), a
+layer is traced once (``repeat/segments.py``) and a compute region is compiled once (``runtime/regions``).
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what the user set. Each value has graphs of its own, captured at the first call with it; regions are
-    shared.
+    """Holds what the user set. Each value has graphs of its own, captured at the first call with it.
 
     Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same, and compare it
     with their collectives. Units are named.

@@ -158,8 +158,7 @@ class ModelSpec:
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
     shards between forward and backward; 0 where there is none. ``own_reduce_group``: another group of the ranks of
     ``group``, so that gathers do not queue with reductions; "" without one. ``offload``: None where shards are kept on
-    the device that they are gathered on. ``payloads``: what extended parameters travel as; they are in ``buckets``,
-    too.
+    the device that they are gathered on. ``payloads``: what extended parameters travel as, in ``buckets`` too.
     """
 
     parameters: dict[str, ParameterSpec]

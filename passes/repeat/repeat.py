@@ -52,8 +52,7 @@ _Place = tuple[int | None, fx.Node]  # a node of the trace that a call stands fo
 
 
 class Repeats:
-    """Holds the traces of groups of equal segments of ``module``; ``contracted`` is its graph with calls in their
-    places.
+    """Holds the traces of groups of equal segments of ``module``; in ``contracted`` calls stand for them.
 
     ``prepare`` rewrites a traced graph for the backend: it is applied to a trace once, and then to what is around.
 

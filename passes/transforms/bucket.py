@@ -100,7 +100,7 @@ def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
 
 
 def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
-    """Name the bucket that a parameter is gathered in; of a unit's scalars, in none, one by their dtypes."""
+    """Name the bucket of a parameter; a unit's scalars, which are not gathered, are named by their dtypes."""
     if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
@@ -293,7 +293,7 @@ def _reduced(
 
 
 def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
-    """Say whether a gradient is kept whole; where nothing is sharded, because it is not reduced over the replicas."""
+    """Say whether a gradient is kept as it is; where nothing is sharded, the replicas are all it is reduced over."""
     settings = context.settings
     return p.unit in settings.unsynced or (context.model.world_size == 1 and p.unit in settings.unreplicated)
 

@@ -122,8 +122,7 @@ def _check_distance(name: str, distance: Distance) -> None:
 
 
 def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassContext) -> tuple[After, bool]:
-    """Apply FSDP2's ``set_modules_to_forward_prefetch`` and ``…_backward_prefetch`` to ``after``, and say whether any
-    is set.
+    """Apply FSDP2's ``set_modules_to_forward_prefetch`` (``…_backward_prefetch``), and say whether any is set.
 
     When the first bucket of a unit has arrived, the gathers of the units that it names start, and those before them in
     the plan's order no later. Units that nobody names start as they would without.

@@ -5,9 +5,10 @@ buffer becomes one more tensor that forward saves and backward receives, and its
 
 **A shard for a smaller group**: FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks. After
 its last use in forward a bucket is cut to this rank's 1/n of it; backward gathers that over the small group. Over ``W``
-ranks the parameter at element ``o`` of the shard lies at ``W * o`` of the bucket, as ``W`` chunks. A rank keeps ``s =
-W/n`` consecutive chunks of each, at ``s * o``: a shard of the same bucket over ``n`` ranks, with every offset and size
-``s`` times as large. A rank's place in its group says at run time which; the graph is the same on all ranks.
+ranks the parameter at element ``o`` of the shard lies at ``W * o`` of the bucket, as ``W`` chunks. With ``s = W/n``, a
+rank keeps ``s`` consecutive chunks of each, at ``s * o``: a shard of the same bucket over ``n`` ranks, with every
+offset and size ``s`` times as large. A rank's place in its group says at run time which; the graph is the same on all
+ranks.
 
 **From one piece of a broken model to a later one** of the same forward call (``fullgraph=False``): a piece *takes* a
 bucket as an input in place of a gather, and *gives* one as an output behind all others, which nothing frees.
@@ -48,8 +49,7 @@ class Reshard(GraphPass):
 
     True gathers every bucket again in backward, False keeps every bucket, None keeps only the unit that forward uses
     last, whose backward comes first. ``"auto"`` keeps, within ``budget`` bytes of gathered parameters, the buckets
-    whose second gather costs most time per byte. With a group to reshard to, what is not kept is cut to a shard over
-    it.
+    whose second gather costs most time per byte. What is not kept is cut to a shard where there is a group for it.
     """
 
     budget: int | None = None

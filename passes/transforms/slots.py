@@ -71,8 +71,7 @@ class Free(GraphPass):
 class AssignSlots(GraphPass):
     """Gives a slot to every gathered buffer that does not outlive the graph, and to every landing buffer.
 
-    The records of the gathers say which, ``graph.slots`` how many bytes each slot has. Equal graphs come to equal
-    slots.
+    The records of the gathers say which, ``graph.slots`` how many bytes each slot has. Equal graphs get equal slots.
     """
 
     name = "slots"
