@@ -1,4 +1,4 @@
-"""FX graph passes: the dialect, passes, pass manager and verifier. They need no device and no process group."""
+"""This package has the FX graph passes, their dialect, manager and verifier. It needs no device or process group."""
 
 from typing import Literal
 

@@ -7,7 +7,7 @@ and their times are spread over the nodes in them.
 The first rank, whose graphs decide the plan, names what it has run. Region times are averaged over the ranks that ran
 the same computation on the same shapes. A rank's time of a collective includes the wait for the last rank: of each run,
 the shortest time over the ranks counts. The first rank makes the profile of that and sends it to all. This takes three
-all-reduces and two broadcasts per mesh dimension. The schedule that a rank has measured stays with it.
+all-reduces and two object broadcasts per mesh dimension. The schedule that a rank has measured stays with it.
 """
 
 from __future__ import annotations

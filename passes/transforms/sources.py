@@ -81,7 +81,7 @@ def place_payloads(graph: Graph) -> None:
 
 
 def _reductions(graph: Graph) -> list[fx.Node]:
-    """Return the reductions that this graph runs, not what backward receives of them, which has their records."""
+    """Return the reductions that this graph runs; what backward receives of forward's has their records too."""
     return [node for node in graph.with_role(Role.PAYLOAD_REDUCE) if node.target is dialect.reduce_payloads]
 
 

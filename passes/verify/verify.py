@@ -126,7 +126,7 @@ class Verifier:
                 self._fail(invariant, output, f"output {index} was {before} and is {after}")
 
     def _buffers(self) -> None:
-        """Started once, waited for once, freed once after the last use through any alias, not used after."""
+        """Each buffer is started, waited for and freed once, behind its last use through any alias."""
         freed_due = "freed" in self.graph.facts
         roots = self.graph.alias_roots()
         starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.TRANSFER_STARTS}
