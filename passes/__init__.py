@@ -1,4 +1,4 @@
-"""FX graph passes: the dialect, the passes, the pass manager and the verifier. Needs no device and no process group."""
+"""This package has the FX graph passes, their dialect, manager and verifier. It needs no device or process group."""
 
 from typing import Literal
 
@@ -82,7 +82,7 @@ def default_pipeline(
     hardware: str | Hardware | None = None,
     measured: Measurements | Profiled | None = None,
 ) -> PassPipeline:
-    """The passes that ``compile`` runs when it is given none.
+    """Return the passes that ``compile`` runs when it is given none.
 
     Args:
         bucket: what is gathered and reduced in one collective: ``"unit"``, each unit; ``"none"``, each parameter; a
@@ -90,13 +90,13 @@ def default_pipeline(
             number that saturates the link by the cost model.
         prefetch, forward_prefetch, reductions_in_flight: how gathers are started ahead, and how many reductions may be
             under way at once; see :class:`Prefetch`.
-        budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a
-            unit does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
+        budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a unit
+            does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
         hardware: what the cost model computes with: a name of ``HARDWARE`` or a ``Hardware``; None finds the device's.
         measured: times of a running program, which the cost model prefers: what :func:`graph_fsdp.profile` returned.
 
     Raises:
-        ValueError, TypeError: an argument has a value that none of these is.
+        ValueError, TypeError: an argument has a value that cannot be.
     """
     passes = [
         InsertGathers(),

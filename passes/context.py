@@ -1,4 +1,4 @@
-"""What a pass is, and what it is given: the pass's contract, and the context of one capture."""
+"""This module has the contract of a pass, and the context that passes get for one capture."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class PipelineError(ValueError):
-    """A pipeline whose contracts do not hold, or an edit of a pass that it does not have."""
+    """Says that a pipeline's contracts do not hold, or that an edit names a pass that it does not have."""
 
 
 class PassError(RuntimeError):
-    """A pass raised. Says which, on which graph; the pass's own error is the cause."""
+    """Says which pass raised, and on which graph; the pass's own error is the cause."""
 
     def __init__(self, message: str, pass_name: str = "", phase: str = "") -> None:
         super().__init__(message)
@@ -36,8 +36,8 @@ class PassError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """A pass left a graph that breaks an invariant. Names the pass, the invariant, the node and the parameters: those
-    that the node's record names, or else those that it is computed from most directly."""
+    """Says that a pass broke an invariant of a graph: the pass, the invariant, the node, and the parameters of its
+    record or else of the records closest above it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class VerificationError(RuntimeError):
 
 
 def _parameters(node: fx.Node) -> tuple[str, ...]:
-    """The parameters of the node's record, or of the records that are the fewest operators above it; views are none."""
+    """Return the parameters of the node's record, or of the records fewest operators above it; views do not count."""
     level = [node] if node.op != "output" else []
     seen: set[fx.Node] = set()
     while level:
@@ -84,7 +84,8 @@ def _parameters(node: fx.Node) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Names of buckets. ``kept``: those that the piece keeps for backward, in the order in which that receives them."""
+    """Names the buckets that a piece takes from earlier pieces, gives to later ones, and in ``kept`` those that it
+    keeps for backward, in the order in which backward receives them."""
 
     takes: frozenset[str] = frozenset()
     gives: frozenset[str] = frozenset()
@@ -94,16 +95,16 @@ class Sharing:
         return bool(self.takes or self.gives)
 
     def key(self) -> str:
-        """Equal on all ranks that share alike."""
+        """Return a text that is equal on all ranks that share alike."""
         return f"takes {sorted(self.takes)} gives {sorted(self.gives)}"
 
 
 @dataclass
 class CaptureInputs:
-    """Inputs of Dynamo's graph. ``shards``: placeholder → its parameter and the fake value of its padded shard.
-    ``as_used``: placeholder → what makes of the gathered parameter the kind of tensor that the model uses, where that
-    is no plain one. ``batch``: placeholders whose first dimension is the batch's, where XLA divides the graph.
-    ``extensions``: parameter → what makes it of its shard, where that is a tensor extension."""
+    """Describes the inputs of Dynamo's graph. ``shards``: placeholder → its parameter and the fake value of its padded
+    shard. ``as_used``: placeholder → what makes of a gathered parameter the tensor subclass that the model uses.
+    ``batch``: placeholders whose first dimension is the batch's, where XLA divides the graph. ``extensions``: parameter
+    → the tensor extension that makes it of its shard, if any."""
 
     shards: dict[fx.Node, tuple[ParameterSpec, Any]] = field(default_factory=dict)
     as_used: dict[fx.Node, Callable[[Any], Any]] = field(default_factory=dict)
@@ -113,11 +114,12 @@ class CaptureInputs:
 
 @dataclass
 class PassContext:
-    """What passes are given beyond the graph, one per capture. What they find is in the graphs.
+    """Holds what passes are given beyond the graph, one per capture. What they find is in the graphs.
 
+    ``model``: the parameters, buckets and groups of ranks. ``reshard_after_forward``: the option of ``compile``.
     ``plan``: what the ranks have decided for graphs of this kind; passes keep to it, or decide and write it down.
     ``cost``: seconds of nodes and collectives; None where there is no description of the hardware.
-    ``settings``: what the user has changed since the model was compiled.
+    ``settings``: what the user has changed since the model was compiled. ``inputs``: those of Dynamo's graph.
     ``forward_outputs``: number of outputs of the forward graph that are the user's; saved tensors follow.
     ``sharing``: buckets that pieces of one forward call hand to each other.
     ``budget``: most bytes of gathered parameters at any point, which the schedule must keep to; None for no limit.
@@ -153,7 +155,7 @@ class PassContext:
 
 
 class GraphPass:
-    """One rewrite or reordering with a single job.
+    """A pass is one rewrite or reordering with a single job.
 
     Subclasses set ``name``, the ``phases`` that they run in (or one ``phase``), the facts that they ``requires`` and
     ``provides`` of the graph, and implement ``run``, which edits the graph and may return one line on what it changed.
@@ -169,7 +171,7 @@ class GraphPass:
         raise TypeError(f"{type(self).__name__} is a GraphPass without run(graph, context)")
 
     def runs_in(self) -> tuple[str, ...]:
-        """The phases, as ``phase`` or ``phases`` say: what the object sets, or else its class, or else a base of it.
+        """Return the phases that the object sets by ``phase`` or ``phases``, or else its class, or else a base of it.
 
         Raises:
             PipelineError: both are set in one place, and differ.
@@ -187,11 +189,11 @@ class GraphPass:
         return (phase,)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        """Before anything is traced: the model with other buckets, in which the shards then lie in storage."""
+        """Return the model with the buckets that the pass wants, before anything is traced."""
         return model
 
     def __repr__(self) -> str:
-        """The pass with its options, attributes that are plain values: what ranks compare."""
+        """Show the pass with its options, the attributes that are plain values: this is what ranks compare."""
         options = (f"{key}={value!r}" for key, value in sorted(vars(self).items()) if _is_plain(value))
         return f"{type(self).__qualname__}({', '.join([repr(self.name), *options])})"
 
@@ -200,7 +202,7 @@ class GraphPass:
 
 
 def strings_of(p: GraphPass, attribute: str, value: object) -> tuple[str, ...]:
-    """A pass's collection of strings. One string is a collection of letters, and never what was meant."""
+    """Return a pass's collection of strings as a tuple. Raises PipelineError on anything else, one string too."""
     if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(v, str) for v in value):
         hint = f"; write ({value!r},)" if isinstance(value, str) else ""
         raise PipelineError(f"{p}: {attribute} must be a set, tuple or list of strings, got {value!r}{hint}")

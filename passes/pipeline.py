@@ -1,8 +1,6 @@
-"""The pass manager: in which order passes run, and the record of every stage.
+"""The pass manager runs passes in order, verifies the graph after each, and records every stage.
 
-After each pass the verifier runs; a pass that breaks an invariant is reported by name. The pipeline checks the
-passes' contracts (``requires``, ``provides``) when it is built, so that a wrong order is an error before any model
-is traced.
+The passes' contracts (``requires``, ``provides``) are checked when a pipeline is built, before any model is traced.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
-    """The end of a capture that is planned and not run: its graphs after all passes."""
+    """Ends a capture that is planned and not run, with its graphs after all passes."""
 
     def __init__(self, graphs: list[Graph], context: PassContext) -> None:
         self.graphs, self.context = graphs, context
@@ -59,7 +57,7 @@ def _check_buckets(p: GraphPass, model: object) -> None:
 
 
 class Profiled(Protocol):
-    """What holds measurements: a :class:`graph_fsdp.Profile`."""
+    """Holds measurements, as a :class:`graph_fsdp.Profile` does."""
 
     @property
     def measurements(self) -> Measurements: ...
@@ -76,7 +74,7 @@ def _measurements(measured: Any) -> Measurements | None:
 
 
 class PassPipeline:
-    """An ordered list of passes. Edits return a new pipeline and are checked at once."""
+    """A pipeline is an ordered list of passes. Edits return a new pipeline and are checked at once (PipelineError)."""
 
     def __init__(
         self,
@@ -85,8 +83,8 @@ class PassPipeline:
         hardware: str | Hardware | None = None,
         measured: Measurements | Profiled | None = None,
     ) -> None:
-        """``hardware``: what the cost model computes with: a name or a description; None finds the device's.
-        ``measured``: times of a running program (:func:`graph_fsdp.profile`), which the cost model prefers."""
+        """Take the passes, and for the cost model ``hardware``, a name or a description (None finds the device's), and
+        ``measured``, times of a running program (:func:`graph_fsdp.profile`), which it prefers."""
         self.passes = tuple(passes)
         self.hardware, self.measured = hardware, _measurements(measured)
         self._check()
@@ -110,7 +108,7 @@ class PassPipeline:
         return self._edited(name, 0, 1)
 
     def _edited(self, name: str, begin: int, end: int, *new: GraphPass) -> PassPipeline:
-        """The pipeline with ``new`` in the place of the passes from ``begin`` to ``end``, counted from a pass."""
+        """Return the pipeline with ``new`` in place of passes ``begin`` to ``end``, counted from the named one."""
         names = [p.name for p in self.passes]
         if name not in names:
             raise PipelineError(f"the pipeline has no pass {name!r}; its passes are {', '.join(names)}")
@@ -119,7 +117,7 @@ class PassPipeline:
         return PassPipeline(passes, hardware=self.hardware, measured=self.measured)
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        """The model with the buckets that the passes want.
+        """Return the model with the buckets that the passes want.
 
         Raises:
             PipelineError: a pass returned buckets that cannot be.
@@ -156,8 +154,8 @@ class PassPipeline:
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         """Run each pass over the graphs of its phases, in the order given (forward before backward).
 
-        The code of the graph modules is that of their graphs again when all passes have run, not in between: writing
-        it costs more than a pass. A pass that wants to run a graph calls ``graph.module.recompile()`` first.
+        The code of graph modules is written once, when all passes have run. A pass that wants to run a graph calls
+        ``graph.module.recompile()`` first.
         """
         with collector_paused():
             self._run(graphs, context)
@@ -196,10 +194,8 @@ class PassPipeline:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection for this time. Almost all that is allocated for graphs stays, and each full collection
-    would walk all graphs of the model: several times over, and longer the deeper the model is.
-
-    What was allocated is old afterwards, without a walk, which the next collection of the young would be."""
+    """Pause the garbage collector: almost all that is allocated for graphs stays, and each full collection would walk
+    all of it. What was allocated counts as old afterwards, so that the next young collection does not walk it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -230,7 +226,7 @@ def add_stage(
 
 
 def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str) -> None:
-    """The graph as a pass left it that failed, or that the verifier found fault with; named after the pass."""
+    """Record the graph that a pass left when it failed, or broke an invariant, as a stage named after the pass."""
     try:
         text = readable(graph.fx_graph)
     except Exception as error:  # a broken graph may be one that cannot be printed; the first error is to be raised

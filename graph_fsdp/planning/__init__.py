@@ -1,4 +1,4 @@
-"""Planning: what a model would do on a cluster that is not there."""
+"""Plan what a model would take on a cluster that is not there."""
 
 from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.passes.analysis.simulate import simulate as run

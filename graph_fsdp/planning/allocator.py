@@ -1,27 +1,23 @@
-"""What torch's caching allocator reserves of a device in training, without a device: planned steps, replayed.
+"""Simulate what torch's caching allocator reserves in training, without a device: planned steps are replayed.
 
-More is reserved than live tensors hold: free blocks that are too small for what comes next stay where they are, and the
-optimizer's state, which is allocated at the end of the first step, lies where activations were before. It is what
-``torch.cuda.max_memory_reserved`` tells, trainers log, and a device runs out of first, though torch then gives back
-what is free before it gives up.
+More is reserved than live tensors hold: free blocks that are too small stay where they are, and the optimizer's state,
+allocated at the end of the first step, lies where activations were. Trainers log these bytes
+(``torch.cuda.max_memory_reserved``), and a device runs out of them first.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``, which XPU's allocator follows:
 
 - sizes are rounded up to 512 bytes; those of 1 MiB and less lie in a pool of their own;
-- every stream has its own pools: what one stream has freed no other one gets;
-- a request takes the smallest free block of its pool that is large enough; what it does not need of it stays a free
-  block, if that is more than 1 MiB (of a small pool: 512 bytes). Freed blocks merge with free neighbours;
-- where no block is large enough a segment is reserved: of 2 MiB for small requests, of 20 MiB for those below 10 MiB,
-  of the request in steps of 2 MiB else;
+- every stream has its own pools, and gets no block that another stream has freed;
+- a request takes the smallest free block of its pool that is large enough. The rest of the block stays free, if it is
+  more than 1 MiB (in a small pool: 512 bytes). Freed blocks merge with free neighbours;
+- where no block is large enough a segment is reserved: 2 MiB for small requests, 20 MiB for those below 10 MiB, else
+  the request rounded up to 2 MiB;
 - with ``expandable_segments`` each pool is one range that grows at its end, in pages of 20 MiB (small: 2 MiB); a free
   block at the end grows with it, and counts as the largest of all.
 
-What is reserved is not given back: a device that runs full, where torch gives back what is free and tries again, is not
-simulated, nor are private pools (CUDA graphs), ``max_split_size_mb`` and ``garbage_collection_threshold``.
-
-A step is replayed as a training loop does it: the gradients of the step before are dropped, forward, backward, the
-optimizer. Forward's outputs are dropped when backward starts, as in the memory model. Steps are replayed until one
-reserves nothing more.
+Nothing is given back, as torch does when a device is full. Private pools (CUDA graphs), ``max_split_size_mb`` and
+``garbage_collection_threshold`` are not simulated. A step drops the gradients of the step before, then runs forward,
+backward and the optimizer; forward's outputs are dropped when backward starts.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _MOST_STEPS = 6
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A piece of a pool that is in use."""
+    """A block is a piece of a pool that is in use."""
 
     pool: _Pool
     address: int
@@ -58,7 +54,7 @@ class Block:
 
 
 class _Pool:
-    """The free blocks of one stream, small or large, as ranges of addresses. ``top``: where the next segment begins."""
+    """Keeps the free blocks of one stream, small or large, by address. The next segment begins at ``top``."""
 
     def __init__(self, small: bool) -> None:
         self.small, self.top = small, 0
@@ -67,7 +63,7 @@ class _Pool:
         self.sizes: list[tuple[int, int]] = []  # (bytes, begin), sorted
 
     def add(self, begin: int, end: int) -> None:
-        """Merged with its free neighbours."""
+        """Add a free block, merged with its free neighbours."""
         if begin in self.begin_of:
             begin = self.begin_of[begin]
             self.remove(begin)
@@ -77,20 +73,19 @@ class _Pool:
         insort(self.sizes, (end - begin, begin))
 
     def remove(self, begin: int) -> int:
-        """Return where the free block that begins there ends."""
+        """Remove the free block that begins there, and return its end."""
         end = self.end_of.pop(begin)
         del self.begin_of[end], self.sizes[bisect_left(self.sizes, (end - begin, begin))]
         return end
 
     def best_fit(self, nbytes: int) -> int | None:
-        """The smallest free block that is large enough, but for the one at the top."""
+        """Find the smallest free block that is large enough, other than the one at the top."""
         at = bisect_left(self.sizes, (nbytes,))
         return next((begin for _, begin in self.sizes[at : at + 2] if self.end_of[begin] != self.top), None)
 
 
 class CachingAllocator:
-    """One run. All in bytes: ``reserved`` of the device, ``allocated`` of that in blocks that are in use, and the most
-    that these have been; nothing that is reserved is given back."""
+    """Simulates one run, in bytes: ``reserved`` of the device, ``allocated`` of that in blocks in use."""
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
         self.expandable_segments = expandable_segments
@@ -98,7 +93,7 @@ class CachingAllocator:
         self._pools: dict[tuple[str, bool], _Pool] = {}
 
     def allocate(self, nbytes: int, stream: str = "compute") -> Block:
-        """A block of at least as many bytes, for work on a stream."""
+        """Allocate a block of at least ``nbytes`` bytes for work on a stream."""
         nbytes = _rounded(max(nbytes, 1), _SMALLEST)
         small = nbytes <= _SMALL
         pool = self._pools.setdefault((stream, small), _Pool(small))
@@ -115,12 +110,12 @@ class CachingAllocator:
         return Block(pool, begin, end - begin)
 
     def free(self, block: Block) -> None:
-        """The block may be allocated again, on its stream."""
+        """Give a block back to its stream's pool."""
         self.allocated -= block.nbytes
         block.pool.add(block.address, block.address + block.nbytes)
 
     def _reserve(self, pool: _Pool, nbytes: int) -> int:
-        """Where a free block begins that is large enough: a new segment, or what is free at the end of the range."""
+        """Return where a large enough free block begins: in a new segment, or at the end of the range, which grows."""
         begin = pool.begin_of.get(pool.top, pool.top)
         if self.expandable_segments:
             more = _rounded(max(0, nbytes - (pool.top - begin)), _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT)
@@ -144,8 +139,8 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Reserved:
-    """``nbytes``: the most that the allocator has reserved; ``allocated``: the most of that in blocks that are in use.
-    ``steps``: how many were replayed until one reserved nothing more."""
+    """Says what a replay came to. ``nbytes``: most bytes reserved; ``allocated``: most bytes in blocks that were in
+    use; ``steps``: how many were replayed."""
 
     nbytes: int
     allocated: int
@@ -154,8 +149,8 @@ class Reserved:
 
 @dataclass
 class Allocations:
-    """Of one graph. ``received``: storages that are those of the graph before; ``left``: those that are allocated when
-    the graph has run. ``stream``: whose pool a storage lies in."""
+    """Lists what one graph allocates. ``received``: storages that the graph before has left, by the ``id`` of this
+    graph's; ``left``: storages that outlive the graph; ``stream``: whose pool a storage lies in."""
 
     found: Sequence[GraphStorage]
     received: Mapping[int, GraphStorage]
@@ -165,9 +160,8 @@ class Allocations:
 
 @dataclass
 class Step:
-    """One training step as allocations, by phase in order. ``persistent``: bytes that are allocated before the first.
-    ``states``, ``temporaries``: bytes of what the optimizer allocates in its first step and keeps, and in each step
-    until its end."""
+    """Describes a training step as allocations. Bytes: ``persistent`` from before the first step, the optimizer's
+    ``states`` from its first step on, and its ``temporaries`` until each step's end."""
 
     graphs: Mapping[Phase, Allocations]
     persistent: Sequence[int]
@@ -176,7 +170,7 @@ class Step:
 
 
 def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int, temporaries: int) -> Step:
-    """``kept``, ``temporaries``: how many values per parameter the optimizer keeps, and allocates in each step."""
+    """Plan a step whose optimizer keeps ``kept`` values per parameter, and allocates ``temporaries`` each step."""
     first = graphs.get("forward") or graphs["inference"]
     forward = allocations(first, context)
     returned = [s for node in first.outputs for s in _of(node, forward)]
@@ -199,7 +193,7 @@ def planned_step(graphs: Mapping[Phase, Graph], context: PassContext, kept: int,
 
 
 def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
-    """Steps until one reserves nothing more, at most six."""
+    """Replay steps until one reserves nothing more, at most six."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     for nbytes in step.persistent:
         allocator.allocate(nbytes)
@@ -218,8 +212,7 @@ def replay(step: Step, *, expandable_segments: bool = False) -> Reserved:
 
 
 def _run(graph: Allocations, allocator: CachingAllocator, before: Mapping[int, Block]) -> dict[int, Block]:
-    """The blocks that are left, by storage. ``before``: those that the graph before has left, of which those that this
-    one does not receive are dropped."""
+    """Run a graph, and return the blocks it leaves. What it does not receive of ``before`` is dropped."""
     received = {key: id(source) for key, source in graph.received.items() if id(source) in before}
     blocks = {key: before[key] for key in received.values()}
     for key in before.keys() - blocks.keys():

@@ -1,4 +1,4 @@
-"""Models to plan: from a Python callable, or from a Hugging Face ``config.json``, without weights."""
+"""Find a model to plan, without weights: a Python callable, or a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Inputs = dict[str, Tensor] | tuple[Any, ...]
 
 
 def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Module], Inputs]:
-    """What builds a model, and inputs of it, on the meta device.
+    """Find what builds a model, and the model's inputs on the meta device.
 
     Args:
         model: ``"package.module:function"`` or ``"file.py:function"``: a function without arguments that returns a
@@ -28,9 +28,9 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
             ``config.json``: a causal language model, trained on ``batch`` rows of ``length`` tokens.
 
     Raises:
-        ValueError: there is no such file or function, or the configuration's architecture is not known, or is no
-            causal language model.
-        UnsupportedError: what the function does needs more than the meta device, or transformers is not there.
+        ValueError: there is no such file or function, or the configuration's architecture is not known, or is no causal
+            language model.
+        UnsupportedError: the function needs more than the meta device, or transformers is not installed.
     """
     tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
     path, separator, name = model.rpartition(":")
@@ -48,7 +48,7 @@ def find_model(model: str, batch: int, length: int) -> tuple[Callable[[], nn.Mod
 
 
 def _named(path: str, name: str) -> Any:
-    """What a file or a module has under a name; None if nothing."""
+    """Return what a file or a module has under a name, None if nothing."""
     if path.endswith(".py"):
         if not Path(path).is_file():
             raise ValueError(f"model: there is no file {path!r}")

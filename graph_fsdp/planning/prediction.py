@@ -1,4 +1,4 @@
-"""``graph_fsdp.plan``: what a training step takes on a cluster that is not there."""
+"""``graph_fsdp.plan`` predicts what a training step takes on a cluster that is not there."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from graph_fsdp.report.report import GraphReport
 
 Optimizer = Literal["adamw", "adamw_foreach", "sgd", "momentum", None]
 
-# Optimizer → (values that it keeps per parameter, how often a step reads or writes a value per parameter: the
-# parameter, its gradient and each that is kept, read and, but for the gradient, written; values that it allocates in a
-# step). Those with "foreach" are kernels one after the other over all parameters, as torch.optim runs them with neither
-# fused nor capturable: mul, lerp, mul, addcmul, sqrt, div, add, addcdiv, of which sqrt's results are no state.
+# Optimizer → (values kept per parameter; reads and writes of a value per parameter in a step: all are read, and all but
+# the gradient written; values allocated in a step). "foreach" runs kernels one after the other over all parameters, as
+# torch.optim does with neither fused nor capturable: mul, lerp, mul, addcmul, sqrt, div, add, addcdiv; sqrt's results
+# are no state.
 _OPTIMIZERS: dict[Optimizer, tuple[int, int, int]] = {
     None: (0, 0, 0),
     "sgd": (0, 3, 0),
@@ -38,8 +38,8 @@ _GRADIENT_PASSES = 3  # backward multiplies twice where forward multiplies once
 
 
 class Plan(GraphReport):
-    """The report on graphs that were planned and did not run, with what a training step of theirs takes. Everything is
-    of one rank, predicted by the cost and the memory model. Seconds and bytes."""
+    """Reports on graphs that were planned and did not run, with what a training step takes on one rank, as the cost and
+    the memory model predict it. Times are in seconds, sizes in bytes."""
 
     def __init__(
         self,
@@ -52,8 +52,7 @@ class Plan(GraphReport):
         clips_gradients: bool,
         expandable_segments: bool,
     ) -> None:
-        """``inputs``: of one rank. The first tensor of integers in two dimensions has the ``tokens`` of its batch, the
-        first tensor of all the ``rows``."""
+        """Take the ``inputs`` of one rank: ``tokens`` of the first 2-D integers, ``rows`` of the first tensor."""
         self.__dict__.update(traced.report.__dict__)
         self.traced, self.hardware, self.mesh_shape, self.optimizer = traced, hardware, tuple(mesh_shape), optimizer
         leaves = pytree.tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
@@ -75,7 +74,7 @@ class Plan(GraphReport):
 
     @property
     def graph_seconds(self) -> dict[str, float]:
-        """Phase → seconds of its graph."""
+        """Return the seconds of each phase's graph."""
         return {view.phase: view.scheduled().timeline.seconds for view in self._views}
 
     @property
@@ -84,12 +83,12 @@ class Plan(GraphReport):
 
     @property
     def exposed_seconds(self) -> float:
-        """In which the device waits for communication."""
+        """Return the seconds in which the device waits for communication."""
         return sum(view.scheduled().timeline.exposed for view in self._views)
 
     @property
     def optimizer_seconds(self) -> float:
-        """What it reads and writes of memory, with the clipping of gradients. A straggler takes longer."""
+        """Return the seconds of the optimizer's memory traffic, and of clipping gradients, on the slowest rank."""
         _, traffic, _ = _OPTIMIZERS[self.optimizer]
         traffic += _CLIPPING * self.clips_gradients
         sustained = self.hardware.memory_bandwidth * self.hardware.memory_efficiency / self.conditions.straggler
@@ -101,19 +100,19 @@ class Plan(GraphReport):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Per rank; None where no input looks like tokens."""
+        """Return the tokens per second of one rank; None where no input looks like tokens."""
         return None if self.tokens is None else self.tokens / self.step_seconds
 
     @property
     def model_flops(self) -> int:
-        """Of the model's own matrix multiplications in a step: forward's, three times in training. What backward
-        computes again does not count."""
+        """Return the FLOPs of the model's matrix multiplications in a step: those of forward, three times in training.
+        What backward recomputes does not count."""
         times = _GRADIENT_PASSES if "forward" in self.traced.graphs else 1
         return times * sum(work.flops for work in graph_work(self.traced.forward, fused=True).values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation (Chowdhery et al. 2022): of the device's peak in the dtype of the parameters."""
+        """Return the model FLOPs utilisation (Chowdhery et al. 2022), by the peak in most parameters' dtype."""
         dtypes = [p.param_dtype for p in self.spec.parameters.values()]
         dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
         return self.model_flops / (self.step_seconds * self.hardware.peak_flops(dtype))
@@ -122,7 +121,7 @@ class Plan(GraphReport):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Category → bytes where the most are held; "optimizer" is its state."""
+        """Return the bytes of each category where the most are held; "optimizer" is its state."""
         found = [view.memory for view in self._views if view.memory is not None]
         highest = max(found, key=lambda memory: memory.peak)
         kept, _, _ = _OPTIMIZERS[self.optimizer]
@@ -137,21 +136,21 @@ class Plan(GraphReport):
 
     @functools.cached_property
     def reserved(self) -> Reserved:
-        """What the caching allocator of torch reserves: ``peak_nbytes`` with gradients and free blocks."""
+        """Return what torch's caching allocator reserves: ``peak_nbytes`` with gradients and free blocks."""
         return replay(self.step(), expandable_segments=self.expandable_segments)
 
     def step(self) -> Step:
-        """What a step allocates and frees."""
+        """Return what a step allocates and frees."""
         kept, _, temporaries = _OPTIMIZERS[self.optimizer]
         return planned_step(self.traced.graphs, self.traced.context, kept, temporaries)
 
     @property
     def fits(self) -> bool:
-        """Whether live tensors do; what is reserved beyond them torch gives back before it gives up."""
+        """Say whether live tensors fit; what is reserved beyond them torch gives back before it fails."""
         return self.peak_nbytes <= self.hardware.memory
 
     def summary(self) -> dict[str, Any]:
-        """What a plan comes to; ``json.dumps`` takes it."""
+        """Return the plan's figures as a dict that ``json.dumps`` takes."""
         return {
             "hardware": self.hardware.name,
             "mesh_shape": list(self.mesh_shape),
@@ -206,27 +205,28 @@ def plan(
     contention: bool = False,
     **compile_options: Any,
 ) -> Plan:
-    """What a training step of a model takes on a mesh of ranks: the report of ``graph_fsdp.inspect``, with predicted
-    times and bytes, without devices, weights or other processes.
+    """Predict what a training step of a model takes on a mesh of ranks, without devices, weights or other processes.
+
+    The result is the report of ``graph_fsdp.inspect`` with predicted times and bytes.
 
     Args:
         model_fn: builds the model, on the meta device.
         example_inputs: of one rank: positional, or a mapping of keyword arguments.
         mesh_shape: ``(ranks that shard,)``, or ``(replicas, ranks that shard)``.
         hardware: of every rank: a name of ``graph_fsdp.passes.HARDWARE``, or a description.
-        loss: of the model's outputs; None if the model computes it.
+        loss: computes the loss of the model's outputs; None if the model computes it.
         optimizer: whose state and time count: "adamw" (fused), "adamw_foreach", "sgd", "momentum" (SGD with it), None
             for none.
-        clip_gradients: by their norm, before the optimizer.
-        expandable_segments: of the allocator, as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` sets them
-            (:mod:`graph_fsdp.planning.allocator`).
+        clip_gradients: whether gradients are clipped by their norm, before the optimizer.
+        expandable_segments: whether the allocator has them, as by ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         straggler: how many times slower than the others one rank computes.
-        contention: collectives share links with each other, and processors with compute
+        contention: whether collectives share links with each other, and processors with compute
             (:class:`graph_fsdp.passes.analysis.simulate.Conditions`).
         compile_options: of :func:`graph_fsdp.compile`.
 
     Raises:
-        ValueError: an argument has a value that cannot be; on hardware, says which is known.
+        ValueError: an argument has a value that cannot be; for hardware, the message lists what is known.
+        TypeError: ``passes`` is no PassPipeline.
         MeshError: the mesh does not divide into the hardware's nodes.
         All that :func:`graph_fsdp.planning.trace` raises.
     """
@@ -253,7 +253,7 @@ def plan(
 
 
 def _check_nodes(mesh_shape: tuple[int, ...], hardware: Hardware) -> None:
-    """Groups that straddle nodes unevenly have no place in the cost model, nor in practice."""
+    """Refuse groups that straddle nodes unevenly, for which the cost model has no place."""
     ranks, shards, island = math.prod(mesh_shape), mesh_shape[-1], hardware.island
     if ranks > island and (ranks % island or (shards % island and island % shards)):
         shape = "x".join(map(str, mesh_shape))

@@ -1,4 +1,4 @@
-"""Options compared: which meshes, when parameters are resharded, what is gathered at once, what is computed again."""
+"""Compare plans: meshes, when parameters are resharded, what is gathered at once, what is recomputed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from graph_fsdp.planning.prediction import plan
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of a plan: ``mesh_shape`` as in :func:`plan`, ``reshard`` is ``reshard_after_forward``, ``bucket`` that
-    of ``default_pipeline``, ``checkpointing`` is ``activation_checkpointing``."""
+    """Names the options of a plan: ``mesh_shape`` as in :func:`plan`, ``reshard`` is ``reshard_after_forward``,
+    ``bucket`` that of ``default_pipeline``, ``checkpointing`` is ``activation_checkpointing``."""
 
     mesh_shape: tuple[int, ...]
     reshard: bool | None = None
@@ -33,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice and what a step takes with it, per rank. Seconds and bytes; ``tokens_per_second`` as in a plan."""
+    """Says what a step takes with a choice, per rank, in seconds and bytes; ``tokens_per_second`` as in a plan."""
 
     choice: Choice
     step_seconds: float
@@ -45,8 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """All candidates in the order of their choices, and ``refused``: choices that cannot be, with the reason.
-    ``memory``: bytes that a rank has."""
+    """Holds all candidates, the ``refused`` choices with the reasons, and ``memory``, the bytes of a rank."""
 
     candidates: tuple[Candidate, ...]
     refused: tuple[tuple[Choice, str], ...]
@@ -54,7 +53,7 @@ class Search:
 
     @property
     def front(self) -> list[Candidate]:
-        """The Pareto front of time against memory, fastest first: no other candidate is faster and holds less."""
+        """Return the Pareto front of time against memory, fastest first: none is faster and holds less."""
         found: list[Candidate] = []
         for candidate in sorted(self.candidates, key=lambda c: (c.step_seconds, c.peak_nbytes)):
             if not found or candidate.peak_nbytes < found[-1].peak_nbytes:
@@ -63,11 +62,11 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits; None where nothing does."""
+        """Return the fastest candidate that fits; None where none does."""
         return next((candidate for candidate in self.front if candidate.peak_nbytes <= self.memory), None)
 
     def summary(self) -> dict[str, Any]:
-        """``json.dumps`` takes it."""
+        """Return the search as a dict that ``json.dumps`` takes."""
         best = self.best
         return {
             "memory": self.memory,
@@ -94,7 +93,7 @@ class Search:
 
 
 def meshes(ranks: int, island: int) -> list[tuple[int, ...]]:
-    """Ways to lay ``ranks`` out: all of them shard, or the ranks of 1, 8, 64… islands do and the rest replicates."""
+    """Propose ways to lay ``ranks`` out: all shard, or the ranks of 1, 8, 64… islands do and the rest replicate."""
     found: list[tuple[int, ...]] = [(ranks,)]
     shards = island
     while shards < ranks:
@@ -121,15 +120,15 @@ def search(
 
     Args:
         model_fn, example_inputs, hardware: of :func:`plan`.
-        mesh_shapes: to compare, of as many ranks each; :func:`meshes` proposes some.
+        mesh_shapes: meshes to compare, of as many ranks each; :func:`meshes` proposes some.
         memory: bytes that a rank has; None is what the hardware has.
-        reshards, buckets, checkpointings: to compare; see :class:`Choice`.
-        progress: gets the choices and their number, and hands them on one by one: a bar.
-        plan_options: further ones of :func:`plan`.
+        reshards, buckets, checkpointings: options to compare; see :class:`Choice`.
+        progress: gets the choices and their number, and yields them one by one, as a progress bar does.
+        plan_options: further options of :func:`plan`.
 
     Raises:
         ValueError: nothing is to be compared, or an option of the plans is what is compared.
-        All that :func:`plan` raises, but for choices that cannot be, which are told in ``refused``.
+        All that :func:`plan` raises, but for choices that cannot be, which are in ``refused``.
     """
     described = find_hardware(hardware)
     for name in ("passes", "reshard_after_forward", "activation_checkpointing", "mesh_shape"):

@@ -1,10 +1,10 @@
-"""The graphs of a model on any number of ranks, from one process without devices or weights.
+"""Trace the graphs of a model on any number of ranks, in one process without devices or weights.
 
 [Note: tensors without memory]
-A model is built on the meta device, and each of its tensors replaced by one of the same shape, on the device that
-the plan is for, that has no memory. To Dynamo and AOTAutograd, which read shapes only, these are ordinary tensors: the
-capture is that of ``graph_fsdp.compile``, through the same engine, and ends when the passes have run. Nothing is
-executed, no region compiled and nothing agreed on with other ranks; the process group is a fake one.
+A model is built on the meta device, and each of its tensors is replaced by one of the same shape, on the device of the
+plan, that has no memory. Dynamo and AOTAutograd read shapes only and take them for ordinary tensors. The capture is
+that of ``graph_fsdp.compile``, through the same engine with a fake process group, and ends when the passes have run:
+nothing is executed, no region is compiled and nothing is agreed on with other ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from graph_fsdp.report.report import GraphReport, inspect
 
 @dataclass(frozen=True)
 class Traced:
-    """A model's graphs after all passes. Their collectives name the process group that they were traced with, which
-    is gone; nothing of it can be run."""
+    """Holds a model's graphs after all passes. They cannot be run: the process group of their collectives is gone."""
 
     graphs: Mapping[Phase, Graph]
     context: PassContext
@@ -42,7 +41,7 @@ class Traced:
 
     @property
     def forward(self) -> Graph:
-        """The forward graph; of a model without trainable parameters, the inference graph."""
+        """Return the forward graph; of a model without trainable parameters, the inference graph."""
         return self.graphs.get("forward") or self.graphs["inference"]
 
     @property
@@ -62,25 +61,25 @@ def trace(
     loss: Callable[[Any], Tensor] | None = None,
     **compile_options: Any,
 ) -> Traced:
-    """The forward and backward graph of a model on a mesh of ranks, after all passes, as rank 0 has them.
+    """Trace the forward and backward graph of a model on a mesh of ranks, after all passes, as rank 0 has them.
 
-    Allocates no parameter, shard or activation: a model of any size takes the memory of its graphs. The default
-    process group must be free (a fake one takes its place for the time of the call) or have as many ranks.
+    Allocates no parameter, shard or activation. The default process group must be free (a fake one takes its place
+    during the call) or have as many ranks.
 
     Args:
         model_fn: builds the model. Called under ``torch.device("meta")``, so that it allocates nothing.
-        example_inputs: positional, or a mapping of keyword arguments. Tensors may be on any device, the meta device
-            too; only their shapes and dtypes count, and they are not changed.
+        example_inputs: positional, or a mapping of keyword arguments; tensors count by shape and dtype, on any device.
         world_size: ranks that parameters are sharded over.
         mesh_shape: instead, ``(ranks that shard,)`` or ``(replicas, ranks that shard)``.
-        device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. Without a GPU
-            a graph for it cannot be had: autograd asks the device for its streams even when tracing. The CPU's graph
-            has the same collectives; attention is ``_scaled_dot_product_flash_attention_for_cpu`` in it.
-        loss: of the model's outputs; becomes part of the graph. None if the model computes it, or if its gradients
-            shall be inputs of the backward graph.
+        device: that the graphs are for. None is CUDA or XPU if torch finds one, and the CPU otherwise. A GPU's graph
+            needs a GPU: autograd asks the device for its streams even when tracing. The CPU's graph has the same
+            collectives, with attention as ``_scaled_dot_product_flash_attention_for_cpu``.
+        loss: computes the loss of the model's outputs, within the graph. None if the model computes it, or if the
+            gradients of its outputs shall be inputs of the backward graph.
         compile_options: of :func:`graph_fsdp.compile`; ``param_init_fn`` is not called.
 
     Raises:
+        ValueError, TypeError: an argument has a value that cannot be.
         MeshError: the default process group has another size.
         UnsupportedError: torch has no ``device`` here, the model is no single graph (``fullgraph=False``) or cannot be
             built on the meta device.
@@ -125,7 +124,7 @@ def trace(
 
 
 def built_on_meta(model_fn: Callable[[], Any]) -> Any:
-    """What ``model_fn`` returns under ``torch.device("meta")``.
+    """Return what ``model_fn`` returns under ``torch.device("meta")``.
 
     Raises:
         UnsupportedError: it raises there, as a model does that reads values while it is built.
@@ -142,7 +141,7 @@ def built_on_meta(model_fn: Callable[[], Any]) -> Any:
 
 
 def mesh_sizes(mesh_shape: Any, world_size: Any = None) -> tuple[int, ...]:
-    """``(ranks that shard,)`` or ``(replicas, ranks that shard)``. Raises ValueError on anything else."""
+    """Return ``(ranks that shard,)`` or ``(replicas, ranks that shard)``. Raises ValueError on anything else."""
     if (world_size is None) == (mesh_shape is None):
         raise ValueError("mesh_shape or world_size: give one of them")
     if mesh_shape is None:
@@ -174,7 +173,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _process_group(world_size: int) -> contextlib.AbstractContextManager[Any]:
-    """The default process group, which has as many ranks; else a fake one for the time of a call."""
+    """Use the default process group, which must have as many ranks; without one, a fake one during the call."""
     if not dist.is_initialized():
         return compat.fake_process_group(world_size) if world_size > 1 else contextlib.nullcontext()
     if dist.get_world_size() != world_size:
@@ -186,8 +185,7 @@ def _process_group(world_size: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def _take_memory(model: nn.Module, device: torch.device) -> None:
-    """Replace every tensor of the model, registered or plain attribute, by one without memory on ``device``. What is
-    one object under several names stays one."""
+    """Replace every tensor of the model, also in attributes, by one without memory; shared ones stay shared."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by what is replaced, which is kept alive
 
     def replacement(value: Tensor) -> Tensor:

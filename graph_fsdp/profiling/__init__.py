@@ -1,1 +1,1 @@
-"""``graph_fsdp.profile``: measured beside predicted times."""
+"""``graph_fsdp.profile`` compares measured with predicted times."""

@@ -1,16 +1,13 @@
-"""``graph_fsdp.profile``: what the regions and collectives of a running model take, for the cost model to compute with.
+"""``graph_fsdp.profile`` measures the regions and collectives of a running model, for the cost model to compute with.
 
-After DeepCompile (Tanaka et al. 2025), whose passes schedule by profiled times of operators and collectives; here
-whole compute regions are timed as they were compiled, and their times are spread over the nodes in them.
+As in DeepCompile (Tanaka et al. 2025), passes then schedule by profiled times. Here whole compiled regions are timed,
+and their times are spread over the nodes in them.
 
 [Note: times that all ranks share]
-What a schedule is made of must be equal on all ranks, and what they measure is not. The first rank, whose graphs
-decide the plan, says what it has run, and each piece of that is averaged over the ranks that have run the same
-computation on the same shapes. A collective ends for all ranks at once, so what a rank measures is the collective and
-the wait for the rank that comes last: of each run, the shortest time over the ranks counts. From these figures the
-first rank makes the profile, and all ranks get it, in four small collectives per mesh dimension, however many ranks
-there are: of the slowest rank, too, only its number and its time are told. What a rank has measured of its own
-schedule stays with it.
+The first rank, whose graphs decide the plan, names what it has run. Region times are averaged over the ranks that ran
+the same computation on the same shapes. A rank's time of a collective includes the wait for the last rank: of each run,
+the shortest time over the ranks counts. The first rank makes the profile of that and sends it to all. This takes three
+all-reduces and two object broadcasts per mesh dimension. The schedule that a rank has measured stays with it.
 """
 
 from __future__ import annotations
@@ -48,16 +45,16 @@ _NO_RANK = 2**31  # higher than any
 def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **kwargs: Any) -> Profile:
     """Run ``model(*batch, **kwargs)`` and its backward, and time each compute region and each collective.
 
-    All ranks must call it at once, as they would call the model; they get equal profiles, each with the schedule that
+    All ranks must call it at once, as they would call the model. They get equal profiles, each with the schedule that
     it has measured itself (:meth:`Profile.save_trace`). In half of the steps collectives are waited for where they
-    start, which takes longer than training: then nothing runs beside them, and their times are their own. In the other
-    half the model runs as in training, with marks around regions, starts and waits.
+    start: nothing runs beside them, and their times are their own. In the other half the model runs as in training,
+    with marks around regions, starts and waits.
 
     A model in training mode runs forward and backward: of the output, if it is a tensor, of its ``loss``, if it has
-    one, else of all its tensors; the sum of it is differentiated. In evaluation mode, under ``torch.no_grad()`` and
-    under ``torch.inference_mode()``, its inference graph runs alone. Gradients, buffers and the state of torch's random
-    number generators are afterwards what they were, and nothing calls an optimizer: hooks that run after a gradient was
-    accumulated do not run. What the model keeps elsewhere is not restored.
+    one, else of all its tensors; their sum is differentiated. In evaluation mode, under ``torch.no_grad()`` and under
+    ``torch.inference_mode()``, its inference graph runs alone. Gradients, buffers and the state of torch's random
+    number generators are restored afterwards; what the model keeps elsewhere is not. No optimizer is called, and hooks
+    that run after a gradient was accumulated do not run.
 
     Times of a graph with symbolic sizes count for the sizes that it was traced with: profile with such a batch.
 
@@ -105,7 +102,7 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
 
 
 def _schedule(engine: Any, title: str, recorder: Recorder, schedules: Recorder) -> tuple[Process, Process]:
-    """A step as predicted, and as it ran."""
+    """Return a step as predicted, and as it ran."""
     runs, spec, cost = typical(schedules.steps), engine.spec, engine.cost
     alone = {place: statistics.median(seconds) for place, seconds in recorder.seconds.items()}
     graphs = [ScheduledGraph(run.program.graph, cost, simulate(run.program.graph, cost)) for run in runs]
@@ -114,7 +111,7 @@ def _schedule(engine: Any, title: str, recorder: Recorder, schedules: Recorder) 
 
 
 def typical(steps: Sequence[Sequence[ProgramRun]]) -> Sequence[ProgramRun]:
-    """The step whose duration is the median (of two in the middle, the shorter)."""
+    """Return the step of median duration (of two in the middle, the shorter)."""
     return sorted(steps, key=lambda runs: runs[-1].end)[(len(steps) - 1) // 2]
 
 
@@ -141,7 +138,7 @@ def _differentiated(output: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers and random number generators as they were, whatever happens."""
+    """Restore buffers and random number generators afterwards, whatever happens."""
     owned = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
@@ -159,9 +156,9 @@ def _restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class Ran:
-    """What a rank has run, by names that other ranks which ran the same have too. ``means``: name → median seconds,
-    of regions, and of waits for collectives and of whole runs in steps as in training. ``collectives``: name → seconds
-    of each run. ``slowest``: name of a region → the rank on which it took longest, and its seconds there."""
+    """Holds what a rank has run, by names that are equal on ranks that ran the same. ``means``: median seconds of
+    regions, and in steps as in training of waits for collectives and of whole runs. ``collectives``: seconds of each
+    run. ``slowest``: region → the rank on which it took longest, and its seconds there."""
 
     def __init__(self) -> None:
         self.graphs: dict[Program, tuple[int, Phase]] = {}
@@ -172,7 +169,7 @@ class Ran:
 
     @classmethod
     def of(cls, recorder: Recorder, schedules: Recorder, programs: Mapping[tuple[int, Phase], Program]) -> Ran:
-        """``recorder``: of steps in which nothing runs beside a collective; ``schedules``: of those as in training."""
+        """Read what ``recorder`` found with nothing beside collectives, and ``schedules`` as in training."""
         ran = cls()
         ran.graphs = {program: graph for graph, program in programs.items()}
         cuts = {program: cut(program.graph) for program in dict.fromkeys(program for program, _ in recorder.seconds)}
@@ -197,11 +194,11 @@ class Ran:
         return ran
 
     def _run_name(self, program: Program) -> str:
-        """By what was run first in it: another rank may have captured this graph as another of its graphs."""
+        """Name a run by what it ran first: another rank may have captured this graph as another of its graphs."""
         return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
 
     def share(self, groups: list[dist.ProcessGroup], rank: int, device: torch.device) -> None:
-        """Replace this rank's seconds by those of all. See *times that all ranks share*."""
+        """Replace this rank's seconds by those of all; see [Note: times that all ranks share]."""
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
         names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
         counted = [float(name in self.means) for name in names]
@@ -221,8 +218,7 @@ class Ran:
             self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
 
     def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
-        """``cost``: what the running program was scheduled with. Seconds are spread by the model alone: its scale is
-        what they give."""
+        """Make the profile, by the ``cost`` of the running program; regions are spread by modelled seconds."""
         model = CostModel(cost.hardware, cost.groups, fused=cost.fused)
         programs = dict.fromkeys(program for program, _, _ in self.steps.values())
         modelled = {program: model.graph_seconds(program.graph) for program in programs}
@@ -276,7 +272,7 @@ def _means(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _groups(engine: Any) -> list[dist.ProcessGroup]:
-    """The process groups of each mesh dimension that together join all ranks of the model; none for one rank."""
+    """Return the process groups, one per mesh dimension, that join all ranks of the model; none for one rank."""
     if not is_shared(engine.schedules.ranks):
         return []
     mesh = engine.storage.mesh.mesh
@@ -284,7 +280,7 @@ def _groups(engine: Any) -> list[dist.ProcessGroup]:
 
 
 def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:
-    """The first rank's text: along each dimension in turn, from the first rank of it."""
+    """Send the first rank's text to all: along each dimension in turn, from its first rank."""
     value: list[Any] = [text]
     for group in groups:
         dist.broadcast_object_list(value, dist.get_process_group_ranks(group)[0], group=group)

@@ -1,4 +1,4 @@
-"""What ``graph_fsdp.profile`` returns: measured beside predicted seconds, to read, to keep and to schedule with."""
+"""A profile is what ``graph_fsdp.profile`` returns: measured beside predicted seconds, to read and schedule with."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _SLOWEST = ("slowest", "rank")
 
 @dataclass(frozen=True)
 class RegionTime:
-    """A compute region of one captured graph. ``region``: its number in the printed program (``region_3``).
-    ``unit``: whose parameters it computes with. ``node``: the first that takes time. Times in seconds, of the region
-    with nothing beside it: the mean over ranks, and that of the slowest rank."""
+    """Times a compute region (``region_3`` of the printed program) of one graph by itself: mean over ranks, and slowest
+    rank's seconds. ``unit``: whose parameters it computes with. ``node``: the first that takes time."""
 
     graph: int
     phase: Phase
@@ -47,11 +46,10 @@ class RegionTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """A collective of one captured graph, with packing and unpacking. ``kind``: "gather", "reduce" or "replicate"
-    (reduced again over replicas). ``nbytes``: of the gathered buffer, or of what is reduced to. Times in seconds.
-
-    ``seconds``: with nothing beside it. ``exposed_seconds``: in a step as in training, how long the program took to
-    wait for it, with unpacking. Where the host waits (gloo) that is the host's time, elsewhere the device's."""
+    """Times a collective of one captured graph, with packing and unpacking, in seconds. ``kind``: "gather", "reduce" or
+    "replicate" (reduced again over replicas). ``nbytes``: of the gathered buffer, or of what is reduced to.
+    ``seconds``: with nothing beside it. ``exposed_seconds``: what the program waited for it in a step as in training,
+    with unpacking; the host's time where the host waits (gloo), else the device's."""
 
     graph: int
     phase: Phase
@@ -71,7 +69,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class GraphTime:
-    """A run of one captured graph in a step as in training, in seconds."""
+    """Times a run of one captured graph in a step as in training, in seconds."""
 
     graph: int
     phase: Phase
@@ -83,7 +81,7 @@ _ROWS: dict[str, type] = {"regions": RegionTime, "collectives": CollectiveTime, 
 
 
 class _Seconds:
-    """The sum of an attribute of all rows of a kind, as an attribute of a profile."""
+    """Sums an attribute over all rows of a kind, as an attribute of a profile."""
 
     def __init__(self, rows: str, attribute: str) -> None:
         self.rows, self.attribute = rows, attribute
@@ -94,15 +92,16 @@ class _Seconds:
 
 @dataclass(frozen=True)
 class Profile:
-    """Equal on all ranks but for ``schedule``. ``default_pipeline(measured=profile)`` schedules with it.
+    """Holds measured times, equal on all ranks but for ``schedule``. ``default_pipeline(measured=profile)`` schedules
+    with it.
 
     measurements: what the cost model takes from it. regions, collectives, graphs: in the order in which they ran;
     regions of views alone are left out. hardware: what the predictions were computed with. ranks, steps: over which the
-    times are averages. schedule: a step as it was predicted, and as this rank has run it; None in a profile that was
-    loaded. The predictions are those that the running program was scheduled by.
+    times are averages. schedule: a step as predicted, and as this rank has run it; None in a loaded profile. The
+    predictions are those that the running program was scheduled by.
 
-    Seconds of all together, as measured and as predicted: ``compute_seconds`` of all regions, ``collective_seconds`` of
-    all collectives, one after the other; in a step as in training, ``exposed_seconds``, for which programs waited for
+    Sums of seconds, measured and predicted: ``compute_seconds`` of all regions, ``collective_seconds`` of all
+    collectives, one after the other; in a step as in training, ``exposed_seconds``, for which programs waited for
     collectives, and ``step_seconds``, of all graphs, without the optimizer and what Python does between.
     """
 
@@ -125,7 +124,9 @@ class Profile:
     predicted_step_seconds = _Seconds("graphs", "predicted_seconds")
 
     def stragglers(self, above: float = 1.1) -> list[RegionTime]:
-        """Regions that take their slowest rank more than ``above`` times as long as the mean rank, the worst first.
+        """Return the regions that take their slowest rank more than ``above`` times as long as the mean rank.
+
+        Those come first on which most seconds are lost.
 
         Raises:
             ValueError: ``above`` is below 1.
@@ -136,10 +137,12 @@ class Profile:
         return sorted(found, key=lambda row: row.seconds - row.slowest_seconds)
 
     def save_trace(self, path: str | PathLike[str], *, predicted: bool = False) -> None:
-        """Write one step of this rank as a trace that Perfetto and chrome://tracing open, with the lanes and the names
-        of ``GraphReport.save_trace``: the step of median duration, as in training. When a collective ended is known
-        where compute waited for it, else estimated: its slice says which. ``predicted``: with the predicted schedule
-        above it, as another process of the trace.
+        """Write one step of this rank as a trace that Perfetto and chrome://tracing open, as ``GraphReport.save_trace``
+        does.
+
+        It is the step of median duration, as in training. When a collective ended is known where compute waited for it,
+        else estimated; its slice says which. ``predicted`` adds the predicted schedule above it, as another process of
+        the trace.
 
         Raises:
             LookupError: the profile was loaded, and a saved one has no schedule.
@@ -153,7 +156,7 @@ class Profile:
         write_text(path, json.dumps(trace_of(self.schedule if predicted else self.schedule[1:])))
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that ``json.dumps`` takes."""
+        """Return a dict that ``json.dumps`` takes, without ``schedule``."""
         return {
             "format": _FORMAT,
             "hardware": self.hardware,
@@ -165,7 +168,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
-        """What ``to_json`` gave. Raises ValueError on anything else."""
+        """Read what ``to_json`` gave. Raises ValueError on anything else."""
         expected = {"format", *(field.name for field in fields(cls) if field.name != "schedule")}
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT or set(data) != expected:
             raise ValueError("profile: this is not what graph_fsdp.Profile.save wrote; save the profile again")
@@ -174,12 +177,12 @@ class Profile:
         return cls(Measurements.from_json(data["measurements"]), **values)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the profile as JSON, without ``schedule``. It is the same on all ranks: one of them may do so."""
+        """Write the profile as JSON, without ``schedule``. It is equal on all ranks: one of them may do so."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Profile:
-        """What ``save`` wrote. Raises ValueError on another file, OSError where there is none."""
+        """Read what ``save`` wrote. Raises ValueError on another file, OSError where there is none."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except (ValueError, TypeError) as error:
@@ -202,7 +205,7 @@ class Profile:
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """What ``str`` has, as a table of rich: one row for each region and collective."""
+        """Return what ``str`` has as a table of rich, with one row for each region and collective."""
         totals = ", ".join(f"{name} {times[0]} → {times[1]}" for name, times in self._totals().items())
         table = Table(title=f"predicted for {self.hardware} → measured, in ms: {totals}", title_justify="left")
         for name in ("graph", "what", "unit", "node, bytes"):
@@ -218,7 +221,7 @@ class Profile:
         return table
 
     def _totals(self) -> dict[str, tuple[str, str, str]]:
-        """The first two by themselves, the others as in training."""
+        """Return the totals: compute and collectives by themselves, the others as in training."""
         return {
             "compute": _times(self.predicted_compute_seconds, self.compute_seconds),
             "collectives": _times(self.predicted_collective_seconds, self.collective_seconds),

@@ -1,1 +1,1 @@
-"""What is known of a graph before it runs: cost, memory, lifetimes. Changes nothing."""
+"""Analyses say what is known of a graph before it runs: cost, memory, lifetimes. They change nothing."""

@@ -1,28 +1,26 @@
-"""The cost model: seconds of every node of a graph and of every collective, from shapes alone. Runs nothing.
+"""The cost model gives the seconds of every node of a graph and of every collective, from shapes alone.
 
-**Compute** (Williams et al. 2009, the roofline). A kernel takes the longer of its arithmetic and its memory traffic:
+**Compute** (Williams et al. 2009, the roofline). A kernel (``kernels.py``) takes the longer of its arithmetic and its
+memory traffic; matrix multiplications and attention, forward and backward, have efficiencies of their own:
 
     seconds = max(FLOPs / (peak(dtype) · efficiency), bytes / (memory_bandwidth · memory_efficiency)) + launch
 
-What a kernel is, and what it reads and writes, ``kernels.py`` says. The efficiency is that of matrix multiplications,
-or of attention, forward or backward, whose FLOPs are those that a causal mask leaves.
-
 **Collectives** (Thakur, Rabenseifner, Gropp 2005). A group of n ranks lies on m islands with l = n / m of it on each.
-An all-gather of B bytes brings (n-1)/n · B to every rank, and (n-l)/n · B to every island, through the adapters of
-its l ranks:
+An all-gather of B bytes brings (n-1)/n · B to every rank, and (n-l)/n · B to every island, through the adapters of its
+l ranks:
 
     bytes:  t(B)  = max((n-1)/n · B / intra, (n-l)/n · B / (l · inter))    (the slower of the two; l = 1: no intra)
     ring:   (n-m) · a_intra + (m-1) · a_inter + t(B)
     log:    ⌈log₂ l⌉ · a_intra + ⌈log₂ m⌉ · a_inter + 2 · t(B)
 
-plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latency``. *Ring* is NCCL's, its steps
-counted as in NCCL's ``src/graph/tuning.cc``; *log* stands for the algorithms of few steps (recursive doubling, PAT in
-NCCL 2.23, trees), which run with NCCL's low-latency protocol where messages are small, and that sends a flag with
-every four bytes: half of the bandwidth. A reduce-scatter is an all-gather backwards; an all-reduce is one after the
-other. Bandwidths are ``Link.sustained``. Other groups that use the same adapters at the same time are not seen.
+plus ``collective_launch``; the faster of the two counts. ``a`` is ``Link.latency``, bandwidths are ``Link.sustained``.
+*Ring* is NCCL's, its steps counted as in NCCL's ``src/graph/tuning.cc``. *Log* stands for the algorithms of few steps
+(recursive doubling, PAT in NCCL 2.23, trees) with NCCL's low-latency protocol, whose flags halve the bandwidth. A
+reduce-scatter is an all-gather backwards; an all-reduce is one after the other. Other groups that use the same adapters
+at the same time are not seen.
 
-Symbolic sizes count by the values that they had when traced, which can differ between ranks: what all ranks must
-decide alike has to come from one rank's numbers, or from shapes that are the same everywhere.
+Symbolic sizes count by the values that they had when traced, which can differ between ranks: what all ranks must decide
+alike has to come from one rank's numbers, or from shapes that are the same everywhere.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ from graph_fsdp.passes.ir.operands import has_argument
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Where the ranks of a process group lie: ``size`` of them, ``stride`` apart in global rank. On a mesh, the stride
-    of a dimension is the product of the sizes of the later ones."""
+    """Says where the ranks of a process group lie: ``size`` of them, ``stride`` apart in global rank. On a mesh, the
+    stride of a dimension is the product of the sizes of the later ones. Raises ValueError where either is below 1."""
 
     size: int
     stride: int = 1
@@ -59,11 +57,11 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Seconds that were measured, where the model would else estimate them.
+    """Holds measured seconds, which take the place of modelled ones.
 
-    compute: ``op_key`` → seconds of a kernel of its own. With fusion, pointwise operators and reductions have no
-    seconds of their own, and keys of them are not looked up. collectives: ``collective_key`` → seconds.
-    scale: measured over modelled seconds, for compute that has no measurement.
+    compute: ``op_key`` → seconds of a kernel of its own; with fusion, pointwise operators and reductions have no such
+    kernel and are not looked up. collectives: ``collective_key`` → seconds. scale: measured over modelled seconds, for
+    compute without a measurement.
     """
 
     compute: Mapping[str, float] = field(default_factory=dict)
@@ -74,7 +72,7 @@ class Measurements:
         check_fields(self, "be above 0", lambda value: value > 0, "scale")
 
     def to_json(self) -> dict[str, Any]:
-        """A dict that ``json.dumps`` takes, in the order of its keys."""
+        """Return a dict that ``json.dumps`` takes, in the order of its keys."""
         return {
             "compute": dict(sorted(self.compute.items())),
             "collectives": dict(sorted(self.collectives.items())),
@@ -83,7 +81,7 @@ class Measurements:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurements:
-        """What ``to_json`` gave. Raises ValueError on anything else."""
+        """Read what ``to_json`` gave. Raises ValueError on anything else."""
         if not isinstance(data, Mapping) or set(data) != {"compute", "collectives", "scale"}:
             got = sorted(data) if isinstance(data, Mapping) else repr(data)
             raise ValueError(f"measurements: must be a dict of compute, collectives and scale, got {got}")
@@ -91,7 +89,7 @@ class Measurements:
 
 
 def op_key(node: fx.Node) -> str:
-    """A call by its operator, input and output tensors: equal for equal work in every trace, process and rank."""
+    """Describe a call by its operator, inputs and output: equal for equal work in every trace, process and rank."""
     values: list[Any] = []
     fx.map_arg((node.args, node.kwargs), lambda n: values.append(n.meta.get("val")))  # repeated inputs repeat
     inputs = ", ".join(_describe(value) for value in values if next(iterate_tensors(value), None) is not None)
@@ -99,7 +97,7 @@ def op_key(node: fx.Node) -> str:
 
 
 def collective_key(node: fx.Node) -> str:
-    """A collective that a node starts, by operator, bytes of its full buffer, dtype and group size."""
+    """Describe a collective that a node starts by operator, bytes of its full buffer, dtype and group size."""
     ranks = dialect.argument(node, "world_size" if has_argument(node, "world_size") else "ranks")
     dtype = _dtype_name(node.meta["val"].dtype)
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
@@ -115,12 +113,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _full_nbytes(node: fx.Node, size: int) -> int:
-    """Bytes of the whole buffer of a collective: what an all-gather gives and a reduce-scatter takes."""
+    """Return the bytes of the whole buffer of a collective: what an all-gather gives and a reduce-scatter takes."""
     return value_nbytes(node.meta["val"]) * (size if node.target is dialect.reduce_scatter_start else 1)
 
 
 class CostModel:
-    """Seconds on given hardware.
+    """Gives seconds on given hardware.
 
     Args:
         hardware: of every rank.
@@ -145,10 +143,9 @@ class CostModel:
     # compute
 
     def graph_seconds(self, graph: Graph) -> dict[fx.Node, float]:
-        """Compute seconds of every node; 0.0 for inputs, views and the communication of the dialect. Linear.
+        """Return the compute seconds of every node; 0.0 for inputs, views and the dialect's communication. Linear.
 
-        A fused kernel's seconds are spread over its nodes: its launch is on the first of them, its reads and writes
-        on those that read and write.
+        A fused kernel's launch counts on its first node, its reads and writes on those that read and write.
         """
         return {node: self._compute_seconds(node, work) for node, work in graph_work(graph, fused=self.fused).items()}
 
@@ -169,11 +166,11 @@ class CostModel:
         return nbytes / (self.hardware.memory_bandwidth * self.hardware.memory_efficiency)
 
     def copy_seconds(self, nbytes: int) -> float:
-        """Seconds of a kernel that reads ``nbytes`` and writes as many."""
+        """Return the seconds of a kernel that reads ``nbytes`` and writes as many."""
         return self._traffic_seconds(2 * nbytes) + self.hardware.launch
 
     def node_seconds(self, graph: Graph) -> dict[fx.Node, float]:
-        """Compute seconds of every node, and of nodes that start a collective the collective's."""
+        """Return the compute seconds of every node; of nodes that start a collective or a copy, its seconds."""
         seconds = self.graph_seconds(graph)
         for node in seconds:
             if node.target in dialect.STARTS:
@@ -185,26 +182,28 @@ class CostModel:
         return seconds
 
     def transfer_seconds(self, nbytes: int) -> float:
-        """Seconds of a copy of ``nbytes`` between the CPU's memory and the device's."""
+        """Return the seconds of a copy of ``nbytes`` between the CPU's memory and the device's."""
         return self.hardware.host.latency + nbytes / self.hardware.host.sustained
 
     # collectives
 
     def all_gather_seconds(self, nbytes: int, group: str) -> float:
-        """Seconds of an all-gather or a reduce-scatter; ``nbytes`` of the whole buffer. 0 on a group of one rank."""
+        """Return the seconds of an all-gather or reduce-scatter with ``nbytes`` in the whole buffer; 0 on one rank."""
         algorithms = self._algorithms(group)
         if not algorithms:
             return 0.0
         return self.hardware.collective_launch + min(steps + nbytes * per_byte for steps, per_byte in algorithms)
 
     def all_reduce_seconds(self, nbytes: int, group: str) -> float:
-        """Seconds of an all-reduce; ``nbytes`` of the buffer. 0 on a group of one rank."""
+        """Return the seconds of an all-reduce of ``nbytes``; 0 on a group of one rank."""
         return max(0.0, 2 * self.all_gather_seconds(nbytes, group) - self.hardware.collective_launch)
 
     def collective_seconds(self, node: fx.Node) -> float:
-        """Seconds of the collective that a node of ``dialect.STARTS`` starts, without packing its inputs (see
-        ``copy_seconds``). What neither gathers nor scatters is an all-reduce of its value. Raises ValueError on another
-        node or on a group that the model was not given."""
+        """Return the seconds of the collective that a node starts, without packing its inputs (``copy_seconds``).
+
+        Raises:
+            ValueError: the node is none of ``dialect.STARTS``, or the model was not given its group.
+        """
         if node.target not in dialect.STARTS:
             raise ValueError(f"{node.name}: {node.target} starts no collective; see dialect.STARTS")
         measured = self.measured.collectives.get(collective_key(node)) if self.measured.collectives else None
@@ -216,8 +215,8 @@ class CostModel:
         return (self.all_gather_seconds if is_half else self.all_reduce_seconds)(nbytes, group)
 
     def saturating_bytes(self, group: str, efficiency: float = 0.9) -> int:
-        """The smallest gathered buffer, in bytes, whose all-gather moves at ``efficiency`` (in (0, 1)) of the
-        bandwidth that an endless one reaches. 0 on a group of one rank."""
+        """Return the smallest gathered buffer, in bytes, whose all-gather reaches ``efficiency`` of the bandwidth of an
+        endless one; 0 on a group of one rank. Raises ValueError where ``efficiency`` is not in (0, 1)."""
         if not 0 < efficiency < 1:
             raise ValueError(f"efficiency must be above 0 and below 1, got {efficiency!r}")
         algorithms, launch = self._algorithms(group), self.hardware.collective_launch
@@ -227,20 +226,19 @@ class CostModel:
         return min((math.ceil(efficiency * fixed / rate) for fixed, rate in rates if rate > 0), default=0)
 
     def message_seconds(self, group: str) -> float:
-        """What one more message in a grouped (coalesced) all-gather costs besides its bytes: messages of a group
-        share a launch, and each has its steps. Nothing where the compiler joins them: it can also not join those that
-        need not wait for each other, and cannot take a copy out again."""
+        """Return the steps of one more message in a grouped (coalesced) all-gather, which shares its launch; nothing
+        where the compiler joins collectives: it can leave messages apart, and cannot take a copy out again."""
         if self.combining:
             return 0.0
         return min((steps for steps, _ in self._algorithms(group)), default=0.0)
 
     def levels(self, group: str) -> frozenset[str]:
-        """The levels of the network that the group's collectives use: "intra", "inter"."""
+        """Return the levels of the network that the group's collectives use: "intra", "inter"."""
         size, local = self._shape(group).size, self._local(group)
         return frozenset(name for name, used in (("intra", local > 1), ("inter", size > local)) if used)
 
     def _local(self, group: str) -> int:
-        """Ranks of a group that lie on one island."""
+        """Count the ranks of a group that lie on one island."""
         shape = self._shape(group)
         return max(1, min(shape.size, self.hardware.island // shape.stride))
 
@@ -251,7 +249,7 @@ class CostModel:
         return self.groups[group]
 
     def _algorithms(self, group: str) -> tuple[tuple[float, float], ...]:
-        """(steps, per_byte) of each algorithm: a collective on B bytes takes ``steps + B · per_byte`` seconds."""
+        """Return (steps, per_byte) of each algorithm: B bytes take ``steps + B · per_byte`` seconds."""
         shape, hardware = self._shape(group), self.hardware
         n, local = shape.size, self._local(group)
         if n == 1:

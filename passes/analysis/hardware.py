@@ -1,6 +1,6 @@
-"""Hardware as data: what the cost model knows of a device and its network.
+"""Hardware is data: what the cost model knows of a device and its network.
 
-Peaks are the vendors', dense (no sparsity); what real kernels reach of them is in the efficiencies. Sources:
+Peaks are the vendors', without sparsity; efficiencies say what kernels reach of them. Sources:
 
 | entry | source |
 |---|---|
@@ -13,22 +13,21 @@ Peaks are the vendors', dense (no sparsity); what real kernels reach of them is 
 | tpu_v5p, tpu_v6e | Google Cloud TPU documentation; ICI, DCN: "How to Scale Your Model" (Austin et al. 2025) |
 | cpu | measured: one AVX-512 core with torch's kernels, gloo over loopback |
 
-- ``float32`` is IEEE float32 as torch computes it by default (no TF32), except on TPUs, where XLA's default precision
-  multiplies float32 in one bfloat16 pass. With ``torch.set_float32_matmul_precision("high")`` make a copy whose
-  ``flops[torch.float32]`` is the device's TF32 peak: half of its bfloat16 peak on NVIDIA and Intel.
-- ``h100_500w``: hosts of ``benchmarks/llama3_h100_202412_torchtitan.md`` in pytorch/torchtitan. What kernels reach of
-  the data sheet's peaks there is from pytorch/ao's ``roofline_utils.py`` of the same time and variant (0.6 of the
-  arithmetic, 0.92 of the bandwidth); the power limit takes as much from attention as from matrix multiplications.
+- ``float32`` is IEEE float32 (no TF32), except on TPUs, where XLA multiplies float32 in one bfloat16 pass by default.
+  For ``torch.set_float32_matmul_precision("high")`` copy the entry with the device's TF32 peak as
+  ``flops[torch.float32]``: half of its bfloat16 peak on NVIDIA and Intel.
+- ``h100_500w``: hosts of ``benchmarks/llama3_h100_202412_torchtitan.md`` in pytorch/torchtitan, with the efficiencies
+  of pytorch/ao's ``roofline_utils.py`` (0.6 of the arithmetic, 0.92 of the bandwidth); attention loses as much to the
+  power limit as matrix multiplications.
 - Attention on Hopper is FlashAttention-2, which torch runs there: 333 TFLOP/s in forward, causal, and 318 in backward
   at a head dimension of 128 and 8,192 tokens (Shah et al. 2024, figures 5 and 6: H100 SXM5).
-- ``interference`` on Hopper: 20 of 132 multiprocessors, what DeepSeek-V3's report (2024, section 3.2.2) gives to
-  communication.
+- ``interference`` on Hopper: 20 of 132 multiprocessors, DeepSeek-V3's share for communication (2024, section 3.2.2).
 - ``inter`` is one network adapter of the usual node per device: 400 Gbit/s (a100: 200 Gbit/s).
 - ``max1550`` is one of the card's two stacks: what torch.xpu calls a device, unless it is told otherwise.
 - TPU ``intra`` is one axis of the torus, both directions: the mesh axis that parameters are sharded over.
-- Latencies, efficiencies and launch times are round figures: kernels of large models reach 0.65 to 0.8 of the
-  peak on NVIDIA and less on the others; NCCL's own tables (``src/graph/tuning.cc``) hold 0.6 to 3.4 µs per step on
-  NVLink and 2.7 to 14 µs on a network, by protocol. Measuring replaces them (``graph_fsdp.passes.Measurements``).
+- Latencies, efficiencies and launch times are round figures: kernels of large models reach 0.65 to 0.8 of the peak on
+  NVIDIA and less on the others; NCCL's tables (``src/graph/tuning.cc``) hold 0.6 to 3.4 µs per step on NVLink and 2.7
+  to 14 µs on a network. Measuring replaces them (``graph_fsdp.passes.Measurements``).
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network, per device and direction.
+    """Describes one level of the network, per device and direction.
 
-    bandwidth: bytes/s, peak. latency: seconds of one step of a collective. efficiency: what large collectives reach
-    of the peak, in (0, 1].
+    bandwidth: bytes/s, peak. latency: seconds of one step of a collective. efficiency: what large collectives reach of
+    the peak, in (0, 1]. Raises ValueError on figures that cannot be.
     """
 
     bandwidth: float
@@ -62,24 +61,22 @@ class Link:
 
     @property
     def sustained(self) -> float:
-        """bytes/s that large collectives reach."""
+        """Return the bytes/s that large collectives reach."""
         return self.bandwidth * self.efficiency
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of device and how devices of it are joined.
+    """Describes a kind of device and how such devices are joined. Raises ValueError on figures that cannot be.
 
-    flops: dtype → dense peak FLOP/s. memory_bandwidth: bytes/s. memory: bytes. matmul_efficiency,
-    memory_efficiency: what large kernels reach of these peaks, in (0, 1]. launch: seconds that one kernel takes at
-    the least. collective_launch: seconds that one collective takes at the least, besides its steps. island: devices
-    joined by ``intra`` (a node, an NVLink domain, a pod slice). inter: what one device has to other islands.
-    host: what one device has to the memory of its host's CPU, for copies of shards that are kept there.
-    overlaps: collectives run beside compute, on engines or processors of their own; False where they take its cores.
-    attention_efficiency, attention_backward_efficiency: what flash attention reaches of the peak, of the FLOPs that a
-    causal mask leaves; None is half of matmul_efficiency. interference: in [0, 1), the part of the device's processors
-    that a running collective takes from compute; the clock of ``passes/analysis/simulate.py`` counts it on demand.
-    Raises ValueError on figures that cannot be.
+    flops: dtype → dense peak FLOP/s. memory_bandwidth: bytes/s. memory: bytes. matmul_efficiency, memory_efficiency:
+    what large kernels reach of these peaks, in (0, 1]. launch, collective_launch: seconds that one kernel, and one
+    collective besides its steps, takes at the least. island: devices joined by ``intra`` (a node, an NVLink domain, a
+    pod slice). inter: one device's link to other islands. host: its link to the memory of its host's CPU, for shards
+    kept there. overlaps: collectives run beside compute; False where they take its cores. attention_efficiency,
+    attention_backward_efficiency: what flash attention reaches of the peak, of the FLOPs that a causal mask leaves;
+    None is half of matmul_efficiency. interference: in [0, 1), the part of the device's processors that a running
+    collective takes from compute, which ``passes/analysis/simulate.py`` counts on demand.
     """
 
     name: str
@@ -111,12 +108,12 @@ class Hardware:
         check_fields(self, peaks, lambda flops: torch.float32 in flops and min(flops.values()) > 0, "flops")
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Dense peak FLOP/s in a dtype; float32's where the dtype is not listed."""
+        """Return the dense peak FLOP/s in a dtype; float32's where the dtype is not listed."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
 def check_fields(owner: object, says: str, holds: Callable[[Any], bool], *names: str) -> None:
-    """Raise ValueError for the first field of a description that does not do what ``says`` says it must."""
+    """Raise ValueError, which says what the field must do, for the first of ``names`` that does not hold."""
     label = " ".join([type(owner).__name__, *(repr(name) for name in [getattr(owner, "name", None)] if name)])
     for name in names:
         value = getattr(owner, name)
@@ -202,7 +199,7 @@ _FALLBACKS = {"cuda": "a100", "xpu": "max1550", "xla": "tpu_v5p"}
 
 
 def find_hardware(name: str | Hardware) -> Hardware:
-    """The hardware of that name (any case), or the description itself. Raises ValueError on an unknown name."""
+    """Find the hardware of a name (any case); a description is returned. Raises ValueError on an unknown name."""
     if isinstance(name, Hardware):
         return name
     found = HARDWARE.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
@@ -215,11 +212,11 @@ def find_hardware(name: str | Hardware) -> Hardware:
 
 
 def detect_hardware(device: torch.device) -> Hardware:
-    """The entry for a device that is in this machine; its memory is what the device itself reports.
+    """Find the entry for a device of this machine; its memory is what the device itself reports.
 
     An unknown CUDA or ROCm device counts as an A100, an unknown XPU as a Max 1550 stack, any XLA device as a TPU v5p,
-    and every other device as a CPU; their name then starts with "unknown". All ranks must detect the same hardware
-    for plans to agree: pass the name where devices differ.
+    and every other device as a CPU; their name then starts with "unknown". Plans agree only where all ranks detect the
+    same hardware: pass the name where devices differ.
     """
     if device.type == "cpu":
         return HARDWARE["cpu"]
@@ -234,7 +231,7 @@ def detect_hardware(device: torch.device) -> Hardware:
 
 
 def describe_device(device: torch.device) -> tuple[str, int]:
-    """The driver's name of a device and its bytes of memory; "" and 0 where there is no driver to ask."""
+    """Return the driver's name of a device and its bytes of memory; "" and 0 where there is no driver to ask."""
     if device.type not in _FALLBACKS or device.type == "xla":
         return "", 0
     backend = torch.get_device_module(device)

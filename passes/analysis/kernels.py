@@ -1,15 +1,12 @@
-"""Which kernels a graph becomes, and what each node of it computes, reads and writes.
+"""This module says which kernels a graph becomes, and what each of its nodes computes, reads and writes.
 
-Three kinds of nodes:
-
-- free: inputs, outputs, views, allocations, and the communication of the dialect;
-- fusible: pointwise operators, lookups, constants and reductions. With fusion (Inductor) a *fusion group* is one
-  kernel: a connected set of fusible nodes that have equally many kernels before them. Equally many, or a node could be
-  in one kernel with what is computed from its result by way of a matrix multiplication. A group reads each value from
-  outside once and writes what is used outside; of a large group Inductor makes several kernels, which move as much;
-- kernels of their own: whatever torch has a FLOP formula for (matrix multiplications, convolutions, attention), and
-  operators that nothing fuses with (sorts, scatters, whatever computes with complex numbers, for which Inductor
-  generates no code).
+- Free nodes are inputs, outputs, views, allocations, and the communication of the dialect.
+- Fusible nodes are pointwise operators, lookups, constants and reductions. With fusion (Inductor) a *fusion group* is
+  one kernel: a connected set of fusible nodes with equally many kernels before them. (Else a node could share a kernel
+  with what is computed from its result by way of a matrix multiplication.) A group reads each value from outside once
+  and writes what is used outside.
+- Kernels of their own are whatever torch has a FLOP formula for (matrix multiplications, convolutions, attention), and
+  operators that nothing fuses with (sorts, scatters, complex numbers, for which Inductor generates no code).
 
 Without fusion (the eager backend) each node that is not free is a kernel.
 """
@@ -38,7 +35,7 @@ prims = torch.ops.prims
 
 
 def _packets(namespace: Any, names: str) -> frozenset[Any]:
-    """Operators by name, of those that this torch has."""
+    """Return the operators of these names that this torch has."""
     return frozenset(getattr(namespace, name) for name in names.split() if hasattr(namespace, name))
 
 
@@ -92,10 +89,9 @@ class Kind(enum.Enum):
 
 @dataclass
 class Work:
-    """What a node adds to the kernel that it is in. ``dtype`` is the one its FLOPs are counted in, ``efficiency`` the
-    field of :class:`.hardware.Hardware` that says which part of the peak they reach; ``executed`` the part of them that
-    a kernel computes, which is half under a causal mask; ``read`` and ``written`` are bytes; ``launches`` is 1 on the
-    first node of each kernel."""
+    """Says what a node adds to its kernel. FLOPs in ``dtype`` reach the part of the peak that the hardware's field
+    ``efficiency`` says, and the part ``executed`` of them runs (half under a causal mask). ``read`` and ``written`` are
+    bytes; ``launches`` is 1 on each kernel's first node."""
 
     kind: Kind
     flops: int = 0
@@ -108,12 +104,12 @@ class Work:
 
 
 def packet(node: fx.Node) -> Any:
-    """The operator of a call, whatever its overload."""
+    """Return the operator of a call, whatever its overload."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
 def value_nbytes(value: Any) -> int:
-    """Bytes of the tensors in a value, symbolic sizes by their hints."""
+    """Count the bytes of the tensors in a value, symbolic sizes by their hints."""
     return sum(math.prod(map(compat.size_hint, t.shape)) * t.dtype.itemsize for t in iterate_tensors(value))
 
 
@@ -133,7 +129,7 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def has_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is or holds a tensor."""
+    """Say whether a node's value is or holds a tensor."""
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 
@@ -148,7 +144,7 @@ def _flop_formula(operator: Any) -> Any:
 
 
 def node_flops(node: fx.Node) -> int:
-    """Floating point operations of a call by torch's formulas (``torch.utils.flop_counter``), 0 where it has none.
+    """Count the floating point operations of a call by ``torch.utils.flop_counter``, 0 where it has no formula.
 
     Attention is counted without its mask, as torch does: twice what a causal kernel executes (``Work.executed``).
     """
@@ -163,7 +159,7 @@ def node_flops(node: fx.Node) -> int:
 
 
 def _with_hints(value: Any) -> Any:
-    """The value with numbers for symbolic sizes, so that a formula guards on nothing."""
+    """Return the value with numbers for symbolic sizes, so that a formula guards on nothing."""
     if isinstance(value, torch.SymInt):
         return compat.size_hint(value)
     if isinstance(value, (list, tuple)):
@@ -174,7 +170,7 @@ def _with_hints(value: Any) -> Any:
 
 
 def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
-    """Grouped-query attention has fewer heads of keys and values; torch 2.9 has formulas for equally many alone."""
+    """Give keys and values as many heads as queries: torch 2.9 has no formulas for grouped-query attention."""
     heads = max(value.shape[1] for value in args if isinstance(value, torch.Tensor) and value.dim() == 4)
 
     def expanded(value: Any) -> Any:
@@ -186,7 +182,7 @@ def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
 
 
 def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
-    """The work of every node. Linear in the graph."""
+    """Return the work of every node. Linear in the graph."""
     nodes = graph.nodes
     work = {node: Work(kind_of(node)) for node in nodes}
     roots = _roots(nodes)
@@ -230,7 +226,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
 
 
 def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Node → the node that computed its value, through views and the items of a tuple."""
+    """Return for each node the one that computed its value, through views and the items of a tuple."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         roots[node] = roots[aliased_inputs(node)[0]] if is_view(node) else node
@@ -240,7 +236,7 @@ def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _fusion_groups(
     nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Node → the node that stands for its kernel."""
+    """Return for each node the one that stands for its kernel."""
     levels = _levels(nodes, work, roots)
     groups = UnionFind(nodes)
     for node in nodes:
@@ -251,8 +247,8 @@ def _fusion_groups(
 
 
 def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """Node → how many kernels come before it. A kernel or a collective: on the longest path to it. A fusible node: as
-    many as its first use allows, for what is recomputed in backward is computed where it is used."""
+    """Count for each node the kernels before it: of a kernel or a collective, on the longest path to it; of a fusible
+    node, as many as its first use allows, since what backward recomputes is computed where it is used."""
     ends_fusion = {n for n in nodes if work[n].kind is Kind.KERNEL or n.target in dialect.EXECUTED}
     levels: dict[fx.Node, int] = {}
     for node in nodes:
@@ -270,7 +266,7 @@ def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node
 
 
 def _reads(node: fx.Node, sizes: dict[fx.Node, int]) -> Iterator[tuple[fx.Node, int]]:
-    """The inputs that a node reads, and how many bytes of each at most."""
+    """Yield the inputs that a node reads, and how many bytes of each at most."""
     operator, first = packet(node), node.args[0] if node.args else None
     for source in node.all_input_nodes:
         if source is first and operator in _LOOKUPS:
@@ -294,7 +290,7 @@ def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
 
 
 def _compute_dtype(node: fx.Node) -> torch.dtype:
-    """The dtype that a kernel computes in: that of its first floating point input."""
+    """Return the dtype that a kernel computes in: that of its first floating point input."""
     for source in node.all_input_nodes:
         for tensor in iterate_tensors(source.meta.get("val")):
             if tensor.dtype.is_floating_point:

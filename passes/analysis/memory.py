@@ -1,31 +1,25 @@
-"""The memory model: which bytes are live at each node of a scheduled graph, and what holds the most of them.
+"""The memory model says which bytes are live at each node of a scheduled graph, and what holds the most of them.
 
 Let node ``i`` be the one that runs. A storage is live from the node that allocates it to the last node that uses it
-through any alias, both included (while a node runs, its inputs and its outputs exist). With ``S_c`` the storages of
-category ``c``, the bytes of a category at ``i`` and the peak are
+through any alias, both included. With ``S_c`` the storages of category ``c``, one walk and a prefix sum per category
+give, linear in the graph,
 
     live_c(i) = Σ nbytes(s) for s in S_c with begin(s) <= i <= end(s)        (``_timeline``)
     peak      = max over i of Σ over c of live_c(i)                          (``memory_profile``)
 
-which takes one walk to find the storages and one prefix sum per category: linear in the graph.
-
-What is live when follows the executor, which drops a value after its last use, and not what the graph says alone:
+Lifetimes are the executor's, which drops a value after its last use:
 
 - inputs of forward and inference are live throughout, as the caller holds them. Backward's are dropped at their last
-  use: autograd hands them over in a list, which the executor empties. (A batch that backward reads counts likewise,
-  though the user may hold it longer; torch 2.9 itself holds the gradients of outputs longer.)
+  use, a batch too, though the user may hold it longer (and torch 2.9 holds the gradients of outputs longer).
 - collectives hold buffers that are no node's value (``_collective_buffers``): the landing buffer of a gather, the
   packed gradients that a reduction sends. (Two ranks on gloo cast half of a gradient and hold the other as it is: as
   many bytes where the reduction's type is twice as wide.)
-- a slot is allocated from its first buffer's start to its last buffer's end, whatever it holds in between, and where
-  CUDA graphs read it, throughout (``_idle_slots``).
+- a slot is allocated from its first buffer's start to its last buffer's end, and where CUDA graphs read it, throughout
+  (``_idle_slots``).
 
-Where shards are kept on the CPU, the bytes are the device's, and what is on the CPU is not counted; unless the device
-is the CPU itself.
-
-Values are counted as if every operator writes its result to memory: so ``backend="eager"`` runs, and it is more than a
-compiler that fuses needs. What an operator or a collective allocates inside itself (workspace: convolutions, bfloat16
-products on the CPU, gloo's reductions) and what the caller computes between forward and backward is not counted.
+What is on the CPU counts only where the device is the CPU. Values are counted as if every operator wrote its result to
+memory, as ``backend="eager"`` does; a compiler that fuses needs less. What operators and collectives allocate inside
+(workspace) and what the caller computes between forward and backward is not counted.
 """
 
 from __future__ import annotations
@@ -71,7 +65,7 @@ MAX_HOLDERS = 20
 
 @dataclass(frozen=True)
 class Holder:
-    """A live storage: the name of the node that allocated it, its category and its bytes."""
+    """Describes a live storage: the name of the node that allocated it, its category and its bytes."""
 
     node: str
     category: Category
@@ -80,7 +74,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Live bytes of one graph on one rank.
+    """Describes the live bytes of one graph on one rank.
 
     ``peak``: most bytes live at any node; ``peak_node`` is the first node with as many, ``peak_index`` its position.
     ``by_category``: bytes per category at the peak; categories without any are left out.
@@ -101,7 +95,7 @@ class MemoryProfile:
 
     @property
     def total(self) -> list[int]:
-        """Bytes live at each node, over all categories."""
+        """Return the bytes live at each node, over all categories."""
         return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
 
     def __str__(self) -> str:
@@ -120,8 +114,9 @@ class MemoryProfile:
 
 
 def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False) -> MemoryProfile:
-    """Predict the live bytes at each node of a scheduled graph. Symbolic sizes count with the values that the graph
-    was traced with, sizes that depend on data as 0. Linear in the graph.
+    """Predict the live bytes at each node of a scheduled graph. Linear in the graph.
+
+    Symbolic sizes count with the values that the graph was traced with, sizes that depend on data as 0.
 
     Args:
         graph: forward, backward or inference, after the pass that makes it "freed".
@@ -158,7 +153,7 @@ def memory_profile(graph: Graph, context: PassContext, keep_slots: bool = False)
 
 
 def shard_nbytes(model: ModelSpec) -> int:
-    """Bytes of the storage of all parameters on one rank, with its padding."""
+    """Count the bytes of the storage of all parameters on one rank, with its padding."""
     return sum(aligned(p.shard_numel, p.dtype) * p.dtype.itemsize for p in model.parameters.values())
 
 
@@ -177,8 +172,7 @@ def _timeline(found: Iterable[GraphStorage], length: int, shards: int) -> dict[C
 
 @dataclass
 class GraphStorage:
-    """``nbytes`` live while the nodes at the positions ``begin`` to ``end`` run, both included. ``node``: what
-    allocates it."""
+    """``node`` allocates ``nbytes``, live while nodes at the positions ``begin`` to ``end`` run, both included."""
 
     node: fx.Node
     nbytes: int
@@ -189,15 +183,15 @@ class GraphStorage:
 
 @dataclass(frozen=True)
 class Storages:
-    """``found``: all but the parameters' shards; ``of``: those that each node's value lies in, shards among them."""
+    """Holds storages: ``found``, all but the parameters' shards; ``of``, each node's, shards among them."""
 
     found: list[GraphStorage]
     of: Mapping[fx.Node, list[GraphStorage]]
 
 
 def storages(graph: Graph, context: PassContext, keep_slots: bool = False) -> Storages:
-    """The storages of a graph whose buffers are freed. A slot is the buffers in it and what of it holds nothing.
-    ``keep_slots``: slots stay allocated between runs, as CUDA graphs need them. Linear in the graph."""
+    """Find the storages of a graph whose buffers are freed: of a slot, its buffers and what of it holds nothing. With
+    ``keep_slots``, slots stay allocated between runs. Linear in the graph."""
     nodes = graph.nodes
     values = _values(graph, context)
     idle = _idle_slots(slot_table(graph).slots, len(nodes) if keep_slots else None)
@@ -205,7 +199,7 @@ def storages(graph: Graph, context: PassContext, keep_slots: bool = False) -> St
 
 
 def allocations(graph: Graph, context: PassContext) -> Storages:
-    """What is asked of the device's allocator: the storages with each slot as one of them, whatever it holds."""
+    """Find what is asked of the device's allocator: the storages, with each slot as one of them."""
     given, slots = storages(graph, context), slot_table(graph).slots
     inside = {(b.start, "landing" if b.landing else "gathered") for slot in slots for b in slot.buffers}
     alone = [s for s in given.found if s.category != "pooled" and (s.node, s.category) not in inside]
@@ -214,7 +208,7 @@ def allocations(graph: Graph, context: PassContext) -> Storages:
 
 
 def _values(graph: Graph, context: PassContext) -> Storages:
-    """The storages of the nodes' values, with lifetimes and categories."""
+    """Find the storages of the nodes' values, with lifetimes and categories."""
     nodes = graph.nodes
     lifetimes = _Lifetimes(nodes)
     storages_of = lifetimes.of
@@ -244,11 +238,10 @@ def _values(graph: Graph, context: PassContext) -> Storages:
 
 
 class _Lifetimes:
-    """All storages that a graph's values lie in, in ``found``; in ``of``, those of each node's value.
+    """Finds all storages that a graph's values lie in (``found``), and those of each node's value (``of``).
 
-    The results of an operator that returns several tensors are storages of their own: that the statistics of a norm
-    are saved does not keep its output alive. The tuple of them does, until the last one is taken out of it, which the
-    executor does within the operator's region.
+    The results of an operator that returns several tensors are storages of their own. The tuple of them keeps all alive
+    until the last one is taken out of it, which the executor does within the operator's region.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -309,7 +302,7 @@ class _Lifetimes:
 
 
 def _region_ends(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """For each node, the last one before the next collective or free."""
+    """Find for each node the last one before the next collective or free."""
     ends: dict[fx.Node, int] = {}
     end = len(nodes) - 1
     for index, node in reversed(list(enumerate(nodes))):
@@ -342,7 +335,7 @@ def _reclassify(values: Iterable[Any], storages_of: dict[fx.Node, list[GraphStor
 
 
 def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
-    """What collectives hold from their start to their wait, besides the buffer that is their value."""
+    """Find what collectives hold from their start to their wait, besides the buffer that is their value."""
     positions = {node: index for index, node in enumerate(nodes)}
     buffers: list[GraphStorage] = []
     for wait in (node for node in nodes if node.target in dialect.WAITS):
@@ -356,7 +349,7 @@ def _collective_buffers(nodes: Sequence[fx.Node]) -> list[GraphStorage]:
 
 
 def _sent_until(wait: fx.Node) -> list[fx.Node]:
-    """What a collective reads until this, its wait: the gradients of a reduction, a copy of the shards of a gather."""
+    """Return what a collective reads until its wait: the gradients of a reduction, a copy of a gather's shards."""
     if wait.target not in dialect.WAITS:
         return []
     start = operand(wait)
@@ -368,8 +361,8 @@ def _sent_until(wait: fx.Node) -> list[fx.Node]:
 
 
 def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphStorage]:
-    """What is allocated of slots and holds nothing: between two buffers the whole slot, and what a buffer is smaller
-    than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
+    """Find what is allocated of slots and holds nothing: the whole slot between two buffers, and what a buffer is
+    smaller than its slot. ``kept``: number of nodes of a graph whose slots are allocated all the time."""
     idle = []
     for slot in slots:
         free = slot.begin if kept is None else 0
@@ -384,5 +377,5 @@ def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphSto
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the storages of the tensors in a fake value, by hint where sizes are symbolic."""
+    """Count the bytes of the storages of the tensors in a fake value, by hint where sizes are symbolic."""
     return sum(compat.size_hint(tensor.untyped_storage().nbytes()) for tensor in iterate_tensors(value))

@@ -1,17 +1,14 @@
-"""The cost model's clock: a scheduled graph on compute and communication streams, of one rank or of two that differ.
+"""The cost model's clock runs a scheduled graph on compute and communication streams, of one or two ranks.
 
-A discrete-event simulation. Compute runs in graph order. A collective starts when the last rank has reached it and its
-group's lane is free, lanes run in order (a process group has one stream), and a wait holds a rank until its collective
-has ended. Copies between a rank and its host are its own, and have a lane for each direction. What else a step may
-meet are :class:`Conditions`:
+It is a discrete-event simulation. Compute runs in graph order. A collective starts when the last rank has reached it
+and its group's lane is free (a process group has one stream), and a wait holds a rank until its collective has ended.
+Copies between a rank and its host have a lane for each direction. A step may meet :class:`Conditions`:
 
 - ``straggler``: one rank computes so many times slower. One is enough: ranks that are not the slowest wait alike.
-- ``contention``: collectives of k groups that use the same level of the network (``intra``, ``inter``) get 1/k of their
-  speed each, for as long as they overlap; and while any collective runs, compute has what the hardware's
-  ``interference`` leaves of the processors.
+- ``contention``: collectives of k groups on one level of the network (``intra``, ``inter``) get 1/k of their speed
+  each, while they overlap; and while any collective runs, compute has what the hardware's ``interference`` leaves.
 
-Speeds are constant between two events, so all ends are known until one of them changes what runs. Linear in the graph,
-times the number of streams.
+Linear in the graph, times the number of streams.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ from graph_fsdp.passes.ir.operands import operand
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a step may meet. ``straggler``: how many times slower the slowest rank computes, 1 or more. ``contention``:
-    see above. Raises ValueError on a straggler that cannot be."""
+    """Says what a step may meet. ``straggler``: how many times slower the slowest rank computes, 1 or more.
+    ``contention``: whether collectives share links and processors. Raises ValueError on a straggler that cannot be."""
 
     straggler: float = 1.0
     contention: bool = False
@@ -45,8 +42,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Event:
-    """One collective on its group's lane, or one copy ("fetch", "offload"). Seconds from the start of the graph;
-    ``exposed``: compute waited so long."""
+    """Times a collective or a copy ("fetch", "offload") on its lane, in seconds; compute waited ``exposed``."""
 
     node: fx.Node
     group: str
@@ -57,9 +53,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All in seconds, of a rank that is no straggler. ``seconds``: until the last rank is through. ``communication`` is
-    the load of the busiest lane, ``exposed`` the time in which nothing is computed. ``starts``: when compute reaches
-    each node of the graph."""
+    """Times a rank that is no straggler, in seconds. ``seconds``: until the last rank is through; ``communication``:
+    the load of the busiest lane; ``exposed``: the time in which nothing is computed; ``starts``: when compute reaches
+    each node."""
 
     seconds: float
     compute: float
@@ -70,15 +66,15 @@ class Timeline:
 
     @property
     def bound(self) -> float:
-        """What no schedule of the same collectives and compute can undercut."""
+        """Return the seconds that no schedule of the same collectives and compute can undercut."""
         return max(self.compute, self.communication)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Task:
-    """A rank computes for ``seconds``; with a ``lane``, it starts a transfer of so many seconds there; with
-    ``waits_for``, it waits for the transfer that another task starts. ``levels``: of the network, where they are
-    shared. ``own``: each rank has a transfer, and a lane, of its own."""
+    """A rank computes for ``seconds``; with a ``lane`` it starts a transfer of as long there; with ``waits_for`` it
+    waits for that task's transfer. ``levels``: shared levels of the network. ``own``: each rank has its own transfer.
+    """
 
     seconds: float = 0.0
     lane: str = ""
@@ -88,7 +84,7 @@ class Task:
 
 
 def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None) -> Timeline:
-    """When a step's graph does what, with the seconds of a cost model."""
+    """Simulate when a step's graph does what, with the seconds of a cost model."""
     conditions = conditions or Conditions()
     seconds = cost.graph_seconds(graph)
     tasks: dict[fx.Node, Task] = {}
@@ -120,7 +116,7 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
 
 @dataclass(eq=False, slots=True)
 class _Work:
-    """Something that takes time: ``seconds`` of it at full speed."""
+    """Takes ``seconds`` at full speed."""
 
     seconds: float
     begin: float = 0.0
@@ -132,7 +128,7 @@ class _Work:
         self.begin, self.end = now, now + self.seconds
 
     def set_speed(self, now: float, speed: float) -> None:
-        """``now``: while it runs."""
+        """Change the speed while it runs."""
         if speed != self.speed:
             self.end = now + (self.end - now) * self.speed / speed
             self.speed, self.disturbed = speed, True
@@ -144,7 +140,7 @@ class _Work:
 
 @dataclass(eq=False, slots=True)
 class _Transfer(_Work):
-    """A collective, or one rank's copy. ``owner``: whose copy it is, None for all ranks'."""
+    """A transfer is a collective, or the copy of one rank, its ``owner``; None for all ranks."""
 
     task: Task = field(default_factory=Task)
     owner: int | None = None
@@ -182,7 +178,7 @@ class Simulation:
                 return self.now
 
     def _course(self, rank: _Rank, number: int) -> Iterator[None]:
-        """A rank goes through its tasks, and yields as long as it computes or waits."""
+        """Go through a rank's tasks, and yield as long as it computes or waits."""
         for task in self.tasks:
             rank.starts.append(self.now)
             if task.waits_for is not None:
@@ -199,7 +195,7 @@ class Simulation:
                     yield
 
     def _reach(self, task: Task, owner: int | None) -> None:
-        """A rank is at a task that starts a transfer."""
+        """Let a rank arrive at a task that starts a transfer."""
         if (task, owner) not in self.transfers:
             self.transfers[task, owner] = _Transfer(task.seconds, task=task, owner=owner)
         transfer = self.transfers[task, owner]
@@ -211,7 +207,7 @@ class Simulation:
                 transfer.start(self.now)
 
     def _advance(self) -> bool:
-        """To the next event. False when all is done."""
+        """Go to the next event; False when all is done."""
         running = [lane[0] for lane in self._lanes.values() if lane]
         computing = [rank for rank in self.ranks if rank.work is not None]
         works: list[_Work] = [*running, *(rank.work for rank in computing if rank.work is not None)]
@@ -234,7 +230,7 @@ class Simulation:
         return True
 
     def _share(self, running: Sequence[_Transfer], computing: Sequence[_Work]) -> None:
-        """Each transfer gets its part of the level that most others use too, compute what collectives leave it."""
+        """Give each transfer its part of the level that most others use too, and compute what collectives leave it."""
         used: dict[str, int] = {}
         for transfer in running:
             for level in transfer.task.levels:

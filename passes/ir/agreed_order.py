@@ -1,9 +1,8 @@
 """The plan holds what all ranks of a model decide alike. It is made once, and every later graph keeps to it.
 
-Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same
-collectives in the same order. So the first rank of the mesh decides, the others read what it decided, and whoever
-compiles again keeps to it. An entry belongs to a *kind* of graph: the phases that are scheduled together, and the
-buckets that they gather and reduce. Recompilations for other shapes are of the same kind.
+Ranks may see other shapes, compile at other times and measure other costs, and still have to start the same collectives
+in the same order. So the first rank of the mesh decides for each *kind* of graph: the phases that are scheduled
+together, and the buckets that they gather and reduce. Recompilations for other shapes are of the same kind.
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ Sequence = list[tuple[str, str]]  # (role of the start, bucket), in the order in
 
 @dataclass
 class Plan:
-    """Holds the decisions for one kind of graph. ``collectives``: per phase; ``kept``: the buckets that stay gathered
-    from forward to backward, None before the reshard pass has decided."""
+    """Holds the decisions for one kind of graph: the order of ``collectives`` per phase, and the buckets that stay
+    ``kept`` from forward to backward, None before the reshard pass has decided."""
 
     collectives: dict[Phase, Sequence] = field(default_factory=dict)
     kept: list[str] | None = None
 
     def keep(self, graph: Graph) -> bool:
-        """Move the starts of a graph's collectives until they stand in the planned order: gathers up where that is
-        enough, else reductions down, and gathers down as far as their waits. A pass that schedules ends with it. True
-        where nothing is planned yet; False, and the order is as it was, where the graph has other collectives or needs
-        them in another order: the ranks then have to agree on another plan."""
+        """Move the starts of a graph's collectives into the planned order; a pass that schedules ends with it.
+
+        Gathers move up where that is enough, else reductions down, and gathers down as far as their waits. Returns
+        True, also where nothing is planned yet; False, with the order as it was, where the graph has other collectives
+        or needs them in another order: the ranks then have to agree on another plan.
+        """
         planned = self.collectives.get(graph.phase)
         if planned is None:
             return True
@@ -83,8 +84,7 @@ class Plan:
 
 
 def kind_of(graph: Graph, model: ModelSpec, settings: Settings) -> str:
-    """Digest what a joint or inference graph gathers and reduces, and what the user has set: the digest is equal for
-    graphs that share a plan."""
+    """Digest what a joint or inference graph gathers and reduces, and the settings: equal where a plan is shared."""
     parts: list[str] = [graph.phase, settings.key()]
     for target in (dialect.gather_param, dialect.reduce_grad):
         names = {dialect.parameter_of(node) for node in graph.fx_graph.nodes if node.target is target}

@@ -1,8 +1,7 @@
 """Canonical forms are equal for calls, and pieces of graphs, that compute the same whatever their nodes are called.
 
-Layers of one class repeat the same operators on values of the same kinds. Their nodes have other names and their
-parameters too, and nothing else differs: so a fake value is computed once (``fake_values.py``), a layer is traced once
-(``repeat/segments.py``) and a compute region is compiled once (``runtime/regions``).
+Equal layers differ only in the names of nodes and parameters: so a fake value is computed once (``fake_values.py``), a
+layer is traced once (``repeat/segments.py``) and a compute region is compiled once (``runtime/regions``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NAMESPACES = frozenset({"aten", "prims", "graph_fsdp"})
 
 
 class NotDescribed(Exception):
-    """There is more to a value or an argument than its description would say. The message says what the value is."""
+    """Says that there is more to a value or an argument than its description would say, and what the value is."""
 
 
 class _Name(NamedTuple):

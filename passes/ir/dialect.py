@@ -1,45 +1,40 @@
 """The dialect has the operators and the typed node records that all passes share.
 
 Each operator is one entry below: its schema, what it does to the schedule (``Effect``), what its value is, and its
-fake, which names the arguments that it reads. ``OPERATORS`` has all of them. What carries them out (the executor,
-``whole.py``, ``operators.py`` of the runtime, XLA) is a table from operators to functions each, and a test looks
-whether each table is complete.
+fake, which names the arguments that it reads. ``OPERATORS`` has all of them. The executor, ``whole.py``, the runtime's
+``operators.py`` and XLA each have a table from operators to functions, and a test looks whether it is complete.
 
-``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is
-how reductions come into the joint graph. The other operators exist only after the bucket pass.
+``gather_param`` and ``reduce_grad`` are each other's adjoints: differentiating the first gives the second, which is how
+reductions come into the joint graph. The other operators exist only after the bucket pass.
 
-A bucket is gathered in one message, or in several launched as a group: ``messages`` (begin and number of elements of
-each in the bucket's shard, one pair behind the other) says which parts. A parameter that has a message of its own
-lands in place; parameters that share one are unpacked by the wait. ``shards`` are the parameters' chunks, or one flat
-tensor of all ``length`` elements, in which ``numels`` says how long the chunks at ``offsets`` are. Such a tensor is
-what ``keep_shard`` cuts out of a gathered buffer (see ``reshard.py``).
+A bucket is gathered in one message, or in several launched as a group, by ``messages``: begin and number of elements of
+each in the bucket's shard. A parameter that has a message of its own lands in place; parameters that share one are
+unpacked by the wait. ``shards`` are the parameters' chunks, or one flat tensor of ``length`` elements, which
+``keep_shard`` cuts out of a gathered buffer (``reshard.py``), with chunks of ``numels`` elements at ``offsets``.
 
-Gradients are reduced in ``dtype``, and in messages too: ``messages`` says how many of ``grads`` share each, in their
-order; none is one of all. A gradient that has a message of its own is sent from where it lies, if it has the type of
-the reduction and the ranks' chunks are equal; what shares a message is packed. The results of messages start at
-multiples of ALIGNMENT bytes (``reduced_offsets``).
+Gradients are reduced in ``dtype``; ``messages`` says how many of ``grads`` share each message, in order, and none is
+one of all. A contiguous gradient that is alone in its message, with the reduction's type and equal chunks, is sent from
+where it lies; what shares a message is packed. The results of messages start at multiples of ALIGNMENT bytes
+(``reduced_offsets``).
 
-``custom``: an object that the user has brought runs the collective, always in one message (``settings.py``).
+``custom``: an object of the user's runs the collective, always in one message (``settings.py``).
 
-On a mesh that also replicates, a gradient is reduced over the group that shards and what comes out over the group of
-its replicas. ``replicas`` tells the first reduction that the second follows: types that could overflow are divided
-before the first and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "".
+On a mesh that also replicates, a gradient is reduced over the group that shards and the result over its replicas.
+``replicas`` tells the first reduction that the second follows: types that could overflow are divided before the first
+and after the last. ``ranks`` is the product of both groups' sizes. Groups that are not there are "". A reduction yields
+the mean, unless ``factor`` says what the sum is divided by, or ``summed`` that the division is a kernel of its own.
 
-A reduction yields the mean, by the group's own means, unless ``factor`` says what the sum is divided by, or
-``summed`` that the group adds and the division is a kernel of its own.
+``accumulate_grad`` takes the place of a reduction in graphs that do not reduce: a gradient, whole or reduced over the
+ranks that shard, is added up in ``reduce_dtype`` until a graph reduces the parameter's gradient. Autograd is given no
+gradient; the value, of ``shard_shape``, ``dtype`` and ``device``, exists for the tracer alone.
 
-``accumulate_grad`` takes the place of a reduction in graphs that do not reduce: what it is given, a whole gradient or
-one that was reduced over the ranks that shard, is added up in ``reduce_dtype`` until a graph reduces the parameter's
-gradient, which takes it along. Autograd is then given no gradient; the value, of ``shard_shape`` and ``dtype``, and on
-``device`` where shards lie on another one, exists for the tracer alone.
 Where shards are kept on the CPU (``sources.py``), ``gather_param`` is told the ``device`` to gather on, and
 ``reduce_grad`` that of the shard; the bucket pass makes the copies between the two nodes of their own.
 
-``reduce_payloads``: an all-reduce that tensor extensions ask for, of small tensors of one type: flat, one behind the
-other, and waited for at once. ``op`` is that of functional collectives (``sources.py``).
+``reduce_payloads`` is an all-reduce that tensor extensions ask for, of small tensors of one type, flat and waited for
+at once. ``op`` is that of functional collectives (``sources.py``).
 
-A node's role is a fact of its ``meta["fsdp"]`` record, never of its name. The operators'
-implementations on process groups are in the runtime.
+A node's role is a fact of its ``meta["fsdp"]`` record, never of its name.
 """
 
 from __future__ import annotations
@@ -95,8 +90,7 @@ class Role(enum.Enum):
 @dataclass(frozen=True)
 class NodeRecord:
     """Says what a node of the dialect does. ``nbytes`` counts the gathered, reduced or copied buffer. ``slot`` and
-    ``landing_slot``, of the start of a gather: where its buffer and its landing buffer lie; None for memory of
-    their own, or where there is no such buffer."""
+    ``landing_slot`` say where the buffers of a gather's start lie; None for memory of their own, or no such buffer."""
 
     role: Role
     unit: str
@@ -144,7 +138,7 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True)
 class Operator:
-    """Says what an operator does to the schedule, and what its value means."""
+    """Describes an operator, its effect and what its value means."""
 
     name: str
     effect: Effect
@@ -345,8 +339,7 @@ def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
 def reduced_offsets(
     grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
 ) -> list[int]:
-    """Return the element at which each gradient's shard starts in what a ``reduce_scatter_start`` yields, and the end
-    of the last."""
+    """Return the element at which each gradient's shard starts in what a reduction yields, and the last end."""
     step = max(1, ALIGNMENT // dtype.itemsize)
     numels = iter(chunk_numels(grads, world_size))
     offsets, end = [], 0

@@ -25,8 +25,7 @@ _Places = tuple[tuple[int, str], ...]  # (position, name) of arguments
 
 @functools.cache
 def memory_effects(target: Any) -> tuple[_Places, _Places]:
-    """The arguments in whose memory the value of an operator may lie, and those that it writes to. Read once: a schema
-    is slow to read, and a graph calls few operators many times."""
+    """Return the arguments whose memory an operator's value may share, and those that it writes to (cached)."""
     if target in _UNANNOTATED_VIEWS:
         return ((0, ""),), ()
     schema = getattr(target, "_schema", None)
@@ -51,15 +50,14 @@ def _nodes_at(node: fx.Node, places: _Places) -> list[fx.Node]:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs whose memory the node's value may share: what the schema's alias annotations say, and every
-    input of a call that has no schema (higher-order operators)."""
+    """Return the inputs whose memory the value may share, by the schema; all of a higher-order operator."""
     if isinstance(node.target, compat.HigherOrderOperator):
         return list(node.all_input_nodes)
     return _nodes_at(node, memory_effects(node.target)[0]) if node.op == "call_function" else []
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that the node writes to, by its schema. A wait and a free do: they end what it was."""
+    """Return the inputs that the node writes to, by its schema. A wait and a free write to their buffer."""
     return _nodes_at(node, memory_effects(node.target)[1]) if node.op == "call_function" else []
 
 

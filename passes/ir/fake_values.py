@@ -1,9 +1,8 @@
 """Fake values say what a call computes, as far as shapes, dtypes, devices and memory go.
 
-A model of equal layers makes the same few calls on values of the same kinds thousands of times, and running an
-operator on fake tensors costs about 100 microseconds. Calls are therefore described by all that a result depends on
-(``canonical_form.py``), and each distinct one is run once per process (``VALUES``). Calls of operators that others have
-registered are run each time.
+A model of equal layers makes the same few calls thousands of times, and running an operator on fake tensors costs about
+100 microseconds. So each distinct call (``canonical_form.py``) is run once per process (``VALUES``). Calls of operators
+that others have registered are run each time.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def kind(value: Any) -> Any:
 
 
 class _Known(NamedTuple):
-    """What equal calls have in common. ``kind``: of their values, None where a size depends on data. ``again``: makes
-    the value of such a call, None where there is more to it than is known."""
+    """Holds what equal calls have in common. ``kind``: of their values, None where a size depends on data. ``again``:
+    makes the value of such a call, None where there is more to it than is known."""
 
     kind: Any
     again: Callable[[fx.Node], torch.Tensor] | None
@@ -75,8 +74,8 @@ class Memory(dict[Hashable, _Known]):
 
 
 class FakeValues:
-    """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running
-    the operator; it is a tensor of its own, in the memory that the operator would have put it in."""
+    """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running the
+    operator, as a tensor of its own in the memory that the operator would have used."""
 
     def __init__(self) -> None:
         self._known = Memory()
@@ -87,8 +86,7 @@ class FakeValues:
         return self._run(node, key) if known is None or known.again is None else known.again(node)
 
     def kind_of(self, node: fx.Node) -> Any:
-        """Return the kind of what the operator makes of the fake values of its inputs, whatever value the call has
-        been given since. Raises what the operator raises."""
+        """Return the kind of what the operator computes, whatever the node's value. Raises what it raises."""
         known = self._known.get(key := _key(node))
         return kind(self._run(node, key)) if known is None or known.kind is None else known.kind
 
@@ -111,8 +109,7 @@ def _key(node: fx.Node) -> Hashable:
 
 
 def _again(node: fx.Node, value: Any) -> Callable[[fx.Node], torch.Tensor] | None:
-    """Return how the value of an equal call is made, in the memory of its first argument or in its own; None where
-    there is more to it than that."""
+    """Return how to make the value of an equal call, in the memory of its first argument or in its own; else None."""
     try:
         describe_value(value, storage=True)
     except NotDescribed:

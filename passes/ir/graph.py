@@ -57,12 +57,12 @@ class Gather:
 
     @property
     def views(self) -> tuple[fx.Node, ...]:
-        """The nodes that are parameters, as views of the buffer."""
+        """Return the nodes that are parameters, as views of the buffer."""
         return tuple(node for node in self.reads if dialect.has_role(node, Role.UNPACK))
 
     @property
     def uses(self) -> tuple[fx.Node, ...]:
-        """The nodes that compute with the parameters: ``reads`` without views."""
+        """Return the nodes that compute with the parameters: ``reads`` without views."""
         return tuple(node for node in self.reads if not is_view(node))
 
 
@@ -149,7 +149,7 @@ class Graph:
 
     @property
     def outputs(self) -> list[Any]:
-        """The values that the graph returns."""
+        """Return the values that the graph returns."""
         values = self.output.args[0]
         return list(values) if isinstance(values, (list, tuple)) else [values]
 
@@ -159,18 +159,18 @@ class Graph:
 
     @property
     def starts(self) -> list[fx.Node]:
-        """The nodes that start collectives, in graph order."""
+        """Return the nodes that start collectives, in graph order."""
         return [node for node in self.fx_graph.nodes if node.target in dialect.STARTS]
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
-        """The (role, bucket) of each collective in the order in which they start, on which ranks must agree."""
+        """Return the (role, bucket) of each collective in the order in which they start, on which ranks must agree."""
         return [(record.role.value, record.bucket) for record in (start.meta["fsdp"] for start in self.starts)]
 
     @property
     def gathers(self) -> list[Gather]:
-        """The gathered buckets of a bucketed graph, in the order in which they start; received ones first. As all
-        that follows of buckets, it is found in one walk, and says how the graph was: ask again after an edit."""
+        """Return the gathered buckets of a bucketed graph in the order in which they start; received ones first. They
+        are found in one walk, and say how the graph was: ask again after an edit."""
         roots = self.alias_roots()
         buffers = self.with_role(Role.KEPT, Role.GATHER_START)
         reads: dict[fx.Node, list[fx.Node]] = {buffer: [] for buffer in buffers}
@@ -192,7 +192,7 @@ class Graph:
 
     @property
     def reductions(self) -> list[Reduction]:
-        """The reduced buckets of a bucketed graph, in the order in which they start."""
+        """Return the reduced buckets of a bucketed graph, in the order in which they start."""
         results = {node.meta["fsdp"].params[0]: node for node in self.with_role(Role.SHARD_GRAD)}
         found = []
         for start in self.with_role(Role.REDUCE_START):
@@ -206,8 +206,8 @@ class Graph:
 
     @property
     def buckets(self) -> dict[str, BucketNodes]:
-        """Bucket → its gather and its reduction in a bucketed graph, None where there is none: gathers in order, then
-        reductions of what is not gathered (scalars)."""
+        """Return each bucket's gather and reduction in a bucketed graph, None where there is none: gathers in order,
+        then reductions of what is not gathered (scalars)."""
         gathers = {gather.bucket: gather for gather in self.gathers}
         reductions = {reduction.bucket: reduction for reduction in self.reductions}
         return {n: BucketNodes(gathers.get(n), reductions.get(n)) for n in {**gathers, **reductions}}
@@ -240,14 +240,12 @@ class Graph:
     def dependencies(self) -> nx.DiGraph:
         """Build the dependency DAG: an edge from a node to each node that must come after it.
 
-        Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that
-        memory through any alias and before every later one, collectives keep their order among themselves, and so
-        do operators that draw random numbers and the model's own collectives (of tensor parallelism). Edges carry
-        ``kind``: "data", "memory", "collective", "random" or "model_collective", and
-        ``nbytes``: of the value that flows on a "data" edge, 0 on the others.
-
-        Nodes carry ``nbytes`` (of their value) and ``seconds``: of compute, or of the collective that a node starts,
-        by ``cost``; 0.0 without one.
+        Besides data: a write to memory (a wait, a free, an in-place copy) comes after every earlier use of that memory
+        through any alias and before every later one; collectives, operators that draw random numbers, and the model's
+        own collectives (of tensor parallelism) keep their order among themselves. Edges carry ``kind``: "data",
+        "memory", "collective", "random" or "model_collective", and ``nbytes`` of the value on a "data" edge, else 0.
+        Nodes carry ``nbytes`` of their value and ``seconds`` of compute, or of the collective that they start, by
+        ``cost``; 0.0 without one.
         """
         seconds = self.cost.node_seconds(self) if self.cost is not None else {}
         dag = nx.DiGraph()
@@ -285,7 +283,7 @@ class Graph:
         return dag
 
     def reorder(self, order: Sequence[fx.Node]) -> None:
-        """Put the nodes into this order (all of them, placeholders first, output last). Linear."""
+        """Put all nodes into this order, placeholders first, output last. Linear. Raises ValueError on other nodes."""
         if len(order) != len(self.fx_graph.nodes) or set(order) != set(self.fx_graph.nodes):
             raise ValueError(
                 f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
@@ -298,8 +296,7 @@ class Graph:
                 previous.append(node)
 
     def replace(self, new: Mapping[fx.Node, fx.Node]) -> None:
-        """Make each use of a key one of its value, and erase the keys. Linear, also where one node (the output) uses
-        thousands of them: ``Node.replace_all_uses_with`` goes through all its arguments for each."""
+        """Make each use of a key one of its value, and erase the keys. Linear, also where one node uses many."""
         for user in dict.fromkeys(user for node in new for user in node.users):
             user.args = fx.map_arg(user.args, lambda node: new.get(node, node))
             user.kwargs = fx.map_arg(user.kwargs, lambda node: new.get(node, node))
@@ -315,9 +312,8 @@ class Graph:
         name: str | None = None,
         like: fx.Node | None = None,
     ) -> fx.Node:
-        """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack
-        trace, module path), so that a line of the graph still leads to a line of the model. ``name`` is for readers
-        of the printed graph only."""
+        """Insert a call at the current insertion point, with its fake value and the metadata of ``like`` (stack trace,
+        module path). ``name`` is for readers of the printed graph only."""
         node = self.fx_graph.create_node("call_function", target, args, kwargs, name=name)
         if like is not None:
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag"):

@@ -16,8 +16,8 @@ from graph_fsdp.passes.ir.operands import arguments
 
 @dataclass(frozen=True)
 class Message:
-    """A message is the part of a bucket's shard that one collective gathers: ``numel`` elements from ``begin`` on. They
-    hold the chunks at ``offsets`` (from the shard's start) of ``numels`` elements."""
+    """A message is the part of a bucket's shard that one collective gathers: ``numel`` elements from ``begin`` on, with
+    the chunks at ``offsets`` (from the shard's start) of ``numels`` elements."""
 
     begin: int
     numel: int
@@ -26,12 +26,12 @@ class Message:
 
     @property
     def lands_in_place(self) -> bool:
-        """Whether one chunk fills the message, or none is used: rank-major and parameter-major are then the same."""
+        """Say whether one chunk fills the message, or none is used: it is then parameter-major as it arrives."""
         return not self.offsets or (self.offsets == (self.begin,) and self.numels == (self.numel,))
 
     @functools.cached_property
     def splits(self) -> list[int]:
-        """The sizes of the message's pieces, which are chunks and the gaps between them, in order."""
+        """Return the sizes of the message's pieces, which are chunks and the gaps between them, in order."""
         sizes, end = [], self.begin
         for offset, numel in zip(self.offsets, self.numels, strict=True):
             sizes += [offset - end, numel]
@@ -64,7 +64,7 @@ class GatherLayout:
 
     @functools.cached_property
     def landing_numel(self) -> int:
-        """The elements of the buffer for what is gathered first and unpacked then."""
+        """Return the elements of the buffer for what is gathered first and unpacked then."""
         return self.world_size * sum(m.numel for m in self.messages if not m.lands_in_place)
 
 
@@ -76,8 +76,8 @@ def landing_nbytes(start: fx.Node) -> int:
 
 
 def scattered_nbytes(start: fx.Node) -> int:
-    """Count the bytes of the copy that an ``all_gather_start`` makes of shards which do not lie as they are sent: those
-    of a parameter that is sharded on another dimension than the first, and with it the rest of its bucket."""
+    """Count the bytes of the copy that an ``all_gather_start`` makes of a bucket with shards that do not lie as they
+    are sent: those of a parameter that is sharded on another dimension than the first."""
     shards = [shard.meta["val"] for shard in dialect.argument(start, "shards")]
     if all(shard.is_contiguous() for shard in shards):
         return 0
@@ -122,9 +122,8 @@ def packed_nbytes(start: fx.Node) -> int:
 
 
 def copies(graph: Graph) -> tuple[int, int]:
-    """Count the bytes that packing and unpacking for collectives reads and writes in one run of the graph. Packing:
-    casts of shards, packed gradients, shards that are kept. Unpacking: landing buffers. What the process group copies
-    itself is not among them."""
+    """Count the bytes that packing (casts of shards, packed gradients, kept shards) and unpacking (landing buffers)
+    read and write in one run of the graph. What the process group copies itself is not among them."""
     found = [copies_by(node) for node in graph.fx_graph.nodes]
     return sum(packed for packed, _ in found), sum(unpacked for _, unpacked in found)
 

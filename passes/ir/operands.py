@@ -28,8 +28,7 @@ def operands(node: fx.Node, index: int = 0) -> list[Any]:
 
 @functools.cache
 def defaults(operator: OpOverload[..., Any]) -> Mapping[str, Any]:
-    """Return the names of an operator's arguments, in order, each with its default, or None where it has none. Read
-    once per operator: a schema is slow to read."""
+    """Return an operator's arguments by name, in order, with their defaults or None (cached)."""
     return {described.name: described.default_value for described in schema_arguments(operator)}
 
 

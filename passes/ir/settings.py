@@ -15,18 +15,19 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Each value has graphs of its own, captured at the first call with it; regions are compiled once for all of them.
+    """Holds what the user set. Each value has graphs of its own, captured at the first call with it.
 
-    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same, and
-    compare it with their collectives. Units are named.
+    Fields are hashable, and their defaults are what ``compile`` was given. Ranks have to set the same, and compare it
+    with their collectives. Units are named.
 
     ``unsharded``: units whose parameters are whole before the forward begins: nothing of them is gathered.
     ``reshard_after_forward``: (unit, whether it is gathered again in backward), for the units that were set.
     ``not_gathered_in_backward``: units of which backward must not need a parameter.
     ``forward_prefetch``, ``backward_prefetch``: (unit, the units whose gathers start when its own has arrived).
-    ``unsynced``: units whose gradients are accumulated whole and not reduced; ``unreplicated``: those whose gradients
-    are reduced over the ranks that shard, and not over the replicas. ``divide_factors``: unit → what sums of gradients
-    are divided by, instead of the number of ranks. ``summed``: units whose reductions are sums, divided apart.
+    ``unsynced``: units whose gradients are accumulated whole and not reduced.
+    ``unreplicated``: units whose gradients are reduced over the ranks that shard, and not over the replicas.
+    ``divide_factors``: (unit, what sums of gradients are divided by, instead of the number of ranks).
+    ``summed``: units whose reductions are sums, divided apart.
     ``hooked``: units whose reduced gradients are shown to a function of the user.
     ``reductions_in_flight``: how many may be under way at once; None for what the pipeline has.
     ``own_reduce_group``: reductions over the ranks that shard have a process group of their own.

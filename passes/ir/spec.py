@@ -2,11 +2,11 @@
 
 All of it follows from shapes, dtypes and the world size, so every rank computes the same.
 
-Layout. A parameter of ``n`` rows over ``W`` ranks has chunks of ``ceil(n / W)`` rows (DTensor's ``Shard(0)``); the
-last chunks may hold fewer rows or none and are padded in storage, so that all ranks hold equal shapes. A parameter
-that is sharded on another dimension lies in storage with that dimension first, and its rows are those. The chunks
-of a bucket's parameters lie one behind the other, each start aligned to ``ALIGNMENT`` bytes. A gathered bucket is
-parameter-major: the parameter at element ``o`` of the shard lies at element ``W * o``, whole and contiguous.
+A parameter of ``n`` rows over ``W`` ranks has chunks of ``ceil(n / W)`` rows (DTensor's ``Shard(0)``), padded in
+storage so that all ranks hold equal shapes. A parameter that is sharded on another dimension lies in storage with that
+dimension first. The chunks of a bucket's parameters lie one behind the other, each start aligned to ``ALIGNMENT``
+bytes. A gathered bucket is parameter-major: the parameter at element ``o`` of the shard lies at element ``W * o``,
+whole and contiguous.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ParameterSpec:
 
     @property
     def replicated(self) -> bool:
-        """Whether it is a scalar, which has no dimension to shard: every rank holds it, its gradient is all-reduced."""
+        """Say whether it is a scalar, which has no dimension to shard: every rank holds it."""
         return not self.shape
 
     @property
@@ -50,7 +50,7 @@ class ParameterSpec:
 
     @property
     def rows(self) -> int:
-        """The size of the dimension that is sharded."""
+        """Return the size of the dimension that is sharded."""
         return self.shape[self.shard_dim]
 
     @property
@@ -59,18 +59,18 @@ class ParameterSpec:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
+        """Return the shape with the dimension that is sharded first, as it is stored, gathered and reduced."""
         others = self.shape[: self.shard_dim] + self.shape[self.shard_dim + 1 :]
         return () if self.replicated else (self.rows, *others)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """The shape of a rank's padded shard, equal on all ranks."""
+        """Return the shape of a rank's padded shard, equal on all ranks."""
         return () if self.replicated else (self.chunk_rows, *self.stored_shape[1:])
 
     @property
     def used_shard_shape(self) -> tuple[int, ...]:
-        """The ``shard_shape`` in the parameter's order of dimensions, in which a shard lies in memory."""
+        """Return the ``shard_shape`` in the parameter's order of dimensions, in which a shard lies in memory."""
         return tuple(self.chunk_rows if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
 
     @property
@@ -110,7 +110,7 @@ class BucketSpec:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The element at which the chunk of each parameter, by name, starts in the bucket's shard."""
+        """Return the element at which the chunk of each parameter, by name, starts in the bucket's shard."""
         offsets, end = {}, 0
         for parameter in self.parameters:
             offsets[parameter.name] = end
@@ -128,8 +128,7 @@ class BucketSpec:
         return [] if messages == ((0, self.shard_numel),) else [scale * value for pair in messages for value in pair]
 
     def reduced_in(self, parameters: Sequence[ParameterSpec]) -> list[int]:
-        """Return ``messages`` of a ``reduce_scatter_start`` of the gradients of these parameters, which are in the
-        bucket's order: as they share messages when they are gathered."""
+        """Return ``messages`` of a reduction of these parameters' gradients, which share them as in a gather."""
         begins = [begin for begin, _ in self.messages]
         shared = Counter(bisect_right(begins, self.offsets[p.name]) for p in parameters)
         return list(shared.values()) if len(shared) > 1 else []
@@ -157,10 +156,9 @@ class ModelSpec:
 
     ``group``, of ``world_size`` ranks, shards; ``replicate_group``, of ``replicas`` ranks, holds the same shards. A
     group of one rank communicates nothing. ``reshard_group``, of ``reshard_size`` consecutive ranks of ``group``,
-    shards between forward and backward; 0 where there is no such group. ``own_reduce_group``: another group of the
-    ranks of ``group``, for reductions, so that gathers do not queue with them; "" where they do. ``offload``: None
-    where shards are kept on the device that they are gathered on. ``payloads``: what extended parameters travel as;
-    they are in ``buckets``, too.
+    shards between forward and backward; 0 where there is none. ``own_reduce_group``: another group of the ranks of
+    ``group``, so that gathers do not queue with reductions; "" without one. ``offload``: None where shards are kept on
+    the device that they are gathered on. ``payloads``: what extended parameters travel as, in ``buckets`` too.
     """
 
     parameters: dict[str, ParameterSpec]
@@ -177,7 +175,7 @@ class ModelSpec:
 
     @cached_property
     def bucket_of(self) -> dict[str, BucketSpec]:
-        """The bucket of each parameter and payload that is in one, by name."""
+        """Return the bucket of each parameter and payload that is in one, by name."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def spec_of(self, name: str) -> ParameterSpec:
@@ -190,18 +188,18 @@ class ModelSpec:
 
     @property
     def reduce_group(self) -> str:
-        """The group of the ranks that shard, for their gradients."""
+        """Return the group of the ranks that shard, for their gradients."""
         return self.own_reduce_group or self.group
 
     @property
     def reduce_groups(self) -> tuple[str, ...]:
-        """The groups over which a gradient is reduced, in order."""
+        """Return the groups over which a gradient is reduced, in order."""
         groups = ((self.reduce_group, self.world_size), (self.replicate_group, self.replicas))
         return tuple(name for name, size in groups if size > 1)
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """The place of each parameter, by name, among the model's."""
+        """Return the place of each parameter, by name, among the model's."""
         return {name: index for index, name in enumerate(self.parameters)}
 
 
@@ -212,9 +210,8 @@ def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size:
 
 
 def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
-    """Make a bucket of each run of parameters of one unit and dtype. What comes before the units inside a unit and what
-    comes after them are runs of their own: a root's embedding and its head, used at the two ends of a step. Scalars and
-    empty parameters need no gather: they are in none."""
+    """Make a bucket of each run of parameters of one unit and dtype. A root's parameters before its units and those
+    after them are two runs. Scalars and empty parameters need no gather: they are in none."""
     return named_buckets((unit or "root", unit, members) for unit, members in unit_runs(parameters))
 
 

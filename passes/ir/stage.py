@@ -1,8 +1,7 @@
 """Stages show a graph as it was after one pass, printed as Python that runs.
 
-They are logged where torch's users look for them. ``TORCH_LOGS="graph_fsdp"`` says what each pass did,
-``TORCH_LOGS="+graph_fsdp"`` prints the graph after each pass too. With ``TORCH_TRACE=DIR`` each stage is an artifact of
-its compilation, which ``tlparse`` shows between Dynamo's graph and Inductor's code.
+``TORCH_LOGS="graph_fsdp"`` logs what each pass did, ``TORCH_LOGS="+graph_fsdp"`` the graph after each pass too. With
+``TORCH_TRACE=DIR`` each stage is an artifact of its compilation, which ``tlparse`` shows.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ import graph_fsdp.api  # registers torch.ops.graph_fsdp
 class Snapshot:
     """Keeps a graph as it is now, and copies it when somebody looks at it: few stages are ever read.
 
-    What is kept per node is what a later pass could change. Arguments need no copy: FX holds them in immutable
-    containers, and an edit of a node gives it new ones.
+    Arguments need no copy: FX holds them in immutable containers, and an edit of a node gives it new ones.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -58,12 +56,13 @@ class Snapshot:
 
 @dataclass
 class Stage:
-    """Says what one pass made of a graph. ``code`` is a Python module with one function ``forward`` that takes the
-    graph's inputs (local shards, activations, batch) and runs it, collectives included; ``graph`` is a copy that later
-    passes do not change.
+    """Says what one pass made of a graph.
 
-    ``seconds`` is the pass alone, ``verify_seconds`` the verifier after it, ``snapshot_seconds`` the taking of what
-    ``graph`` is made of. ``text``: of a graph that a pass broke, which may not be one that runs."""
+    ``code`` is a Python module with one function ``forward`` that takes the graph's inputs (local shards, activations,
+    batch) and runs it, collectives included; ``graph`` is a copy that later passes do not change. ``seconds`` is the
+    pass alone, ``verify_seconds`` the verifier after it, ``snapshot_seconds`` the taking of the snapshot. ``text`` is
+    that of a graph that a pass broke, which may not run.
+    """
 
     name: str
     phase: str
@@ -93,7 +92,7 @@ class Stage:
 
     @cached_property
     def body(self) -> str:
-        """The function alone; ``self`` is a parameter only where the graph refers to constants or subgraphs."""
+        """Return the function alone; ``self`` is a parameter only where the graph refers to constants or subgraphs."""
         return self.text if self.text is not None else readable(self.graph)
 
     def log(self) -> None:

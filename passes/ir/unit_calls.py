@@ -1,9 +1,9 @@
 """Calls of units are regions of the traced graph: the user's code says which call of which unit a node belongs to.
 
-Dynamo writes the modules whose forward was running when an operator was called into ``nn_module_stack``, outermost
-first, and numbers the calls of a module that is called again. AOTAutograd copies it to the operators of ATen. The
-innermost unit on the stack is the node's; the root's own code has a line and no module. Operators that compilers put
-in have neither: they belong to where what they read comes from, or else to where their own value is read.
+Dynamo writes the modules whose forward was running into ``nn_module_stack``, outermost first, and numbers repeated
+calls; AOTAutograd copies it to the operators of ATen. The innermost unit on the stack is the node's; the root's own
+code has a line and no module. Operators that compilers put in have neither: they belong to where what they read comes
+from, or else to where their own value is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class UnitCall:
 
 
 def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
-    """Find the call that each node belongs to; nodes of the root are left out. Of gradients only those are in it whose
-    stack says so. Linear."""
+    """Find the call of each node, but for the root's and for gradients whose stack does not say. Linear."""
     unit_of = _unit_of({p.unit for p in model.parameters.values() if p.unit})
     calls: dict[tuple[str, str], UnitCall] = {}
     found: dict[fx.Node, UnitCall] = {}
@@ -67,9 +66,8 @@ def unit_calls(graph: Graph, model: ModelSpec) -> dict[fx.Node, UnitCall]:
 
 
 def _unit_of(names: Collection[str]) -> Callable[[str], str | None]:
-    """Return what finds the unit of these ``names`` that is a module of a stack: below ``self``, the model, the unit
-    of that name; else the unit whose name the module's ends with: a forward that was set on the instance reaches its
-    model in another way."""
+    """Return what finds the unit of a module of a stack: the unit of the name below ``self``, the model; else the unit
+    whose name the module's ends with, as of a forward that was set on the instance."""
     by_path = {tuple(name.split(".")): name for name in names}
     lengths = sorted({len(path) for path in by_path}, reverse=True)
 
@@ -84,7 +82,7 @@ def _unit_of(names: Collection[str]) -> Callable[[str], str | None]:
 
 
 def module_path(module: str) -> tuple[str, ...]:
-    """Split the name that Dynamo gives a module into the variable that holds the model and the names of modules.
+    """Split Dynamo's name of a module into the variable that holds the model and the names of modules.
     ``L['self'].blocks.0``, on torch 2.9 ``L['self']._modules['blocks']._modules['0']``, gives ("self", "blocks", "0").
     A model that a function around it holds is the last ``__self__``."""
     parts = [part for part in _PART.findall(module) if part != "_modules"]

@@ -1,20 +1,19 @@
-"""Equal layers are traced once: AOTAutograd sees each of them as one operator, whose trace is put in its place later.
+"""Equal layers are traced once: AOTAutograd sees each as one operator, whose trace is put in its place later.
 
-AOTAutograd spends some milliseconds on every operator of a model: metadata, autograd, functionalisation, decomposition.
-Layers of one class repeat the same trace. So, between Dynamo's graph and the joint graph:
+AOTAutograd spends some milliseconds on every operator. So, between Dynamo's graph and the joint graph:
 
 1. *find* (``segments.py``): which parts of Dynamo's graph are equal.
 2. *trace* (``trace.py``): of equal segments one is traced, as AOTAutograd traces a whole model.
 3. *contract*: each becomes one call, which is differentiated by another call.
 4. *expand*: in the joint graph, or that of inference, the nodes of the trace take the place of the calls.
 
-The graph is then what it would have been without: the same operators on the same values, in the same order. Where that
-is not certain a segment is left alone, or ``NotRepeatable`` is raised and the graph is traced without these calls.
+The graph has then the operators, values and order that it would have had without. Where that is not certain a segment
+is left alone, or ``NotRepeatable`` is raised and the graph is traced without these calls.
 
 [Note: the order of a joint graph]
-Autograd runs the adjoints of operators in the reverse order of the operators. The nodes of a segment are consecutive,
-so nothing comes between their adjoints. The exception are gathers: they stand in front of all other operators, and so
-their adjoints behind all others, in the reverse order. The expansion puts them there.
+Autograd runs adjoints in the reverse order of the operators. The nodes of a segment are consecutive, so nothing comes
+between their adjoints, except for gathers: these stand before all other operators, and so their adjoints behind all
+others, in the reverse order. The expansion puts them there.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ _Place = tuple[int | None, fx.Node]  # a node of the trace that a call stands fo
 
 
 class Repeats:
-    """The traces of groups of equal segments of ``module``; ``contracted``: its graph with calls in their places.
+    """Holds the traces of groups of equal segments of ``module``; in ``contracted`` calls stand for them.
+
     ``prepare`` rewrites a traced graph for the backend: it is applied to a trace once, and then to what is around.
 
     Raises:
@@ -82,7 +82,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """For as long as the contracted graph is traced: ``repeat`` and ``repeat_backward`` know the traces."""
+        """Let ``repeat`` and ``repeat_backward`` know the traces while the contracted graph is traced."""
         CALLED.update((index, made) for index, (made, _) in enumerate(self.calls))
         try:
             yield
@@ -91,7 +91,7 @@ class Repeats:
             FAILURES.clear()
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
-        """``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
+        """Return ``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
 
         Raises:
             NotRepeatable: a layer has other values or gradients than the trace.
@@ -104,7 +104,7 @@ class Repeats:
         return module if prepared else self._prepare(module)
 
     def without(self, call: int | None) -> list[list[Segment]]:
-        """The groups of segments that were traced, without that of a call; without any if it is not known which."""
+        """Return the groups of segments that were traced, without that of a call; none if the call is not known."""
         groups: dict[int, list[Segment]] = {}
         for index, (made, segment) in enumerate(self.calls):
             if call is not None and index != call:
@@ -140,14 +140,14 @@ class _Expansion:
         self._copies: dict[_Place, fx.Node] = {}
 
     def run(self) -> None:
-        """Raises NotRepeatable where the expanded graph would not be what a whole trace is."""
+        """Expand. Raises NotRepeatable where the graph would not be what a whole trace is."""
         places = [place for node in self.module.graph.nodes for place in self._expanded(node)]
         for place in sorted(places, key=self._order):
             self._copy(place)
         self.module.graph = self.graph
 
     def _expanded(self, node: fx.Node) -> Iterator[_Place]:
-        """What is computed where a node of the contracted graph stands."""
+        """Yield what is computed where a node of the contracted graph stands."""
         if node.target is not repeat and node.target is not repeat_backward:
             if (None, node) not in self._same:
                 yield None, node
@@ -180,7 +180,7 @@ class _Expansion:
         return self._place_of[name]
 
     def _parameter(self, place: _Place) -> str:
-        """What a gather or a reduction gathers or reduces here."""
+        """Return the parameter that a gather or a reduction is for here."""
         index, node = place
         name = dialect.parameter_of(node)
         return name if index is None else self._parameters[index][name]
@@ -208,7 +208,7 @@ class _Expansion:
             _check(node, copy, index)
 
     def _copy_of(self, place: _Place) -> fx.Node:
-        """The node that takes the place of another, or of what that stands for."""
+        """Return the node that takes the place of another, or of what that stands for."""
         index, node = place
         while place in self._same:
             place = self._same[place]
@@ -219,7 +219,7 @@ class _Expansion:
         return self._copies[place]
 
     def _lies_in_a_copy(self, node: fx.Node) -> bool:
-        """Whether a value around layers lies in the memory of one of theirs, which is not that of the call's result."""
+        """Say if a value around layers lies in the memory of one of theirs, which is not that of the call's result."""
         memory = {compat.storage_id(tensor) for tensor in iterate_tensors(node.meta.get("val"))}
         for source in node.all_input_nodes:
             old, new = source.meta.get("val"), self._copy_of((None, source)).meta.get("val")
@@ -234,7 +234,7 @@ def _check(original: fx.Node, node: fx.Node, index: int | None) -> None:
 
 
 def _origins(traced: Segment, segment: Segment) -> dict[str, dict[Hashable, Any]]:
-    """Where nodes come from: per kind of metadata, that of the traced segment → that of this one."""
+    """Map, per kind of metadata that says where nodes come from, that of the traced segment to that of this one."""
     found: dict[str, dict[Hashable, Any]] = {}
     for key, source in (("stack_trace",) * 2, ("nn_module_stack",) * 2, ("fwd_nn_module_stack", "nn_module_stack")):
         olds, news = ([node.meta.get(source) for node in s.nodes] for s in (traced, segment))

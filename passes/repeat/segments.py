@@ -1,8 +1,7 @@
-"""Segments of Dynamo's graph that compute the same: what ``repeat.py`` has traced once.
+"""Segments are parts of Dynamo's graph; of equal ones ``repeat.py`` has one traced.
 
 A segment runs from the first use of a unit's parameters to that of the next unit's, and takes the gathers that nothing
-else reads. Two are equal when they are so up to the names of nodes and parameters: operators, constants, and all
-metadata of all values.
+else reads. Two are equal when operators, constants and all metadata of values are, up to names.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _WITHOUT_EFFECT = frozenset({compat.log_api_usage})
 
 
 class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as one of its own
-    """A layer does not repeat the trace of another, although it looked like it. The message says why, ``call`` which
-    layer, by the index of its call, where it is a single one."""
+    """Says why a layer does not repeat another's trace; ``call``: the index of its call, if it is a single one."""
 
     def __init__(self, reason: str, call: int | None = None) -> None:
         super().__init__(reason)
@@ -40,7 +38,7 @@ class NotRepeatable(BaseException):  # AOTAutograd retells every Exception as on
 
 @dataclass
 class Segment:
-    """Nodes of Dynamo's graph, in its order; ``inputs`` in the order of their first use."""
+    """Holds nodes of Dynamo's graph, in its order; ``inputs`` in the order of their first use."""
 
     unit: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -49,12 +47,12 @@ class Segment:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the parameters that are gathered in it, in the order of their gathers."""
+        """Name the parameters that are gathered in it, in the order of their gathers."""
         return [dialect.parameter_of(node) for node in self.nodes if node.target is dialect.gather_param]
 
 
 def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
-    """Groups of equal segments, large enough to be worth it, after gathers were inserted. Linear."""
+    """Find groups of equal segments, large enough to be worth it, after gathers were inserted. Linear."""
     segments = _segments(graph, model)
     positions = {node: index for index, node in enumerate(graph.nodes)}
     groups: dict[Hashable, list[Segment]] = {}
@@ -72,7 +70,7 @@ def find_repeats(graph: fx.Graph, model: ModelSpec) -> list[list[Segment]]:
 
 
 def _segments(graph: fx.Graph, model: ModelSpec) -> list[Segment]:
-    """Consecutive nodes. A node that is traced in other ways than as an operator on tensors ends a segment."""
+    """Divide a graph into segments. A node that is traced otherwise than as an operator on tensors ends one."""
     found: list[Segment] = []
     seen: set[str] = set()
     current: Segment | None = None
@@ -117,8 +115,8 @@ def _complete(segment: Segment) -> None:
 
 
 def _check_gradients(segment: Segment, positions: dict[fx.Node, int]) -> None:
-    """Gradients of a value are added up in the reverse order of its uses, and those of a segment by themselves. That
-    is the same order only where no other use comes behind it; sums of floating-point numbers differ otherwise."""
+    """Refuse a segment where a value is used behind it too. Gradients of a value are added up in the reverse order of
+    its uses, those of a segment by themselves: sums of floating-point numbers would differ."""
     inside, end = set(segment.nodes), positions[segment.nodes[-1]]
     for node in segment.inputs:
         if not any(tensor.requires_grad for tensor in iterate_tensors(node.meta.get("example_value"))):

@@ -1,8 +1,7 @@
-"""The trace of one of several equal layers, and the operators that stand for them while the model around is traced.
+"""One of several equal layers is traced, and operators stand for all while the model around is traced.
 
 A layer is called as ``repeat`` on its inputs and differentiated as ``repeat_backward`` on the gradients of its outputs;
-both are told which call it is. Neither is ever run: what they compute is the trace, which takes their places
-(``repeat.py``).
+both are told which call it is. Neither is ever run: the trace takes their places (``repeat.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Decompositions = dict[Any, Callable[..., Any]] | None
 
 @dataclass
 class Trace:
-    """What AOTAutograd made of ``segment``. ``forward`` and ``backward`` are the nodes of ``module``, without
-    its inputs, that are computed in either.
+    """Holds what AOTAutograd made of ``segment``: ``forward`` and ``backward`` are the computed nodes of ``module``.
 
     ``inputs``: placeholders for the layer's inputs; ``tangents``: for the gradients of those ``outputs`` that are
     ``differentiable``. ``gradients``: per input the node, or None where it needs none. ``prepared``: for the backend,
@@ -52,14 +50,14 @@ class Trace:
 
     @property
     def found_gradients(self) -> list[fx.Node]:
-        """What ``repeat_backward`` returns."""
+        """Return the nodes whose values ``repeat_backward`` returns."""
         return [node for node in self.gradients if node is not None]
 
 
 def trace(
     index: int, segment: Segment, module: fx.GraphModule, prepare: Prepare, decompositions: Decompositions
 ) -> Trace:
-    """Trace a segment of Dynamo's ``module``; with its gradients where AOTAutograd would.
+    """Trace a segment of Dynamo's ``module``, with its gradients where AOTAutograd would.
 
     Raises:
         NotRepeatable: it writes to its inputs, returns views of them, or has something in it that is not an operator.

@@ -1,1 +1,1 @@
-"""The passes, one per file, and the arithmetic of each beside it."""
+"""This folder has the passes, one per file, each with its arithmetic beside it."""

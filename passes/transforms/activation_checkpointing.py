@@ -1,20 +1,16 @@
-"""The joint graph: which activations of units are saved for backward, and which are computed again.
+"""Choose in the joint graph which activations of units are saved for backward, and which are computed again.
 
-The partitioner recomputes what is tagged so; this pass writes the tags that ``torch.utils.checkpoint`` leaves under
-torch.compile, per call of a unit (``unit_calls.py``) and without wrapping a module. Three policies:
+The pass writes the tags that ``torch.utils.checkpoint`` leaves under torch.compile, per call of a unit
+(``unit_calls.py``), and the partitioner follows them. Three policies:
 
-- ``"unit"``: all of a unit is computed again. Saved is what it reads from outside (besides parameters, which are
-  gathered) and what others read of it.
+- ``"unit"``: all of a unit is recomputed. Saved is what it reads from outside (besides parameters) and what others read
+  of it.
 - ``"selective"``, or a collection of operators: likewise, but the results of these operators are saved.
-- a number: the partitioner chooses, within this part of the memory between saving inputs only (0) and what it saves
-  by itself (1). What goes from one unit to another is saved, so that no unit's recomputation needs another's
-  parameters; and so are random numbers, which the partitioner would draw anew.
+- a number: the partitioner chooses, within this part of the memory between saving inputs only (0) and what it saves by
+  itself (1). What goes between units, random numbers, and what reads a bucket that no gradient needs is saved.
 
-What ranks do alike. Tags follow from the traced graph alone. The partitioner's choice under a number may depend on
-sizes, and ranks may have different ones; so that it cannot decide which parameters backward gathers, what reads a
-bucket that no gradient needs is saved.
-
-Recomputed random numbers are forward's: the partitioner saves the generator's state in front of each.
+Tags follow from the traced graph alone, and the partitioner's choice may not decide what backward gathers: ranks do
+alike. Reasons: *Activation checkpointing* and *Memory budget of activations* in docs/decisions/memory.md.
 """
 
 from __future__ import annotations
@@ -62,13 +58,13 @@ _SELECTED = (
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """What becomes of the activations that units save for backward.
+    """Says what becomes of the activations that units save for backward.
 
     recompute: ``"unit"``, ``"selective"``, a collection of operators (OpOverload, OpOverloadPacket or
-        HigherOrderOperator) whose results are saved, a memory budget from 0 to 1, or None: nothing is computed again
-        but what the partitioner chooses.
-    offload: what is saved for backward is copied to the CPU after forward has used it last, and back before backward
-        does. The unit that backward needs first stays.
+    HigherOrderOperator) whose results are saved, a memory budget from 0 to 1, or None: the partitioner chooses.
+
+    offload: what is saved is copied to the CPU after its last use in forward, and back before backward uses it. The
+    unit that backward needs first stays.
 
     Raises:
         ValueError, TypeError: ``recompute`` or ``offload`` is none of these.
@@ -88,7 +84,7 @@ class ActivationCheckpointing:
 
     @classmethod
     def of(cls, value: Any) -> ActivationCheckpointing | None:
-        """The option of ``compile`` as one of these; None for None. Raises as the constructor does."""
+        """Make one of the option of ``compile``; None of None. Raises as the constructor does."""
         if value is None or isinstance(value, ActivationCheckpointing):
             return value
         return cls(None, offload=True) if isinstance(value, str) and value == "offload" else cls(value)
@@ -128,7 +124,7 @@ class CheckpointActivations(GraphPass):
         object.__setattr__(self, "recompute", given)
 
     def settings(self) -> str:
-        """With the names of operators, which are their own on each rank."""
+        """Return the pass with the names of operators: the objects themselves are their own on each rank."""
         names = map(str, self.recompute) if isinstance(self.recompute, tuple) else [str(self.recompute)]
         return f"{self}: {', '.join(sorted(names))}"
 
@@ -180,7 +176,7 @@ def _within_budget(budget: float, joint: _Joint) -> str:
 
 
 def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationCheckpointing) -> PassPipeline:
-    """The pipeline with the passes that carry out ``policy``, behind the one that provides ``recompute_tagged``.
+    """Return the pipeline with the passes that carry out ``policy``, behind the one that provides ``recompute_tagged``.
 
     Raises:
         ValueError: it has such a pass already, or no place for one.
@@ -203,8 +199,7 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
 
 
 class _Joint:
-    """What the pass asks of a joint graph. ``calls``: operators that forward computes, or backward without gradients,
-    by the call of a unit that they belong to."""
+    """Describes a joint graph. ``calls``: operators that need no gradients → the call of a unit they belong to."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes
@@ -227,7 +222,7 @@ class _Joint:
                     self.calls[node] = of.pop()
 
     def borders(self) -> list[fx.Node]:
-        """What forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
+        """Find what forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
         left_out = self.of_parameters | self.constants
         found = []
         for node in self.graph.fx_graph.nodes:
@@ -239,7 +234,7 @@ class _Joint:
         return found
 
     def readers_of_unneeded_buckets(self) -> list[fx.Node]:
-        """What reads parameters of buckets of which no gradient reads any."""
+        """Find what reads parameters of buckets of which no gradient reads any."""
         of, read = dict[fx.Node, set[str]](), dict[fx.Node, set[str]]()  # buckets that a parameter is of, a node reads
         for node in self.graph.fx_graph.nodes:
             read[node] = {bucket for source in node.all_input_nodes for bucket in of.get(source, ())}

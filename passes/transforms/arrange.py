@@ -1,7 +1,7 @@
-"""Which parameters share a bucket, and in which messages a bucket is gathered. Decided once, before anything is traced.
+"""Arrange parameters in buckets, and a bucket in messages, once before anything is traced.
 
-All of it follows from the parameters' shapes, the mesh and the hardware's description, which ranks share: the shards
-lie in storage as the buckets do, so that a bucket is one slice of it.
+It follows from the parameters' shapes, the mesh and the hardware's description, which ranks share. The shards lie in
+storage as the buckets do, so that a bucket is one slice of it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ _PARTS, _WORTH = 4, 0.75  # see _divide_first
 def arrange_buckets(
     model: ModelSpec, size: BucketSize, cost: CostModel | None = None, budget: int | None = None
 ) -> ModelSpec:
-    """``model`` with buckets of ``size``:
+    """Return ``model`` with buckets of ``size``:
 
     - ``"unit"``: one per unit, and see :func:`_divide_first`;
     - ``"none"``: one per parameter;
     - a number of gathered bytes that a bucket of several parameters does not exceed;
     - ``"auto"``: the smallest such number at which an all-gather reaches nine tenths of the link's bandwidth by the
-      cost model. Where that is more than the largest unit it is the largest unit; with a ``budget`` it is at most half
-      of that (one bucket in use, one under way).
+      cost model, at most the largest unit, and at most half of a ``budget`` (one bucket in use, one under way).
+
+    Raises:
+        ValueError: ``"auto"`` without a cost model.
     """
     if size == "unit":
         buckets = unit_buckets(model.parameters.values())
@@ -60,9 +62,7 @@ def arrange_buckets(
 
 
 def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) -> tuple[BucketSpec, ...]:
-    """The first unit's bucket in about four, where that is worth its launches. No compute comes before its gather in
-    forward and none after its reduction in backward to hide them; a part of it is there sooner, and all but the last
-    part is reduced earlier. Worth it: the first part takes at most three quarters of the whole's time."""
+    """Divide the first unit's bucket in about four, where the first takes at most 3/4 of the whole's time."""
     first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
     if first is None:
         return buckets
@@ -87,8 +87,8 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
 
 
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
-    """Parameters in order of registration, each dtype by itself. A unit that exceeds the cap is divided, always in
-    the same way, so that equal units stay equal; units that do not are put together."""
+    """Make buckets of parameters in order of registration, each dtype by itself. A unit that exceeds the cap is
+    divided, equal units alike; units that do not are put together."""
     units = [_fill([[p] for p in run], cap) for _, run in unit_runs(model.parameters.values())]
     chosen: list[_Members] = []
     for (is_divided, _), alike in itertools.groupby(units, key=lambda parts: (len(parts) > 1, _dtypes(parts[0]))):
@@ -98,7 +98,7 @@ def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
 
 
 def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
-    """Consecutive parts put together while they stay within ``cap`` bytes."""
+    """Put consecutive parts together while they stay within ``cap`` bytes."""
     filled: list[_Members] = []
     room = 0
     for part in parts:
@@ -123,15 +123,13 @@ def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:
 
 
 def gathered_nbytes(p: ParameterSpec) -> int:
-    """Bytes that a parameter takes of its gathered bucket, padding included."""
+    """Count the bytes that a parameter takes of its gathered bucket, padding included."""
     return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
 
 
 def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
-    """A parameter gets a message of its own where that costs less than unpacking it from a common one. The others come
-    last in the bucket and share one, so that there is but one of these; unless unpacking all of them costs more than a
-    message for each, of which one would be the common one (two parameters that are nearly dear enough). () where one
-    message does it all."""
+    """Give a parameter a message of its own where that costs less than unpacking it from a common one. The others come
+    last in the bucket and share one, unless unpacking all of them costs more than a message for each."""
     alone: _Members = []
     shared: _Members = []
     for p in bucket.parameters:

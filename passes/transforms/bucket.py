@@ -1,13 +1,10 @@
-"""Gathers and reductions become bucketed collectives, one bucket per unit.
+"""Gathers and reductions become bucketed collectives, in a correct serial schedule.
 
-What comes out is a correct serial schedule: a bucket is started and waited for just before its first use, and
-reduced and waited for just after its last gradient. Moving starts up and waits down is the schedule pass's job.
-
-Reductions follow the settings made after compile. A graph that does not reduce a unit's gradients
-(``set_requires_gradient_sync(False)``) ends each of them in an ``accumulate_grad`` where the reduction would start, so
-that the compute regions are those of the graph that reduces. Where replicas alone are left out
-(``set_requires_all_reduce(False)``) gradients are reduced over the ranks that shard, and their shards are kept. The
-next graph that reduces a parameter's gradient adds what is kept to it, in the executor.
+A bucket is started and waited for just before its first use, and reduced and waited for just after its last gradient. A
+graph that does not reduce a unit's gradients (``set_requires_gradient_sync(False)``) ends each of them in an
+``accumulate_grad`` where the reduction would start, so that compute regions stay the same. Where replicas alone are
+left out (``set_requires_all_reduce(False)``) the reduced shards are kept. The next graph that reduces a parameter's
+gradient adds what is kept, in the executor.
 """
 
 from __future__ import annotations
@@ -41,18 +38,15 @@ _Groups = dict[str, list[fx.Node]]  # bucket → its ``gather_param`` or ``reduc
 
 @dataclass(frozen=True, repr=False)
 class Bucket(GraphPass):
-    """Gathers of a bucket: one ``all_gather_start``/``wait`` pair, each parameter a view of the buffer.
-    Gradients of a bucket: one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on a
-    mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas stands in between.
+    """Makes one ``all_gather_start``/``wait`` pair of a bucket's gathers, with a view of the buffer for each parameter.
 
-    A bucket is gathered whole even where a graph uses part of it (backward needs no biases): which part that is can
-    depend on the partitioner, and so on a rank's shapes, and the collective's size must not. It also keeps the
-    bucket one slice of the shard storage, with nothing to pack.
-    ``size`` is what a bucket holds, and ``budget`` bounds it, as in :func:`.arrange.arrange_buckets`.
+    A bucket's gradients become one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on
+    a mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas follows. A bucket is
+    gathered whole even where a graph uses a part of it (docs/decisions/gathers_and_schedule.md). ``size`` is what a
+    bucket holds, and ``budget`` bounds it, as in :func:`.arrange.arrange_buckets`.
 
-    Scalars are replicated: they are used as they are, and their gradients are all-reduced.
-    Where nothing is sharded a gather is its shard, and the gradients of a bucket are all-reduced over the replicas. On
-    one rank a reduction is its gradient too, and nothing is communicated or copied.
+    Scalars are replicated, and their gradients are all-reduced. Where nothing is sharded a gather is its shard, and a
+    bucket's gradients are all-reduced over the replicas. On one rank nothing is communicated or copied.
     """
 
     size: BucketSize = "unit"
@@ -106,8 +100,7 @@ def _parameter(node: fx.Node, context: PassContext) -> ParameterSpec:
 
 
 def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
-    """Gradients are reduced by the buckets that parameters are gathered in; a unit's scalars, which are in none, by
-    their dtype and that of the reduction, where it is not what the model's other scalars have."""
+    """Name the bucket of a parameter; a unit's scalars, which are not gathered, are named by their dtypes."""
     if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
@@ -123,7 +116,7 @@ def _cast(graph: Graph, value: fx.Node, dtype: torch.dtype, like: fx.Node | None
 
 
 def _device(node: fx.Node) -> dict[str, torch.device]:
-    """The argument that makes a node's value of its operand, where that is on another device."""
+    """Return the argument that makes a node's value of its operand, where that is on another device."""
     device = node.meta["val"].device
     return {} if operand(node).meta["val"].device == device else {"device": device}
 
@@ -132,8 +125,7 @@ def _device(node: fx.Node) -> dict[str, torch.device]:
 
 
 def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
-    """The gathers of buckets, and those of what is only copied to the device. In the places of the others are now the
-    shards, which are used as they are."""
+    """Return the gathers of buckets and those of what is only copied; the others' shards take their places."""
     gathered: _Groups = {}
     copied: _Groups = {}
     for node in graph.with_role(Role.GATHER):
@@ -181,13 +173,13 @@ def _gather(
 
 
 def _piece(graph: Graph, flat: fx.Node, begin: int, shape: Sequence[int], name: str, like: fx.Node) -> fx.Node:
-    """A view of a flat tensor from element ``begin`` on, in ``shape``."""
+    """View a flat tensor from element ``begin`` on, in ``shape``."""
     node = graph.call(aten.slice.Tensor, (flat, 0, begin, begin + math.prod(shape)), name=name, like=like)
     return node if len(shape) == 1 else graph.call(aten.view.default, (node, list(shape)), name=name, like=like)
 
 
 def _fetch(graph: Graph, context: PassContext, name: str, nodes: list[fx.Node]) -> None:
-    """Parameters that are used without a gather are views of a copy on the device."""
+    """Make parameters that are used without a gather views of a copy on the device."""
     parameters, positions = [_parameter(node, context) for node in nodes], graph.positions()
     bucket, offload = context.model.bucket_of.get(parameters[0].name), context.model.offload
     assert offload is not None
@@ -208,7 +200,7 @@ def _fetch(graph: Graph, context: PassContext, name: str, nodes: list[fx.Node]) 
 
 
 def _begins(parameters: Sequence[ParameterSpec]) -> list[int]:
-    """Where shards begin that lie one behind the other, and where the last ends."""
+    """Return where shards begin that lie one behind the other, and where the last ends."""
     return list(itertools.accumulate((p.shard_numel for p in parameters), initial=0))
 
 
@@ -274,8 +266,7 @@ def _reduce_bucket(
 def _reduced(
     graph: Graph, context: PassContext, grads: list[fx.Node], parameters: list[ParameterSpec], of: NodeRecord
 ) -> tuple[fx.Node, list[int]]:
-    """Insert the collectives of a bucket's gradients; the flat result of the last, waited for, and where in it each
-    parameter's begins."""
+    """Insert a bucket's collectives; return the last flat result, and where in it each parameter's begins."""
     model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)
@@ -302,19 +293,19 @@ def _reduced(
 
 
 def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
-    """Whether a gradient is kept as it is. Where nothing is sharded, the replicas are all that it is reduced over."""
+    """Say whether a gradient is kept as it is; where nothing is sharded, the replicas are all it is reduced over."""
     settings = context.settings
     return p.unit in settings.unsynced or (context.model.world_size == 1 and p.unit in settings.unreplicated)
 
 
 def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
-    """Whether a gradient is kept after its reduction over the ranks that shard."""
+    """Say whether a gradient is kept after its reduction over the ranks that shard."""
     model = context.model
     return model.replicas > 1 and model.world_size > 1 and p.unit in context.settings.unreplicated
 
 
 def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
-    """``grad``: whole, or this rank's shard of it."""
+    """Keep a gradient, whole or this rank's shard of it, for a later graph."""
     p = context.model.parameters[parameter]
     device = HOST if context.model.offload is not None else None
     arguments = (grad, list(p.shard_shape), p.dtype, p.reduce_dtype, p.name, device)
@@ -326,8 +317,7 @@ def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, buck
 def reduction_options(
     parameters: list[ParameterSpec], bucket: str, context: PassContext
 ) -> tuple[dict[str, Any], str | None]:
-    """Keyword arguments of the collectives that reduce these parameters' gradients, and the unit whose hook sees the
-    result, if there is one.
+    """Return keyword arguments of the collectives that reduce these gradients, and the unit whose hook sees the result.
 
     Raises:
         ValueError: the units of the bucket differ in what the user has set.

@@ -1,18 +1,16 @@
-"""Constraints on the global view of a graph: where XLA's partitioner must put a value.
+"""Constraints say on the global view of a graph where XLA's partitioner must put a value.
 
-``sharding="auto"`` of the XLA backend compiles the graph of the global batch, and XLA's partitioner divides it among
-the devices. It keeps to FSDP only where it is told to: a gather is the constraint that a parameter is replicated, a
-reduction the constraint that a gradient is sharded, and an activation is constrained to be sharded as the batch is.
-Without the last, the partitioner may gather activations and leave parameters sharded.
+``sharding="auto"`` of the XLA backend compiles the graph of the global batch, which XLA's partitioner divides. It keeps
+to FSDP only where it is told to: a gather constrains a parameter to be replicated, a reduction a gradient to be
+sharded, and activations are sharded as the batch is; else it may gather activations and leave parameters sharded.
 
 | operator | meaning |
 |---|---|
 | ``constrain(value, axes, mesh)`` | ``value``, dimension ``i`` of it sharded over the mesh axes ``axes[i]`` |
 | ``mark_sharding(value, axes)`` | the user's ``xs.mark_sharding`` in a forward; ``ConstrainActivations`` replaces it |
 
-``axes`` has a string per dimension: ``""`` for a dimension that is not sharded, ``"fsdp"``, or ``"data,fsdp"`` for one
-that is sharded over several. ``mesh`` is a name that the runtime knows the mesh by. The gradient of a constrained value
-is constrained alike.
+``axes`` has a string per dimension: ``""`` for one that is not sharded, ``"fsdp"``, or ``"data,fsdp"`` for several
+axes. The runtime knows the mesh by the name ``mesh``. The gradient of a constrained value is constrained alike.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ torch.library.register_autograd(
 
 @dataclass(frozen=True, repr=False)
 class ConstrainActivations(GraphPass):
-    """What goes into the model and what comes out of a unit is sharded over the batch, as far as its first dimension
-    is the batch's; what the user marked, as marked. ``batch_axes``: the mesh axes over which the batch is sharded."""
+    """Shards over the batch what goes into the model and what comes out of a unit, where the first dimension is the
+    batch's, and what the user marked as marked. ``batch_axes``: the mesh axes over which the batch is sharded."""
 
     mesh: str
     batch_axes: str
@@ -94,7 +92,7 @@ class ConstrainActivations(GraphPass):
 
 
 def _leaves_unit(node: fx.Node, calls: dict[fx.Node, UnitCall]) -> bool:
-    """It is read outside of the call of the unit that computes it. Integers do not say how compute is divided."""
+    """Say whether a value is read outside of its call of a unit. Integers do not say how compute is divided."""
     if node.op == "placeholder" or not node.meta["example_value"].is_floating_point():
         return False
     call = calls.get(node)

@@ -1,4 +1,4 @@
-"""Edits that several passes make of a graph: pairs of a start and a wait, inputs, outputs, and what nobody reads."""
+"""Several passes share these edits: pairs of a start and a wait, inputs, outputs, and what nobody reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAIRS = {
 
 
 def without_defaults(target: OpOverload[..., Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a call without those at the end that the operator's schema has as defaults."""
+    """Drop the arguments at the end of a call that are the defaults of the operator's schema."""
     given = list(arguments)
     described = schema_arguments(target)
     while given and described[len(given) - 1].default_value == given[-1]:
@@ -43,8 +43,8 @@ def start_and_wait(
     of: NodeRecord,
     options: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """Insert a collective or a copy at the current insertion point, and its wait right behind it; the wait. ``of``:
-    unit, bucket and parameters of both nodes' records."""
+    """Insert a collective or a copy at the current insertion point with its wait right behind it, and return the wait.
+    Both records have the unit, bucket and parameters of ``of``."""
     wait, verb, done = _PAIRS[target]
     start = graph.call(target, without_defaults(target, arguments), options, name=f"{verb}_{of.bucket}")
     recorded(start, of, Role(f"{verb}_start"))
@@ -52,12 +52,12 @@ def start_and_wait(
 
 
 def recorded(node: fx.Node, of: NodeRecord, role: Role, params: tuple[str, ...] | None = None) -> fx.Node:
-    """The node, whose record is ``of`` with another role, its own bytes and, where given, other parameters."""
+    """Give a node the record ``of`` with another role, its own bytes and, where given, other parameters."""
     return set_record(node, replace(of, role=role, params=params or of.params, nbytes=nbytes(node.meta["val"])))
 
 
 def with_results(wait: fx.Node) -> list[fx.Node]:
-    """A wait and what is computed of its result, which only the output reads."""
+    """Return a wait and what is computed of its result, which only the output reads."""
     group, frontier = [wait], [wait]
     while frontier:
         frontier = list(dict.fromkeys(user for node in frontier for user in node.users if user.op != "output"))
@@ -71,7 +71,7 @@ def move_with_results(wait: fx.Node, before: fx.Node) -> None:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from, without inputs of the graph."""
+    """Return the nodes and all that they are computed from, without inputs of the graph."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -85,7 +85,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def computed_of(
     nodes: Iterable[fx.Node], is_source: Callable[[fx.Node], bool], joins: Callable[[fx.Node], bool] = bool
 ) -> set[fx.Node]:
-    """The sources among nodes in the graph's order, and what joins of all that is computed of them alone."""
+    """Return the sources among ``nodes``, in the graph's order, and what is computed of them alone and ``joins``."""
     found: set[fx.Node] = set()
     for node in nodes:
         inputs = node.all_input_nodes
@@ -95,7 +95,7 @@ def computed_of(
 
 
 def reached_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """The sources, and what is computed of them and of other values."""
+    """Return the sources, and what is computed of them and of other values."""
     found = set(sources)
     for node in graph.fx_graph.nodes:
         if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
@@ -111,7 +111,7 @@ def put_behind_inputs(graph: Graph, nodes: Iterable[fx.Node]) -> None:
 
 
 def behind(graph: Graph, nodes: Iterable[fx.Node], positions: dict[fx.Node, int]) -> fx.Node:
-    """The node in front of which stands what reads all of ``nodes`` as soon as they are there."""
+    """Return the node before which something stands that reads all of ``nodes`` as soon as they are there."""
     last = max(nodes, key=positions.__getitem__)
     return (graph.placeholders[-1] if last.op == "placeholder" else last).next
 
@@ -131,7 +131,7 @@ def add_outputs(graph: Graph, place: int | None, nodes: Iterable[fx.Node]) -> No
 
 
 def first_saved(backward: Graph) -> fx.Node:
-    """The first tensor that backward receives.
+    """Return the first tensor that backward receives.
 
     [Note: saved tensors] AOTAutograd's backward takes symbolic sizes, then saved tensors, then tangents. Tensors of
     ours go in front of the saved ones, as they stand in front of them among forward's outputs, behind the user's.
@@ -140,7 +140,7 @@ def first_saved(backward: Graph) -> fx.Node:
 
 
 def units_of(node: fx.Node, context: PassContext) -> set[str]:
-    """The units of the parameters that a node is for."""
+    """Return the units of the parameters that a node is for."""
     return {context.model.spec_of(name).unit for name in node.meta["fsdp"].params}
 
 

@@ -1,5 +1,4 @@
-"""Gathers come into the graphs: each full-shape parameter input of Dynamo's graph becomes a shard input and a gather,
-and gathers, reductions and shard inputs of the graph that AOTAutograd traces get their typed records."""
+"""Gathers come into the graphs: parameter inputs become shards with gathers, and AOTAutograd's graph gets records."""
 
 from __future__ import annotations
 
@@ -16,11 +15,10 @@ from graph_fsdp.passes.transforms.edits import ancestors, without_defaults
 
 
 class InsertGathers(GraphPass):
-    """Every parameter input is retyped to the local shard; ``gather_param`` makes the full parameter of it.
+    """Retypes every parameter input to the local shard, of which ``gather_param`` makes the full parameter.
 
-    The gathers stand together before the graph's first operator: where they run is for later passes to say. What is
-    sharded on another dimension than the first comes out of its gather with that dimension first; a copy puts it back,
-    as the model may rely on a parameter's strides.
+    The gathers stand together before the graph's first operator; later passes move them. A parameter that is sharded on
+    another dimension than the first is gathered with that dimension first, and copied back to the strides of the model.
     """
 
     name = "insert_gathers"
@@ -60,8 +58,7 @@ def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext
 
 
 class Annotate(GraphPass):
-    """AOTAutograd traces anew and keeps no metadata of ours: the operators' own ``param`` argument says what each
-    node is for, and this pass writes it down once for all passes after it."""
+    """Writes each node's record, by the operators' ``param``: AOTAutograd keeps no metadata of ours."""
 
     name = "annotate"
     phases = ("joint", "inference")

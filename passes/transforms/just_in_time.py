@@ -1,18 +1,14 @@
-"""Nodes that the partitioner put at one end of a graph move to where the rest of their unit is.
+"""Nodes that the partitioner put at one end of a graph move to where the rest of their unit is. Linear.
 
-Backward. The partitioner puts everything that backward recomputes before its first gradient, in forward order. In that
-order all buckets would be gathered at once, the first unit's first. Walking the gradient nodes in autograd's order and
-emitting each one's inputs just before it gives the order in which an eager backward would run.
+Backward. The partitioner puts all recomputation before the first gradient, in forward order, so that all buckets would
+be gathered at once. Walking the gradient nodes in autograd's order and emitting each one's inputs just before it gives
+the order of an eager backward.
 
-Forward. What backward computes without its gradients (a layer norm's ``rstd / n``) may be computed in forward, and
-saved in place of what it is computed from. The partitioner puts it behind the last unit, for all units: the last
-compute region would then grow with the model's depth. Each such node moves up to behind the last of its inputs.
+Forward. What backward computes without gradients (a layer norm's ``rstd / n``) may be computed in forward, and saved.
+The partitioner puts it behind the last unit; it moves up to behind the last of its inputs.
 
-Both. What several units read and none of them computes from its own parameters or from what these yield (rotary
-embeddings, a mask) stands in front of the first of them, so that it computes what the others do and no more. It is
-in memory from a unit earlier on.
-
-All linear.
+Both. What several units read and none computes from its own parameters (rotary embeddings, a mask) stands in front of
+the first of them, so that this one computes what the others do and no more. It is in memory a unit earlier.
 """
 
 from __future__ import annotations
@@ -34,6 +30,8 @@ _SHARED = 3
 
 
 class JustInTime(GraphPass):
+    """Moves nodes to where the rest of their unit is."""
+
     name = "just_in_time"
     phases = ("forward", "backward")
     requires = ("partitioned",)

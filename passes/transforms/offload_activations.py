@@ -1,12 +1,11 @@
 """Saved activations of units wait on the CPU for their backward.
 
-Forward copies each to the CPU after it has used it last, and returns the copy in its place. Backward copies it back one
-region before the one that reads it, as a gather is started ahead. Copies stand next to collectives, where compute
-regions are cut anyway; in a graph without collectives, where the next unit begins.
+Forward copies each to the CPU after its last use, and returns the copy in its place. Backward copies it back one region
+before the one that reads it. Copies stand next to collectives, where compute regions are cut anyway; in a graph without
+collectives, where the next unit begins.
 
-What is copied: whole tensors of at least ``SMALLEST`` bytes that a unit computes or reads and that nobody holds beside
-autograd. Views are not saved but made again (``SaveBases``). What belongs to the unit that forward uses last stays:
-backward would wait for it at once.
+Copied are whole tensors of at least ``SMALLEST`` bytes that a unit computes or reads and that nobody holds beside
+autograd. Views are made again (``SaveBases``). What the unit used last needs stays: backward would wait for it at once.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _WAITS = {
 
 
 class SaveBases(GraphPass):
-    """What a view looks at is saved, and the view made again in backward: then one copy moves all of the memory."""
+    """Saves what a view looks at, and has backward make the view again: one copy then moves all of the memory."""
 
     name = "save_bases"
     phases = ("joint",)
@@ -56,13 +55,15 @@ class SaveBases(GraphPass):
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Also an element of a list of views (split), but not one of a tuple that an operator computes."""
+    """Say whether a node is a view; of lists, an element of split is one, one of an operator's results is not."""
     if node.op != "call_function" or not is_view(node):
         return False
     return node.target is not operator.getitem or is_view(aliased_inputs(node)[0])
 
 
 class OffloadActivations(GraphPass):
+    """Copies saved activations to the CPU in forward, and back in backward."""
+
     name = "offload_activations"
     phases = ("forward", "backward")
     requires = ("scheduled",)
@@ -113,7 +114,7 @@ def _copy(
 def _owners(
     saved: Sequence[fx.Node], for_user: Sequence[Any], calls: dict[fx.Node, UnitCall]
 ) -> dict[fx.Node, UnitCall]:
-    """Saved tensor → the last call that computes or reads it, whose backward needs it first."""
+    """Return for each saved tensor the last call that computes or reads it, whose backward needs it first."""
     last = max((call.index for call in calls.values()), default=-1)
     owners = {}
     for node in saved:
@@ -127,7 +128,7 @@ def _owners(
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """A tensor on a device, dense, with a storage of its own, of a size worth a copy."""
+    """Say whether a value is a dense tensor on a device, with a storage of its own, of a size worth a copy."""
     value = node.meta["val"]
     if value_nbytes(value) < SMALLEST or _is_view(node):
         return False
@@ -163,7 +164,7 @@ def _reload(graph: Graph, context: PassContext) -> str:
 
 
 def _borders(graph: Graph, otherwise: Iterable[fx.Node]) -> list[fx.Node]:
-    """The first node of each group of communication nodes; ``otherwise`` where there is no communication."""
+    """Return the first node of each group of communication nodes; ``otherwise`` where there is no communication."""
     groups = [b for a, b in itertools.pairwise(graph.nodes) if _is_communication(b) and not _is_communication(a)]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
 
@@ -173,7 +174,7 @@ def _is_communication(node: fx.Node) -> bool:
 
 
 def _behind(border: Sequence[fx.Node], graph: Graph) -> fx.Node:
-    """The node in front of which a copy stands that is started at a border: behind its communication."""
+    """Return the node before which a copy is started at a border: behind its communication."""
     node = border[0] if border else graph.placeholders[-1].next
     while node.target in dialect.EXECUTED:
         node = node.next

@@ -1,13 +1,10 @@
-"""What the partitioner left is mended before all passes, whatever pipeline the user has.
+"""Mend what the partitioner left, before all passes and whatever pipeline the user has.
 
-**Inputs that forward writes to.** A module may write to its buffers, or to its inputs, which AOTAutograd makes a copy
-at the end of the graph. The partitioner takes inputs for free, and does not ask whether they are still the same when
-backward reads them. torch's own ``aot_eager`` has wrong gradients from that. So what is saved of such an input is a
-copy of what it was.
+**Inputs that forward writes to**: where such an input is saved, a copy of its old value is saved instead, or backward
+would read the new one (*Saved inputs that forward writes to* in docs/decisions/memory.md).
 
-**Parameters that are whole before the forward begins** are inputs of the graphs, and nothing of them is gathered. A
-graph takes such parameters behind its other inputs; backward, what forward saved of them. Gradients are reduced to
-shards as ever.
+**Parameters that are whole before the forward begins** are inputs and not gathered. A graph takes them behind its other
+inputs; backward, what forward saved of them. Gradients are reduced to shards as ever.
 """
 
 from __future__ import annotations
@@ -30,8 +27,8 @@ from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_sav
 
 
 def save_as_they_were(forward: Graph, user_outputs: int) -> None:
-    """Copy inputs that forward writes to and saves, or saves views of, at its beginning. ``user_outputs``: number of
-    outputs that are the user's; saved tensors follow."""
+    """Copy inputs at forward's beginning that it writes to and saves, or saves views of. ``user_outputs``: how many
+    outputs are the user's; saved tensors follow."""
     nodes, roots = forward.nodes, forward.alias_roots()
 
     def of(found: Iterable[Any]) -> set[fx.Node]:
@@ -56,9 +53,8 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> None:
 
 
 def take_unsharded(graphs: Sequence[Graph], context: PassContext) -> None:
-    """Replace the gathers of whole parameters by inputs, if there are any; then each graph has a stage of its own.
-    ``graphs``: forward and backward, or the inference graph. ``unsharded`` of forward or inference then
-    says which parameters it takes, in order."""
+    """Replace the gathers of whole parameters in ``graphs``, forward and backward or inference, by inputs. If there are
+    any, each graph gets a stage, and ``unsharded`` of the first names its parameters in order."""
     begin = time.perf_counter()
     model, units = context.model, context.settings.unsharded
     gathers = [{dialect.parameter_of(n): n for n in g.nodes if n.target is dialect.gather_param} for g in graphs]

@@ -1,16 +1,12 @@
-"""The schedule: gathers start early enough to be hidden, reductions are waited for late.
+"""The prefetch pass starts gathers early enough to be hidden, and waits for reductions late.
 
-Gathers start next to a wait, so that no compute region is cut for them: which one is the arithmetic of
-``schedule.py``. The collectives keep the order of the plan, whatever the order of this graph's nodes: a rank that
-recompiles alone must not reorder them.
+Gathers start next to a wait, so that no compute region is cut for them (``schedule.py``), in the plan's order: a rank
+that recompiles alone must not reorder collectives. A wait that only cheap operators separate from the communication
+before it moves up to it, or they would be a compute region of their own.
 
-A wait that only cheap operators separate from the communication before it moves up to it: a compute region of a
-residual addition alone costs more than the overlap that it gives.
-
-Reductions are waited for as late as the number of them that may be under way allows. On a mesh that also replicates, a
-reduction has two stages: a bucket's gradients are reduced over the group that shards, and the result is reduced over
-the replicas. The second stage starts where the first is waited for, which is late, and is waited for later still, so
-that both run while other units compute. At most as many of each stage are under way.
+On a mesh that also replicates, a gradient is reduced over the group that shards, and the result over the replicas. The
+second stage starts where the first is waited for, which is late, and is waited for later still, so that both run beside
+compute. At most as many of each stage are under way.
 """
 
 from __future__ import annotations
@@ -41,17 +37,17 @@ Distance = int | Literal["auto"] | BackwardPrefetch | None
 
 @dataclass(frozen=True, repr=False)
 class Prefetch(GraphPass):
-    """``distance``: how gathers are started ahead of their use.
+    """Schedules gathers and reductions. ``distance`` says how gathers are started ahead of their use:
 
-    - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the
-      memory that one unit ahead takes.
+    - ``"auto"``: as late as still hides them by the cost model, within the budget; without a budget, within the memory
+      that one unit ahead takes.
     - an int: when the bucket so many before has arrived. 0 gathers right before the use, with nothing to hide it.
-    - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket
-      before has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
+    - FSDP1's names, for backward (forward is then one ahead): ``BackwardPrefetch.BACKWARD_PRE``, when the bucket before
+      has arrived; ``BACKWARD_POST``, when the bucket before was used last, which never holds two; None, 0.
 
-    ``forward``: the same for forward and inference, where it is not to be as in backward: an int or ``"auto"``.
-    ``reductions_in_flight``: reductions that may be under way at once, at least 1; None is 2 or, where gradients are
-    what takes most memory, 1 (see :func:`reductions_under_way`).
+    ``forward``: the same for forward and inference, where they differ from backward: an int or ``"auto"``.
+    ``reductions_in_flight``: reductions that may be under way at once, at least 1; None: see
+    :func:`reductions_under_way`.
     ``budget``: most bytes of gathered parameters at any point, under way or arrived; None for no limit.
     """
 
@@ -126,10 +122,10 @@ def _check_distance(name: str, distance: Distance) -> None:
 
 
 def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassContext) -> tuple[After, bool]:
-    """``after`` with what the user has set for this graph, and whether that is anything: FSDP2's
-    ``set_modules_to_forward_prefetch`` and ``…_backward_prefetch``. When the first bucket of a unit has arrived, the
-    gathers of the units that it names start. A gather that stands before one of them in the plan's order starts no
-    later, since the order of the collectives stays. Units that nobody names start as they would without.
+    """Apply FSDP2's ``set_modules_to_forward_prefetch`` (``…_backward_prefetch``), and say whether any is set.
+
+    When the first bucket of a unit has arrived, the gathers of the units that it names start, and those before them in
+    the plan's order no later. Units that nobody names start as they would without.
 
     Raises:
         SettingError: a unit is to be gathered when one that is used after it has arrived.
@@ -164,8 +160,8 @@ def _explicit(graph: Graph, waits: list[fx.Node], after: After, context: PassCon
 def _arrivals(
     graph: Graph, waits: list[fx.Node], of_unit: dict[str, list[int]], context: PassContext
 ) -> dict[str, int]:
-    """Unit → the wait at which it is there: its own first one, or, where nothing of it is gathered (it was kept, or
-    whole before), the last one before its first use; -1 for the beginning."""
+    """Return for each unit the wait at which it is there: its own first one, or, where nothing of it is gathered (it
+    was kept, or whole before), the last one before its first use; -1 for the beginning."""
     found = {unit: places[0] for unit, places in of_unit.items()}
     positions = graph.positions()
     for node in graph.with_role(Role.KEPT, Role.UNSHARDED):
@@ -188,8 +184,7 @@ def _move(graph: Graph, starts: list[fx.Node], waits: list[fx.Node], after: Afte
 
 
 def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> None:
-    """Each gather starts when the bucket before it was used last, just before that bucket's reduction: nothing of
-    the wait is hidden but what the reduction and what follows take, and no two buckets are held."""
+    """Start each gather at the last use of the bucket before, in front of its reduction: one is held at a time."""
     positions = graph.positions()
     buckets = graph.buckets
     for before, start, wait in zip(starts, starts[1:], waits[1:], strict=False):
@@ -205,8 +200,8 @@ def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.N
 
 
 def _hoist_waits(graph: Graph, within_budget: bool) -> None:
-    """Waits, and the gathers that start with them, move up over cheap operators; not over those that read a gathered
-    buffer where that must be free before the gathers start."""
+    """Move waits, and the gathers that start with them, up over cheap operators; with a budget, not over readers of
+    gathered buffers, which must be free before the gathers start."""
     readers: set[fx.Node] = set()
     if within_budget:
         readers = {node for gather in graph.gathers for node in gather.reads}
@@ -235,9 +230,8 @@ def _in_plan_order(starts: list[fx.Node], planned: list[tuple[str, str]] | None)
 
 
 def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) -> int:
-    """How many reductions may be under way at once where nobody has said: one where the full gradients that they send
-    are what backward holds most of, because activations are computed again or because gradients are copied into a wider
-    type to be reduced; else two."""
+    """Return how many reductions may be under way at once where nobody has said: one where full gradients are most of
+    what backward holds, because activations are recomputed or gradients are copied into a wider type; else two."""
 
     def widens(start: fx.Node) -> bool:
         given = arguments(start)
@@ -247,9 +241,9 @@ def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool) ->
 
 
 def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
-    """Reductions start in the order given and are waited for as late as ``in_flight`` of them allow.
+    """Start reductions in the order given, and wait for them as late as ``in_flight`` of them allow. Linear.
 
-    The second stages keep that order too: the sequence of all collectives follows from it. Linear.
+    The second stages keep that order too: the sequence of all collectives follows from it.
     """
     for start in starts:
         _start_behind_fusible(start)
@@ -269,9 +263,8 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
 
 
 def _start_behind_fusible(start: fx.Node) -> None:
-    """Move a start, with its wait, over the pointwise operators and reductions that follow it (the rest of a norm's
-    backward, a residual addition). They fuse into the kernels before it; a start in between would cut a compute region
-    for them alone."""
+    """Move a start, with its wait, over the pointwise operators and reductions that follow it: they fuse into the
+    kernels before it, and a start in between would cut a compute region for them alone."""
     group = [start, *with_results(wait_of(start))]
     node, inside = start, set(group)
     while node in inside:

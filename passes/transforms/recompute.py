@@ -1,11 +1,8 @@
 """Gathered parameters in the joint graph are recomputed in backward, and never saved for it.
 
-The partitioner would save every full parameter, since a gather is dear. Gathers, and what is cheap and computed from
-parameters alone (views, casts, pointwise operators), are therefore tagged MUST_RECOMPUTE. Whether a bucket is kept
-after all is one decision per bucket and belongs to the reshard pass.
-
-What a region of ``torch.utils.checkpoint`` gives to code behind it is saved, where backward needs it. Else the
-region would be computed again before the backward of that code begins, whose gradients would be in memory beside it.
+Gathers, and what is cheap and computed from parameters alone (views, casts, pointwise operators), are tagged
+MUST_RECOMPUTE, as the partitioner would save every full parameter. The reshard pass decides per bucket what is kept.
+What backward needs of the results of a ``torch.utils.checkpoint`` region is saved (docs/decisions/memory.md).
 """
 
 from __future__ import annotations
@@ -29,6 +26,8 @@ _REGION_ID = 2**31
 
 
 class TagRecompute(GraphPass):
+    """Tags gathers and what is computed from parameters alone to be recomputed."""
+
     name = "recompute"
     phases = ("joint",)
     requires = ("annotated",)
@@ -58,12 +57,12 @@ class TagRecompute(GraphPass):
 
 
 def is_of_parameters(node: fx.Node) -> bool:
-    """Whether the pass has tagged the node."""
+    """Say whether the pass has tagged the node."""
     return node.meta.get("ac_graph_id") == _REGION_ID
 
 
 def _results(checkpointed: list[fx.Node], graph: Graph, context: PassContext) -> list[fx.Node]:
-    """What forward computes in a region of the user's and reads outside of it, or an element of it."""
+    """Return what forward computes in a region of the user's and reads outside of it, or an element of it."""
     forward = forward_nodes(graph, context)
 
     def leaves(node: fx.Node) -> bool:
@@ -75,14 +74,13 @@ def _results(checkpointed: list[fx.Node], graph: Graph, context: PassContext) ->
 
 
 def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
-    """What the user's outputs are computed from in a joint or forward graph, and they themselves; no inputs."""
+    """Return the user's outputs in a joint or forward graph and what they are computed from; no inputs."""
     outputs = operands(graph.output)[: context.forward_outputs]
     return ancestors(node for node in outputs if isinstance(node, fx.Node))
 
 
 def save(node: fx.Node) -> None:
-    """The node's value is not computed again. A view or an element of a tuple has no memory of its own: its base, and
-    not the view, is what the partitioner can save."""
+    """Tag a node's value to be saved; of a view or an element of a tuple, its base, which has the memory."""
     while True:
         sources = aliased_inputs(node)
         if not sources:
@@ -93,7 +91,7 @@ def save(node: fx.Node) -> None:
 
 
 def tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    """An operator that returns several tensors is saved or computed again with all of them."""
+    """Tag an operator; one that returns several tensors is saved or computed again with all of them."""
     node.meta["recompute"] = policy
     for user in node.users:
         if user.target is operator.getitem:

@@ -1,20 +1,18 @@
-"""Which gathered buckets graphs hand to each other, and which are gathered again.
+"""Graphs hand gathered buckets to each other, or gather them again.
 
-**From forward to backward**: a bucket stays gathered (ZeRO-2) or is gathered again (ZeRO-3). A kept bucket becomes one
-more tensor that forward saves and backward receives: its buffer, whole. Its gather in backward disappears.
+**From forward to backward**: a bucket stays gathered (ZeRO-2) or is gathered again (ZeRO-3). A kept bucket's whole
+buffer becomes one more tensor that forward saves and backward receives, and its gather in backward disappears.
 
-**A shard for a smaller group**: FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks (those
-of a machine, say). After its last use in forward, a bucket is cut to this rank's 1/n of it, which forward saves;
-backward gathers it over the small group. A gathered bucket is parameter-major: over ``W`` ranks the parameter at
-element ``o`` of the shard lies at ``W * o``, as ``W`` chunks. A rank keeps ``s = W / n`` consecutive chunks of each, at
-``s * o``. So what it keeps is a shard of the same bucket over ``n`` ranks, in which every offset and size is ``s``
-times as large, and gathering it over them gives the same buffer. Which chunks they are is the rank's place in its
-group, and known at run time only: the graph is the same on all ranks.
+**A shard for a smaller group**: FSDP2's ``reshard_after_forward=<int>``, for groups of ``n`` consecutive ranks. After
+its last use in forward a bucket is cut to this rank's 1/n of it; backward gathers that over the small group. Over ``W``
+ranks the parameter at element ``o`` of the shard lies at ``W * o`` of the bucket, as ``W`` chunks. With ``s = W/n``, a
+rank keeps ``s`` consecutive chunks of each, at ``s * o``: a shard of the same bucket over ``n`` ranks, with every
+offset and size ``s`` times as large. A rank's place in its group says at run time which; the graph is the same on all
+ranks.
 
-**From one piece of a broken model to a later one** of the same forward call (``fullgraph=False``). A piece *takes* a
-bucket that an earlier one has gathered: an input, in place of a gather. A piece *gives* what it gathered, or took, to a
-later one: an output behind all others, and nothing frees it. Which ones is decided outside (``PassContext.sharing``);
-backward, and what forward keeps for it, are the same for all variants of a piece.
+**From one piece of a broken model to a later one** of the same forward call (``fullgraph=False``): a piece *takes* a
+bucket as an input in place of a gather, and *gives* one as an output behind all others, which nothing frees.
+``PassContext.sharing`` says which; backward, and what forward keeps for it, are the same for all variants of a piece.
 """
 
 from __future__ import annotations
@@ -47,10 +45,11 @@ from graph_fsdp.passes.transforms.schedule import Gathers, at_distance, find_gat
 
 @dataclass(frozen=True, repr=False)
 class Reshard(GraphPass):
-    """``reshard_after_forward``: True gathers every bucket again in backward, False keeps every bucket, None keeps
-    only the unit that forward uses last, whose backward comes first and would gather it again at once. ``"auto"``
-    keeps, within ``budget`` bytes of gathered parameters, the buckets whose second gather costs most time per byte.
-    Where the model has a group to reshard to, what is not kept is cut to a shard over it.
+    """Decides which buckets forward keeps for backward, by ``reshard_after_forward`` of the context.
+
+    True gathers every bucket again in backward, False keeps every bucket, None keeps only the unit that forward uses
+    last, whose backward comes first. ``"auto"`` keeps, within ``budget`` bytes of gathered parameters, the buckets
+    whose second gather costs most time per byte. What is not kept is cut to a shard where there is a group for it.
     """
 
     budget: int | None = None
@@ -83,7 +82,7 @@ class Reshard(GraphPass):
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
     def _choose(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
-        """What the user has set for a unit since ``compile`` goes before what holds for all."""
+        """Choose what is kept: what the user has set for a unit since ``compile`` goes before what holds for all."""
         chosen = self._choose_by_policy(graph, waits, context)
         again = {wait: _set(wait, context) for wait in waits}
         kept = [wait for wait in waits if (wait in chosen if again[wait] is None else not again[wait])]
@@ -124,15 +123,14 @@ def _receive(graph: Graph, context: PassContext) -> str:
 
 
 def _set(wait: fx.Node, context: PassContext) -> bool | None:
-    """Whether the user has set that a bucket is gathered again; None where nothing was. A bucket of several units is
-    kept if one of them is to be."""
+    """Say whether a bucket is set to be gathered again, which all of its units have to be; None if not set."""
     settings = dict(context.settings.reshard_after_forward)
     found = [settings[unit] for unit in units_of(wait, context) if unit in settings]
     return all(found) if found else None
 
 
 def _check_needed(graph: Graph, context: PassContext) -> None:
-    """Backward reads no parameter of a unit that ``set_unshard_in_backward(False)`` named."""
+    """Refuse a backward that reads parameters of a unit that ``set_unshard_in_backward(False)`` named."""
     unneeded = context.settings.not_gathered_in_backward
     for node in graph.with_role(Role.UNPACK) if unneeded else ():
         name = node.meta["fsdp"].params[0]
@@ -144,7 +142,7 @@ def _check_needed(graph: Graph, context: PassContext) -> None:
 
 
 def _used_last(gathers: Gathers, waits: list[fx.Node]) -> list[fx.Node]:
-    """The buckets of the unit that is used last, as far as no other unit is used after them."""
+    """Return the buckets of the unit that is used last, as far as no other unit is used after them."""
     by_use = sorted(range(len(waits)), key=lambda k: (gathers.last[k], k), reverse=True)
     last_unit = waits[by_use[0]].meta["fsdp"].unit
     kept = itertools.takewhile(lambda k: waits[k].meta["fsdp"].unit == last_unit, by_use)
@@ -152,10 +150,8 @@ def _used_last(gathers: Gathers, waits: list[fx.Node]) -> list[fx.Node]:
 
 
 def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, cost: CostModel | None) -> list[int]:
-    """Greedily by seconds per byte; of equals the one used later, whose memory is held for less time.
-
-    What is kept is live to the end of forward, beside what is gathered one bucket ahead.
-    """
+    """Choose greedily by seconds per byte; of equals the one used later, whose memory is held for less time. What is
+    kept is live to the end of forward, beside what is gathered one bucket ahead."""
     if budget is None or cost is None:
         raise ValueError(
             "reshard_after_forward='auto' keeps what a budget of gathered bytes has room for; pass "
@@ -177,13 +173,12 @@ def _worth_keeping(gathers: Gathers, starts: list[fx.Node], budget: int | None, 
 
 
 def scale_of(context: PassContext) -> int:
-    """How many chunks of a parameter a rank keeps: offsets and sizes are as many times larger than in a shard."""
+    """Return how many chunks of a parameter a rank keeps, by which offsets and sizes grow."""
     return context.model.world_size // context.model.reshard_size
 
 
 def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
-    """Cut a shard out of each of these gathered buckets, before the first collective after its last use: there the
-    compute regions are cut anyway, and the buffer is freed."""
+    """Cut a shard out of each of these buffers, before the first collective after its last use."""
     reads = {gather.wait: gather.reads for gather in graph.gathers}
     next_communication = graph.next_communication()
     found = []
@@ -215,8 +210,8 @@ def _gather_from(graph: Graph, shard: fx.Node, start: fx.Node, context: PassCont
 
 
 def share_buckets(graph: Graph, context: PassContext) -> None:
-    """Of a bucketed graph: ``graph.taken`` then names what it takes, in the order of its last inputs, and
-    ``graph.given`` what it gives, in that of its last outputs."""
+    """Take and give a bucketed graph's shared buckets: ``graph.taken`` names those taken, in the order of its last
+    inputs, ``graph.given`` those given, in that of its last outputs."""
     sharing = context.sharing
     if not sharing or graph.phase == "backward":
         return

@@ -1,21 +1,20 @@
-"""When gathers start: the arithmetic of the prefetch pass, on the buckets of one graph.
+"""The arithmetic of the prefetch pass says when the gathers of one graph start.
 
-Let the gathers be ``g_0, g_1, …`` in the plan's order and ``w_k`` the wait of ``g_k``. A schedule is a list
-``after``: gather ``k`` starts right after ``w_after[k]``, at the top for -1, and right before its own wait for ``k``.
-Gathers start only next to a wait, where the compute regions are cut anyway.
+Let the gathers be ``g_0, g_1, …`` in the plan's order and ``w_k`` the wait of ``g_k``. A schedule is a list ``after``:
+gather ``k`` starts right after ``w_after[k]``, at the top for -1, and right before its own wait for ``k``.
 
 *Latest start* (``latest_starts``). With ``A_k`` the compute time before ``w_k`` and ``d_k`` the gather's duration,
-gathers share one lane, so going backwards ``S_k = min(A_k, S_(k+1)) - d_k``: the latest moment at which gather ``k``
+gathers share one lane, so going backwards ``S_k = min(A_k, S_(k+1)) - d_k`` is the latest moment at which gather ``k``
 may start and hide all of itself and of those behind it. It starts after the last wait at or before ``S_k``.
 
-*Budget* (``fit``). Time is counted in intervals; interval ``t`` ends with ``w_t``. A buffer is live from the interval
-in which its gather starts through that of its last use; one that starts right before its own wait, from the
-interval after it. A gather that would exceed the budget starts later. Feasibility does not depend on how early
-others start: what is live at a gather's own wait is what was gathered before it and is still used.
+*Budget* (``fit``). Interval ``t`` of time ends with ``w_t``. A buffer is live from the interval in which its gather
+starts (right before its own wait: the next one) through that of its last use. A gather that would exceed the budget
+starts later. That is feasible however early others start: what is live at a gather's own wait was gathered before it
+and is still used.
 
-*Choice* (``choose``). Reductions share the lane and come when their gradients are there, which the recursion does
-not see. So it is tried with durations scaled up, beside fixed distances, and the clock of ``simulate`` decides;
-of schedules that take equally long, the one that holds fewest byte-intervals wins.
+*Choice* (``choose``). The recursion does not see reductions, which share the lane. So it is tried with durations scaled
+up, beside fixed distances, and the clock of ``simulate`` decides; of equally fast schedules, the one that holds fewest
+byte-intervals wins.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _EQUAL = 1.001  # schedules this close on a modelled clock are the same
 
 
 class BudgetError(ValueError):
-    """The budget of gathered bytes is smaller than what has to be gathered at once."""
+    """Says that the budget of gathered bytes is smaller than what has to be gathered at once."""
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """The gathers of a graph, and when their buffers are used. ``last[k]``: the interval of the last use of buffer
-    ``k``; ``received``: (bytes, interval of last use) of the buffers that forward kept."""
+    """Describes the gathers of a graph, and when their buffers are used. ``last[k]``: the interval of the last use of
+    buffer ``k``; ``received``: (bytes, interval of last use) of the buffers that forward kept."""
 
     phase: str
     units: list[str]
@@ -58,7 +57,7 @@ class Gathers:
         return len(self.nbytes)
 
     def live(self, after: Sequence[int] = ()) -> list[int]:
-        """Bytes per interval under a schedule; without one, those that are live whatever the schedule."""
+        """Return the bytes per interval under a schedule; without one, those that are live whatever the schedule."""
         changes = [0] * (len(self) + 2)
         received = ((nbytes, -1, last) for nbytes, last in self.received)
         for nbytes, begin, last in (*received, *zip(self.nbytes, after, self.last, strict=False)):
@@ -83,12 +82,12 @@ def find_gathers(graph: Graph, starts: list[fx.Node], waits: list[fx.Node]) -> G
 
 
 def at_distance(count: int, distance: int) -> After:
-    """Each gather starts when the bucket ``distance`` before it has arrived."""
+    """Start each gather when the bucket ``distance`` before it has arrived."""
     return [max(-1, k - distance) for k in range(count)]
 
 
 def one_unit_ahead(gathers: Gathers) -> After:
-    """The buckets of a unit start when the first bucket of the unit before it has arrived."""
+    """Start the buckets of a unit when the first bucket of the unit before it has arrived."""
     after: After = []
     begin = previous = -1  # the first buckets of this unit's run and of the run before it
     for k, unit in enumerate(gathers.units):
@@ -126,7 +125,7 @@ def fit(gathers: Gathers, after: After, budget: int) -> After:
 
 
 def latest_starts(arrivals: list[float], durations: list[float], scale: float = 1.0) -> After:
-    """``arrivals[k]``: seconds of compute before ``w_k``. See *Latest start* above."""
+    """Start gathers as late as still hides them; ``arrivals[k]``: seconds of compute before ``w_k``."""
     after = [0] * len(arrivals)
     start = float("inf")
     for k in reversed(range(len(arrivals))):
@@ -137,8 +136,8 @@ def latest_starts(arrivals: list[float], durations: list[float], scale: float = 
 
 @dataclass(frozen=True)
 class Segments:
-    """A serial graph as the clock sees it. ``tasks`` in order: what is computed, reductions that start, and waits for
-    ``gathers``, which a schedule puts between them. ``arrivals``: seconds of compute before each of these waits."""
+    """A serial graph as the clock sees it has ``tasks`` in order: what is computed, reductions that start, and waits
+    for ``gathers``, which a schedule puts between them. ``arrivals``: seconds of compute before each of these waits."""
 
     tasks: list[Task]
     gathers: list[Task]
@@ -168,7 +167,7 @@ class Segments:
         return cls([*tasks, Task(compute)], gathers, list(ordered))
 
     def seconds(self, after: After) -> float:
-        """Duration of the graph under a schedule, by the clock of ``simulate``."""
+        """Return the duration of the graph under a schedule, by the clock of ``simulate``."""
         due: dict[Task | None, list[Task]] = {None: []}  # gather → those that start behind its wait; None: at the top
         for gather, anchor in zip(self.gathers, after, strict=True):
             due.setdefault(self.gathers[anchor] if anchor >= 0 else None, []).append(gather)
@@ -184,8 +183,7 @@ class Segments:
 
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None) -> After:
-    """The fastest schedule by the clock that stays within the budget; without one, within what gathering one unit
-    ahead holds anyway."""
+    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds."""
     if not len(gathers):
         return []
     limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget

@@ -1,26 +1,22 @@
-"""Gathered buffers are freed, and get their slots: a fixed set of pieces of memory for each graph, before it runs.
+"""Gathered buffers are freed, and get slots: a fixed set of pieces of memory for each graph, before it runs.
 
-A buffer is freed after its last use through any alias. Not right after it but before the next collective starts or is
-waited for: nothing is allocated for a gather in between, and a free in the middle of a unit's computation would cut its
-compute region in two.
+A buffer is freed after its last use through any alias, just before the next collective starts or is waited for: nothing
+is allocated in between, and a free in the middle of a unit's computation would cut its compute region.
 
 A buffer occupies its slot while the nodes ``begin`` to ``end`` run, both included: a bucket's buffer from the start of
-its gather to its free, a landing buffer from the start to the wait. Two buffers that are live at one node get
-different slots, so an assignment is a colouring of an interval graph. Taken in order of ``begin``, each with any slot
-that is free, the intervals need as many slots as are live at once, and no assignment does with fewer (the left-edge
-algorithm: Hashimoto and Stevens 1971; Golumbic 1980, chapter 8).
+its gather to its free, a landing buffer from the start to the wait. Buffers that are live at one node get different
+slots. Taken in order of ``begin``, each with any free slot, they need as many slots as are live at once, the fewest
+possible (the left-edge algorithm: Hashimoto and Stevens 1971; Golumbic 1980, chapter 8).
 
-Which of the free slots decides how large they become: the smallest that is large enough, else the largest, which
-grows (``colour``). A small buffer in a large slot may hold that for longer than a slot of its own would cost. So we
-colour twice, all buffers together and those of each power of two by themselves, and take the assignment with fewer
-bytes allocated at once, of equals the one that holds them for fewer nodes (``assign``). With ``live`` the bytes of live
-buffers, the maxima over all nodes:
+A buffer takes the smallest free slot that is large enough, else the largest, which grows (``colour``). We colour all
+buffers together and those of each power of two by themselves, and take the assignment with fewer bytes allocated at
+once, of equals the one that holds them for fewer nodes (``assign``). With maxima over all nodes:
 
-    max live  <=  bytes allocated at once  <=  bytes of the k largest buffers, where k are live at once,
-                                               and 2 * (the sum over powers of two of max live of that size)
+    max live bytes  <=  bytes allocated at once  <=  bytes of the k largest buffers, where k are live at once,
+                                                     and 2 * (the sum over powers of two of max live of that size)
 
-The first because each slot has the size of one of its buffers, the second because those of a power of two are
-as many as are live at once and less than twice as large as any of them.
+The first holds because each slot has the size of one of its buffers, the second because those of a power of two are as
+many as are live at once and less than twice as large as any of them.
 """
 
 from __future__ import annotations
@@ -46,8 +42,8 @@ _SHOWN = 4  # buffers per slot in the report
 
 
 class Free(GraphPass):
-    """A buffer that the graph returns (kept for backward, or a parameter that the model gives out) is not freed:
-    its record says that it escapes, and it is given back when nobody holds it any more."""
+    """Frees buffers. One that the graph returns (kept for backward, or given out by the model) is not freed: its record
+    says that it escapes, and it is given back when nobody holds it any more."""
 
     name = "free"
     requires = ("bucketed",)
@@ -73,10 +69,9 @@ class Free(GraphPass):
 
 
 class AssignSlots(GraphPass):
-    """Every gathered buffer that does not outlive the graph, and every landing buffer, gets a slot. The records of
-    the gathers say which, ``graph.slots`` how many bytes each slot has.
+    """Gives a slot to every gathered buffer that does not outlive the graph, and to every landing buffer.
 
-    Needs nothing but the graph: ranks with equal graphs come to equal slots, and so does a recompilation.
+    The records of the gathers say which, ``graph.slots`` how many bytes each slot has. Equal graphs get equal slots.
     """
 
     name = "slots"
@@ -95,7 +90,7 @@ class AssignSlots(GraphPass):
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A buffer that wants a slot: live while the nodes at the positions ``begin`` to ``end`` run."""
+    """A buffer that wants a slot is live while the nodes at the positions ``begin`` to ``end`` run."""
 
     start: fx.Node
     landing: bool
@@ -105,12 +100,12 @@ class Lifetime:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of a slot: rounded up to ALIGNMENT."""
+        """Return the bytes that it takes of a slot: rounded up to ALIGNMENT."""
         return -(-self.used_nbytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def slot(self) -> int | None:
-        """The slot that the gather's record gives it."""
+        """Return the slot that the gather's record gives it."""
         record = self.start.meta["fsdp"]
         slot: int | None = record.landing_slot if self.landing else record.slot
         return slot
@@ -121,8 +116,7 @@ class Lifetime:
 
 
 def lifetimes(graph: Graph) -> list[Lifetime]:
-    """The buffers of the gathers of a graph whose buffers are freed, in the order in which they are allocated. Those
-    that outlive the graph have memory of their own and are left out."""
+    """Return the buffers of a freed graph's gathers that do not outlive it, in the order of their allocation."""
     positions, output = graph.positions(), graph.output
     found = []
     for gather in graph.gathers:
@@ -141,7 +135,7 @@ Assignment = tuple[list[int], list[int]]  # the slot of each interval, the bytes
 
 
 def assign(intervals: Sequence[Interval]) -> Assignment:
-    """Slots for intervals that may share memory where they do not overlap. O(n log n) comparisons."""
+    """Assign slots to intervals, which may share memory where they do not overlap. O(n log n) comparisons."""
     together = colour(intervals, [0] * len(intervals))
     apart = colour(intervals, [nbytes.bit_length() for _, _, nbytes in intervals])
     return min(together, apart, key=lambda assignment: _cost(intervals, assignment))
@@ -170,7 +164,7 @@ def colour(intervals: Sequence[Interval], classes: Sequence[int]) -> Assignment:
 
 
 def _cost(intervals: Sequence[Interval], assignment: Assignment) -> tuple[int, int]:
-    """Most bytes allocated at once, and the sum over nodes of the bytes allocated."""
+    """Return the most bytes allocated at once, and the sum over nodes of the bytes allocated."""
     slots, sizes = assignment
     spans: dict[int, Interval] = {}
     for (begin, end, _), slot in zip(intervals, slots, strict=True):
@@ -180,7 +174,7 @@ def _cost(intervals: Sequence[Interval], assignment: Assignment) -> tuple[int, i
 
 
 def most_at_once(intervals: Iterable[Interval]) -> int:
-    """Most bytes of intervals at any node."""
+    """Return the most bytes of intervals at any node."""
     changes = [change for begin, end, nbytes in intervals for change in ((begin, nbytes), (end + 1, -nbytes))]
     # What ends before a node comes before what begins at it.
     return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
@@ -191,8 +185,7 @@ def most_at_once(intervals: Iterable[Interval]) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """One slot of a graph. ``buffers`` that it holds, in order; allocated while the nodes at the positions ``begin``
-    to ``end`` run, from its first buffer's start to its last buffer's end."""
+    """A slot holds ``buffers`` in order, and is allocated while the nodes at the positions ``begin`` to ``end`` run."""
 
     nbytes: int
     buffers: tuple[Lifetime, ...]
@@ -207,14 +200,13 @@ class Slot:
 
     @property
     def buckets(self) -> tuple[str, ...]:
-        """Names of the buckets whose buffers it holds; ``landing of …`` for their landing buffers."""
+        """Name the buckets whose buffers it holds; ``landing of …`` for their landing buffers."""
         return tuple(map(str, self.buffers))
 
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The slots of one graph. ``nbytes``: of all slots together, each allocated once in a run. ``peak``: most bytes
-    that are allocated at once."""
+    """Lists the slots of one graph. ``nbytes``: of all slots; ``peak``: most bytes that are allocated at once."""
 
     slots: tuple[Slot, ...] = ()
 
@@ -239,7 +231,7 @@ class SlotTable:
 
 
 def slot_table(graph: Graph) -> SlotTable:
-    """The slots of a graph after all passes; none without the pass that assigns them."""
+    """Return the slots of a graph after all passes; none without the pass that assigns them."""
     held: list[list[Lifetime]] = [[] for _ in graph.slots]
     for buffer in lifetimes(graph) if graph.slots else ():
         if buffer.slot is not None:

@@ -1,23 +1,20 @@
 """What gathers send is made and placed: copies of shards on the CPU, and payloads of tensor extensions.
 
-A schedule lifts what feeds gathers, copies and payloads, out of its way (``lift``), moves collectives as if it were not
-there, and then places it (``place_copies``, ``place_payloads``).
+A schedule lifts these sources out of its way (``lift``), moves collectives as if they were not there, and then places
+them (``place_copies``, ``place_payloads``).
 
-**Shards and gradients on the CPU**: FSDP2's ``CPUOffloadPolicy``. The bucket pass copies a bucket's shards to the
-device before they are gathered (one flat tensor), and what a reduction yields to the CPU, where the gradients of the
-shards are views of the copy. What is used without a gather (scalars, and everything where nothing is sharded) is copied
-too. Copies are no collectives: ranks need not agree on their order.
+**Shards and gradients on the CPU** (FSDP2's ``CPUOffloadPolicy``). The bucket pass copies a bucket's shards to the
+device before they are gathered, and what a reduction yields to the CPU, where the gradients of the shards are views of
+the copy. What is used without a gather is copied too. A fetch is waited for right before its gather starts, and starts
+behind the gathers before it, so that it runs beside them; the host waits for gradients at the graph's end. Ranks need
+not agree on the order of copies.
 
-- A fetch is waited for right before its gather starts, and starts behind the gathers that start before: the copy runs
-  while those are under way. What it brings is held for that long: one rank's part of a bucket or two.
-- Gradients are waited for at the graph's end, by the host: the CPU reads them next.
-
-**Payloads**: FSDP2's tensor extensions. ``fsdp_pre_all_gather`` makes payloads of a shard (int8 values and scales,
-say), each of which is gathered by a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes the parameter of what
-was gathered. Both are traced like the model, so compilers fuse what they compute with what is around it. The payloads
-of a unit are in buckets of their own, by dtype; the parameter's shard stays in a bucket that is reduced and never
-gathered. An extension may all-reduce over the ranks that shard (torchao's float8 does, for the largest value of a
-weight). A graph's reductions become one, right behind the inputs; backward has what forward found, and reduces nothing.
+**Payloads** (FSDP2's tensor extensions). ``fsdp_pre_all_gather`` makes payloads of a shard (int8 values and scales,
+say), each with a ``gather_param`` of its own; ``fsdp_post_all_gather`` makes the parameter of what was gathered. Both
+are traced like the model. The payloads of a unit are in buckets of their own, by dtype; the parameter's shard stays in
+a bucket that is reduced and never gathered. Where an extension all-reduces over the ranks that shard (torchao's float8,
+for the largest value of a weight), a graph's reductions become one, right behind the inputs; backward has what forward
+found, and reduces nothing.
 """
 
 from __future__ import annotations
@@ -84,12 +81,12 @@ def place_payloads(graph: Graph) -> None:
 
 
 def _reductions(graph: Graph) -> list[fx.Node]:
-    """Not what backward receives of them, which has their records."""
+    """Return the reductions that this graph runs; what backward receives of forward's has their records too."""
     return [node for node in graph.with_role(Role.PAYLOAD_REDUCE) if node.target is dialect.reduce_payloads]
 
 
 def combine_reductions(graph: Graph) -> None:
-    """One all-reduce for all that extensions reduce alike, in front of every other collective."""
+    """Make one all-reduce of all that extensions reduce alike, in front of every other collective."""
     alike: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in _reductions(graph):
         alike.setdefault((*node.args[1:], node.meta["val"].dtype), []).append(node)

@@ -1,1 +1,1 @@
-"""The verifier: what a schedule must never break."""
+"""The verifier checks what a schedule must never break."""

@@ -1,4 +1,4 @@
-"""The verifier: runs after every pass and proves, on the graph, what a schedule must never break.
+"""The verifier runs after every pass and proves, on the graph, what a schedule must never break.
 
 Each check costs one walk of the graph; fake tensors are propagated only through nodes that a pass made or changed.
 """
@@ -76,8 +76,7 @@ class Verifier:
             seen.add(node)
 
     def _values(self) -> None:
-        """Shapes, dtypes and devices agree with the fake tensors wherever a node or one of its inputs was
-        made or edited."""
+        """Shapes, dtypes and devices agree with the fake tensors of nodes that were edited, or whose inputs were."""
         proven: dict[fx.Node, tuple[Any, ...]] = {}
         changed: set[fx.Node] = set()
         for node in self.graph.fx_graph.nodes:
@@ -105,8 +104,7 @@ class Verifier:
             self._fail(invariant, node, f"{node} is annotated as {kind(node.meta['val'])} and computes {computed}")
 
     def _returned(self) -> None:
-        """The user's outputs and the saved tensors stay, except that kept buckets join the latter; each gradient is
-        the one of its own parameter."""
+        """The user's outputs and saved tensors stay, kept buckets join them, each gradient is its parameter's."""
         kept = [kind(node.meta["val"]) for node in self.graph.kept.values()]
         count = self.context.forward_outputs
         expected = [*self.outputs[:count], *kept, *self.outputs[count:]] if kept else self.outputs
@@ -128,7 +126,7 @@ class Verifier:
                 self._fail(invariant, output, f"output {index} was {before} and is {after}")
 
     def _buffers(self) -> None:
-        """Started once, waited for once, freed once after the last use through any alias, not used after."""
+        """Each buffer is started, waited for and freed once, behind its last use through any alias."""
         freed_due = "freed" in self.graph.facts
         roots = self.graph.alias_roots()
         starts = {n for n in self.graph.fx_graph.nodes if n.target in dialect.TRANSFER_STARTS}
@@ -159,8 +157,7 @@ class Verifier:
                 self._fail("each gathered buffer is freed once", buffer, f"{buffer} is never freed")
 
     def _layout(self, node: fx.Node) -> None:
-        """Chunks go into a gather, and parameters come out of it, where the bucket's layout says; gradients go into a
-        reduction in the messages that it says."""
+        """Chunks, parameters and gradients lie where the bucket's layout and messages say."""
         context = self.context
         if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
             self._chunks(node, context.bucket_of(node.meta["fsdp"].params[0]))
@@ -182,7 +179,7 @@ class Verifier:
                 self._fail(_GATHER_INVARIANT, node, wrong)
 
     def _chunks(self, node: fx.Node, bucket: BucketSpec) -> None:
-        """What is gathered, or cut out of a gathered bucket to be gathered in backward."""
+        """Check what is gathered, or cut out of a gathered bucket to be gathered in backward."""
         model, names, scale = self.context.model, [p.name for p in bucket.parameters], 1
         source = argument(node, "shards")[0] if node.target is dialect.all_gather_start else operand(node)
         is_fetched, is_kept = has_role(source, Role.FETCH_WAIT), has_role(source, Role.KEPT_SHARD)
@@ -259,7 +256,7 @@ class Verifier:
         return "started" if node.target is dialect.all_reduce_shard_start else state
 
     def _budget(self) -> None:
-        """Bytes gathered and in flight, from each start until the free (or the last use, before there are frees)."""
+        """Count bytes gathered and in flight, from each start to the free (before there are frees: the last use)."""
         budget = self.context.budget
         if budget is None or "scheduled" not in self.graph.facts:
             return
@@ -316,14 +313,13 @@ class Verifier:
                 self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
 
     def _returned_for(self, parameter: str) -> fx.Node:
-        """What the graph returns where it returned a parameter's gradient; the output where that is nothing."""
+        """Return the value in the place of a parameter's gradient; the output node where that is none."""
         places = (index for index, name in self.gradients.items() if name == parameter)
         value = dict(enumerate(self.graph.outputs)).get(next(places, -1))
         return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
-        """Along the data, each gradient goes through one reduction over the group that shards and one over the
-        replicas, where there are such groups, in this order."""
+        """Each gradient is reduced once over the group that shards, then once over the replicas, if any."""
         phase, model = self.graph.phase, self.context.model
         if phase != "backward" or "bucketed" not in self.graph.facts:
             return
