@@ -33,8 +33,7 @@ from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard
 
 class Program:
     """Runs a compiled graph. Call it with the list of the graph's inputs, which it empties. ``kept`` holds gradients
-    that other graphs of the model did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA
-    graphs."""
+    that other graphs did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA graphs."""
 
     def __init__(
         self,

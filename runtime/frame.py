@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Holds the static part of a start. ``step`` is its index in the program, or None; ``kind`` is "gather", "reduce",
-    "fetch" …"""
+    """Holds the static part of a start: its index ``step`` in the program, or None, and its ``kind``, such as
+    "gather"."""
 
     step: int | None
     bucket: str
@@ -102,8 +102,7 @@ _PAYLOADS = StartPlan(None, "", "reduce payloads")
 
 
 class Frame:
-    """Runs a program once. A start returns a handle, and the wait for it the buffer. ``observers`` see what takes
-    time."""
+    """Runs a program once. A start returns a handle, and its wait the buffer. ``observers`` see what takes time."""
 
     def __init__(self, slots: Slots, kept: KeptGradients, observers: Sequence[Observer]) -> None:
         self.slots, self.counter, self.kept, self.observers = slots, slots.counter, kept, observers
@@ -159,9 +158,8 @@ class Frame:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run, which may have raised ``error``; nothing that fails here hides that. What is still under way may
-        write into the run's buffers, so it is waited for first. After an error that puts ranks out of step, or an
-        interrupt, other ranks may not take part in a collective: it is not waited for, and the process group holds its
-        memory."""
+        write into the run's buffers, so it is waited for first. After an interrupt, or an error that puts ranks out of
+        step, it is not, as other ranks may not take part; the process group then holds the memory of collectives."""
         ends = error is None or (isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP))
         try:
             with contextlib.suppress(*(OUT_OF_STEP if error is not None else ())):

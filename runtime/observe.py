@@ -120,8 +120,7 @@ class Interval:
 
 @dataclass
 class ProgramRun:
-    """Times one run of a program, in seconds from the start of the training step; ``intervals`` are ordered by their
-    begins."""
+    """Times one run of a program, in seconds from the start of the training step; ``intervals`` are in order."""
 
     program: Program
     begin: float

@@ -1,7 +1,6 @@
 """``regions="whole"`` compiles a scheduled graph as one function, collectives included.
 
-The compiler allocates and frees buffers, so there are no slots. It is given ordinary operators and functional
-collectives:
+The compiler allocates and frees buffers, so there are no slots. It is given functional collectives:
 
 | dialect | becomes |
 |---|---|
@@ -54,8 +53,7 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Is an input of the lowered graph, sent by a gather. ``places`` are its shards' places among the scheduled graph's
-    inputs."""
+    """Is an input of the lowered graph for a gather. ``places`` are its shards' among the scheduled graph's inputs."""
 
     places: tuple[int, ...]
     layout: GatherLayout
@@ -75,7 +73,7 @@ class _Messages:
 
 class Lowering:
     """Lowers a copy of a graph that has been through all passes. Each of ``inputs`` is a place among the scheduled
-    graph's inputs or a slice of shards among them. ``runtime/xla/lower.py`` has its own collectives, inputs and
+    graph's inputs or a slice of shards among them. ``runtime/xla/lower.py`` overrides collectives, inputs and
     outputs."""
 
     def __init__(self, graph: Graph) -> None:
@@ -119,8 +117,7 @@ class Lowering:
         return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
 
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
-        """Add a collective for each message, or one for all where the process group can launch several at once
-        (NCCL)."""
+        """Add a collective for each message, or one for all where the process group can launch several (NCCL)."""
         op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
         if len(shards) == 1 or not compat.launches_groups(compat.resolve_group(group), shards[0].meta["val"].device):
             return [self.call(op, shard, world_size, group, name=name) for shard in shards]
@@ -329,8 +326,7 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Is a part of a message that lies in the buffer in one piece. ``begin`` and ``numel`` count elements of the
-    bucket's shard."""
+    """Is a part of a message that lies in the buffer in one piece, in elements of the bucket's shard."""
 
     message: int
     begin: int

@@ -48,8 +48,7 @@ class KeepPlan:
 
 @dataclass
 class KeptGradients:
-    """Holds kept gradients by parameter and whether they are reduced shards, and the hooks on reduced gradients by
-    unit."""
+    """Holds kept gradients by parameter and whether they are reduced shards, and hooks on reduced ones by unit."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
@@ -160,7 +159,7 @@ class AbsentGradients:
         return tuple(self.parameters[index] for index in self._agreed)
 
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``run``, which AOTAutograd has just made, to watch which outputs have a gradient when its backward
+        """Wrap ``run``, which AOTAutograd has just made, to see which outputs have a gradient when its backward
         runs."""
         self._tangents = compat.tangents_of_outputs(self.number_of_tangents)
         if self._tangents is None:

@@ -40,8 +40,7 @@ without_dispatch_modes = python_dispatch._disable_current_modes
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the user's modes in this thread, the outermost first, without those that torch traces or checks a first
-    run with."""
+    """Return the user's modes in this thread, the outermost first, without those that torch itself traces with."""
     if not torch._C._len_torch_dispatch_stack():  # as in nearly every call
         return []
     return [mode for mode in _stack() if not mode.is_infra_mode() and not type(mode).__module__.startswith("torch._")]
@@ -78,8 +77,7 @@ def _is_ignored(mode: TorchDispatchMode) -> bool:
 
 @contextlib.contextmanager
 def _without_hooks_of_torch() -> Iterator[None]:
-    """Take away the modes' hooks on all modules, which Dynamo refuses to trace. In a compiled model no module is
-    called."""
+    """Take away the modes' hooks on all modules, which Dynamo refuses to trace: a compiled model calls no module."""
     taken = [(hooks, dict(hooks)) for hooks in map(vars(nn_module).__getitem__, _HOOKS)]
     for hooks, before in taken:
         for key in [key for key, hook in before.items() if _is_torchs(hook)]:

@@ -215,8 +215,7 @@ def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule
 
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
-    """For a time, let AOTAutograd print forward and backward graphs only if a log wants them; torch 2.13 always
-    does."""
+    """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
     wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
     return _unless(wanted, graph_compile, "_log_fw_bw_graphs", (None, None))
 
@@ -302,8 +301,8 @@ def current_compilation() -> str | None:
 def failed_guards() -> list[tuple[str, str, str | None]]:
     """Return, in a Dynamo backend, which guards of earlier graphs of the same code failed, the graph that ran last
     first: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and the line
-    that the guard is due to, where Dynamo says it. Empty at the first compilation of a piece of code, and on a torch
-    that does not say."""
+    that the guard is due to, if Dynamo says it. Empty at the first compilation of a piece of code, and where torch does
+    not say."""
     metrics = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
     first = metrics.get("recompile_reason")
     if not first:

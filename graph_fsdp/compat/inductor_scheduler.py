@@ -90,6 +90,5 @@ def is_communication(node: Any) -> bool:
 
 
 def is_external(node: Any) -> bool:
-    """Say whether a scheduler node runs a kernel that Inductor does not generate: a product, attention or a
-    fallback."""
+    """Say whether a scheduler node runs a kernel that Inductor does not generate: a product, attention, a fallback."""
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)

@@ -1,5 +1,4 @@
-"""The private names of torch for operators as objects, DTensors, fake tensors and the memory of tensors are used
-here."""
+"""The private names of torch for operators as objects, DTensors, fake tensors and tensors' memory are used here."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rank's own part of a DTensor, outside autograd (``to_local`` would record an op); any other tensor
+    """Return the rank's part of a DTensor, outside autograd (``to_local`` would record an op); any other tensor
     itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -184,8 +183,8 @@ def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
 
 
 def tensor_offset(file: Any, offset: int, length: int) -> int:
-    """Return where in a file the bytes of a tensor's storage begin, of which ``torch.save`` has written ``length``
-    bytes there from ``offset`` on."""
+    """Return where in a file a tensor's bytes begin, which ``torch.save`` wrote into ``length`` bytes from ``offset``
+    on."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     entry: Any = _create_file_view(file, offset, length)

@@ -264,8 +264,7 @@ def _described(value: Tensor) -> Like:
 
 
 def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Return zeros like tensors, or like descriptions of them, with device data of their own; the rest stays as it
-    is."""
+    """Return zeros like tensors, or like descriptions of them, in memory of their own; the rest stays as it is."""
     fresh: list[Any] = []
     for value in descriptions(inputs):  # of those among them that are descriptions already, themselves
         if isinstance(value, Like):

@@ -117,9 +117,9 @@ class BucketRow:
     """Describes one gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph;
     None where the event is not in this graph. ``nbytes`` is the size of the gathered buffer, or of the reduced shard;
     ``slots`` are those of its buffer and landing buffer. ``kind`` is one of ``ROW_KINDS``, and the ``unit`` "" is the
-    root. ``ahead`` counts the buckets that are used for the first time between its start and its wait: a gather starts
-    so many units ahead of its use. Predicted are ``seconds``, which it takes by itself, and ``exposed``, which compute
-    waits for it."""
+    root. ``ahead`` counts the buckets that are first used between its start and its wait: a gather starts so many
+    units ahead of its use. ``seconds``, which it takes by itself, and ``exposed``, which compute waits for it, are
+    predicted."""
 
     name: str
     kind: str
@@ -138,8 +138,7 @@ class BucketRow:
 
 
 def bucket_rows(graph: Graph, timeline: Timeline | None) -> list[BucketRow]:
-    """Return the rows in the order of the graph. Gradients of one bucket that are kept for a later graph are one
-    row."""
+    """Return the rows in the graph's order. Gradients of one bucket that are kept for a later graph are one row."""
     positions = graph.positions()
     gathers = {gather.start or gather.buffer: gather for gather in graph.gathers}
     uses = sorted(positions[gather.reads[0]] for gather in gathers.values() if gather.reads)
@@ -212,8 +211,8 @@ def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
 
 
 def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str], str]) -> str:
-    """Return a unified diff of a stage against the one before it. ``names`` has all stages; ``body`` returns the text
-    of one."""
+    """Return a unified diff of a stage against the one before it, of all ``names``; ``body`` returns the text of
+    one."""
     if stage not in names:
         raise KeyError(f"the {phase} graph has no stage {stage!r}; it has {', '.join(names)}")
     index = names.index(stage)

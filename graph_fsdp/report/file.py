@@ -45,8 +45,8 @@ class SavedReport(Printed):
         self.error: str | None = data["error"]
 
     def stages(self, phase: str, capture: int | None = None) -> dict[str, str]:
-        """Return pass → the graph after it, as Python. ``capture`` is its number; None stands for the latest with such
-        a graph.
+        """Return pass → the graph after it, as Python, of a ``capture`` by its number, or of the latest with such a
+        graph.
 
         Raises:
             KeyError: there is no such graph.

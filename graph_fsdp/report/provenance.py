@@ -1,5 +1,4 @@
-"""Nodes of graphs are traced back to the line and the module that they come from, and parameters through their
-lives."""
+"""Nodes of graphs are traced back to their line and module, and parameters through their lives."""
 
 from __future__ import annotations
 
@@ -85,9 +84,8 @@ def _own_module(node: fx.Node) -> str | None:
 @dataclass(frozen=True)
 class LifeEvent:
     """Says what one node does with the parameter. ``kind`` is the role of a node of the dialect (``"gather_start"``),
-    or ``"use"``: it computes with the parameter, or ``"gradient"``: it computes the parameter's whole gradient.
-    ``position`` is the node's index in the graph after all passes; ``source`` is the line of the model, of uses and
-    gradients."""
+    ``"use"`` where it computes with the parameter, or ``"gradient"`` where it computes the whole gradient. ``position``
+    is the node's index in the graph after all passes; ``source`` is the model's line of a use or gradient."""
 
     graph: int
     phase: Phase

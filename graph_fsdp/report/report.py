@@ -69,8 +69,7 @@ class GraphView(report_text.Printed):
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
-        """Predict when the graph's collectives run by the cost model, and what of them is exposed; None without a
-        model."""
+        """Predict when the graph's collectives run and what is exposed of them; None without a cost model."""
         cost = self.graph.cost if self.graph is not None else None
         return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
 
@@ -82,8 +81,7 @@ class GraphView(report_text.Printed):
 
     @property
     def lowered(self) -> str | None:
-        """Return as Python what a compiler got that takes a graph whole (``regions="whole"``, ``backend="xla"``), else
-        None."""
+        """Return as Python the graph that a compiler got whole (``regions="whole"``, ``backend="xla"``), else None."""
         return self.program if self.whole else None
 
     def hlo(self) -> Any:
@@ -292,8 +290,8 @@ def engine_of(model: nn.Module) -> Any:
 
 def save_failure(error: VerificationError | PassError, engine: Any) -> None:
     """Save the capture that failed, with the graph after each pass and as the failed pass left it, and say so in the
-    error's message. The file is the user's alone: in torch's debug directory with ``TORCH_COMPILE_DEBUG=1``, else where
-    the system keeps temporary files."""
+    error's message. The file is the user's alone: in torch's debug directory (``TORCH_COMPILE_DEBUG=1``) or a temporary
+    one."""
     saved = SavedReport(report_data(GraphReport(engine, engine.graphs[-1:]), stages=True, error=error))
     directory = compat.debug_directory()
     try:

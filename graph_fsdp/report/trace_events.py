@@ -189,8 +189,7 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
 
 
 def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float], spec: ModelSpec) -> list[Slice]:
-    """Return the slices of runs as they were measured. ``alone`` has the seconds that collectives take by
-    themselves."""
+    """Return the slices of runs as measured. ``alone`` has the seconds that collectives take by themselves."""
     slices: list[Slice] = []
     for run in runs:
         steps = cut(run.program.graph)

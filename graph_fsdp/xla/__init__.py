@@ -1,5 +1,4 @@
-"""``backend="xla"`` compiles a model for all devices of an XLA program; what users call for it beside ``compile`` is
-here."""
+"""``backend="xla"`` compiles a model for all devices of an XLA program, and has these functions for its users."""
 
 from __future__ import annotations
 

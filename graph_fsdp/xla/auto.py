@@ -44,8 +44,8 @@ def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
 
 
 def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -> None:
-    """Before the model gets its new class, have ``mark_sharding`` in it traced, and a call of ``shard_output`` behind
-    its forward."""
+    """Have ``mark_sharding`` traced, and a call of ``shard_output`` behind a model's forward, before it gets its new
+    class."""
     trace_mark_sharding()
     if shard_output is None:
         return

@@ -60,8 +60,7 @@ class XlaTensors(TensorAccess):
         self.storage = storage
 
     def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
-        """Copy a tensor on XLA's devices to the CPU: the parts of one that is divided, else all of it. What is pending
-        is computed first."""
+        """Copy a tensor on XLA's devices to the CPU, as its parts if it is divided; compute what is pending first."""
         if tensor.device.type != "xla":
             return super().to_write(tensor, copy)
         tensor = compat_xla.plain(tensor.detach())

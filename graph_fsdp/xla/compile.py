@@ -69,8 +69,7 @@ def place_on_xla(mesh: Any, names: dict[nn.Parameter, list[str]], options: Compi
 
 
 def check_environment(replicas: bool) -> None:
-    """Check that this process can run anything of the backend at all; with ``replicas``, as one of several that have a
-    device each.
+    """Check that this process can run the backend; with ``replicas``, as one of several that have a device each.
 
     Raises:
         UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is off, or on for replicas.

@@ -2,9 +2,8 @@
 
 [Note: gradients of the whole program]
 The program of all devices has one logical batch, whose gradients are the sum over devices for what leaves stacked, and
-the mean for a loss that leaves as the mean. The graphs reduce to the mean, as everywhere. So gradients of stacked
-outputs enter backward multiplied by the number of devices, and gradients of inputs, which nothing reduces, leave
-divided by it.
+the mean for a loss that leaves as the mean. The graphs reduce to the mean. So gradients of stacked outputs enter
+backward multiplied by the number of devices; those of inputs, which nothing reduces, leave divided by it.
 """
 
 from __future__ import annotations
@@ -246,8 +245,7 @@ def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:
 
 
 def _clone_outputs(module: fx.GraphModule) -> None:
-    """Have the graph return clones: AOTAutograd would take views of its inputs outside of the graph, where they have
-    the shapes of the whole program."""
+    """Return clones from the graph: AOTAutograd would take views of inputs outside, where they have other shapes."""
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     clones: dict[fx.Node, fx.Node] = {}
     for value in output.all_input_nodes:

@@ -31,8 +31,8 @@ _REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
 
 @dataclass(frozen=True)
 class XlaMesh(Mesh):
-    """Describes a mesh of XLA devices. ``devices`` are ordinals, one row per replica, and in it one device per
-    shard."""
+    """Describes a mesh of XLA devices: ``devices`` has their ordinals, one row per replica and one device per shard in
+    it."""
 
     devices: tuple[tuple[int, ...], ...]
 

@@ -64,8 +64,7 @@ class ReplicaMesh(XlaMesh):
 
 
 class ReplicaStorage(XlaStorage):
-    """Holds the parameters of one replica. A stand-in is the whole parameter, without memory; the graphs take the
-    rows."""
+    """Holds the parameters of one replica. Stand-ins are whole parameters, without memory; the graphs take the rows."""
 
     xla_mesh: ReplicaMesh
     is_of_replica = True  # parameters are local, and do not say of what

@@ -57,8 +57,7 @@ class XlaStorage(Shards):
         return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
-        """Place a value, which ``install`` gives to the parameter: one on the meta device has it only while it is
-        initialised."""
+        """Place a value and keep it for ``install``: a parameter on the meta device cannot hold it."""
         placement = self.placement(p.spec)
         if full is not p.shard or full.device.type != "xla":
             full = self._values[p.spec.name] = full.detach().to(self.device, copy=True)
@@ -86,8 +85,8 @@ class XlaStorage(Shards):
         compat_xla.sync()
 
     def refresh(self) -> None:
-        """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``), and shard what was
-        loaded whole."""
+        """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was loaded
+        whole."""
         for p in self.parameters.values():
             module, leaf = p.owners[0]
             registered = module._parameters.get(leaf)

@@ -19,8 +19,7 @@ class Backend:
     keeps_mutations = True  # whether an inference graph writes to its inputs itself
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
-        """Return a function from a list of inputs, which it may clear, to the outputs. ``kind`` is the graph's
-        phase."""
+        """Return a function from a list of inputs, which it may clear, to the outputs. ``kind`` is the phase."""
         raise NotImplementedError(f"backend {self.name!r} compiles graphs whole")
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:

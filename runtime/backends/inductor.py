@@ -41,8 +41,7 @@ class InductorBackend(Backend):
         return _compile(region.module, kind)
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
-        """Compile a part of the regions; the host's other ranks compile the rest at the same time, and it is found in
-        the cache."""
+        """Compile a part of the regions, and find in the cache what the host's other ranks compile meanwhile."""
         directory, keys = _cache_directory(), _dissimilar_first(regions)
         tasks = [(key.digest, partial(self.compile_region, regions[key], key.kind)) for key in keys]
         with compat.built_together():
@@ -122,8 +121,8 @@ def _acquire(path: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder for the user alone, or close one of the user's to others. Raises PermissionError if it belongs to
-    another."""
+    """Make a folder for the user alone, or close the user's own to others. Raises PermissionError if it is
+    another's."""
     path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
     status = path.stat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():

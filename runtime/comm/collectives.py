@@ -1,8 +1,7 @@
 """The dialect's collectives run on process groups here.
 
 A start launches a collective asynchronously. On CUDA and XPU the process group runs it on a stream of its own, after
-what the current stream has queued, and the wait makes the current stream wait, not the host. On gloo the wait blocks
-the host.
+what the current stream has queued, and the wait blocks the current stream, not the host. On gloo it blocks the host.
 
 A gather reads the bucket's slice of the shard storage, or casts it in one kernel to the rank's own part of the result
 and sends it from there. A parameter with a message of its own lands where the graph reads it, and its gradient is
@@ -234,8 +233,7 @@ def keep_shard(
 
 class ReduceScatter:
     """Holds what is the same in every reduction of a bucket, for ``grads`` of these shapes; the other arguments are
-    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user has taken that
-    away."""
+    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away."""
 
     def __init__(
         self,

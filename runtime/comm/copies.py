@@ -1,9 +1,8 @@
 """Copies go between the CPU and the device that computes: of shards, of their gradients, and of saved activations.
 
 On CUDA and XPU the copies of each use have a stream of their own, to and from pinned memory. A copy comes after what
-the current stream has queued when it starts, and the wait makes the current stream wait, not the host. Only the wait
-for offloaded gradients makes the host wait, because the CPU reads next. Where the device is the CPU, a copy is done
-when it is started.
+the current stream has queued when it starts, and the wait blocks the current stream, not the host. Only that for
+offloaded gradients blocks the host, as the CPU reads next. Where the device is the CPU, a copy is done at its start.
 
 [Note: writes after a run]
 The optimizer writes to shards on the CPU, which the device may still be about to read. A run that ends with gradients
@@ -81,6 +80,5 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
 
 @functools.cache
 def _stream(device: torch.device, use: Use) -> torch.Stream:
-    """Return the stream of all copies of one use. Activations have one for both directions: a copy back finds what the
-    copy out wrote."""
+    """Return the stream of all copies of one use, also back: a copy back finds what the copy out wrote."""
     return torch.Stream(device)

@@ -27,8 +27,7 @@ from graph_fsdp.runtime.regions.regions import Compiled, Region, Step
 
 
 class CudaCapture:
-    """Captures functions on one device as ``torch.cuda.CUDAGraph``, "thread_local" as the process group's threads go
-    on."""
+    """Captures functions on one device as ``torch.cuda.CUDAGraph``; "thread_local", so that other threads go on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,5 +1,4 @@
-"""CUDA graphs of a program's compute regions are captured once and replayed in later runs; collectives run between
-them.
+"""CUDA graphs of a program's compute regions are captured once and replayed later, with collectives between them.
 
 The first runs of a program are ordinary (compilers and libraries set themselves up). Then one run captures each region
 call that ``capture.py`` has chosen, and later runs replay them.
@@ -14,8 +13,7 @@ A replay reads and writes the addresses of the capture. Whether that is right is
   alive when the next run replays: the user's are copied out, and what is saved for backward is *lent*, in storages that
   say when they are gone. While something lent is alive (two forwards before a backward), a run is ordinary.
 
-No collective is added, left out or moved, so ranks need not decide alike. A difference of addresses within a run is an
-error.
+No collective is added, left out or moved, so ranks need not decide alike. Other addresses within a run are an error.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class ModelGraphs:
         self.programs: list[ProgramGraphs] = []
 
     def close(self) -> None:
-        """End replays, as the model is gone: what compiled its programs may keep them. What was lent keeps its
-        memory."""
+        """Run programs without CUDA graphs from now on, as the model is gone. What was lent keeps its memory."""
         self.closed = True
         self.slots.pieces.clear()
         for program in self.programs:
@@ -185,8 +182,8 @@ class CapturedCall:
         return outputs
 
     def _result(self, value: Any, sources: dict[int, int], saved: set[int]) -> _Result:
-        """Make one result. ``sources`` is address of an input → its place; ``saved`` has the addresses of what outlives
-        the run."""
+        """Make one result. ``sources`` maps addresses of inputs to places; ``saved`` has those of what outlives the
+        run."""
         if not isinstance(value, Tensor) or not address_of(value):
             return lambda inputs, lend: value
         address, layout = address_of(value), _layout(value)

@@ -31,8 +31,7 @@ Refused: TypeAlias = Callable[[], None]
 
 
 class RankDisagreement(RuntimeError):
-    """Ranks are about to run different collectives, or one of them did not come. The message says which ranks, and
-    where."""
+    """Ranks are about to run different collectives, or one did not come. The message says which ranks, and where."""
 
 
 def digest(entries: Sequence[str]) -> str:
@@ -171,8 +170,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def wait(store: dist.Store, names: list[str], timeout: float, refused: Refused | None = None) -> list[str]:
-    """Wait until every name is set; return those that are not after ``timeout`` seconds. ``refused`` is called now and
-    then."""
+    """Wait until every name is set; return those that are not after ``timeout`` seconds. ``refused`` is called
+    meanwhile."""
     deadline = time.monotonic() + timeout
     missing = [name for name in names if not store.check([name])]
     while missing and time.monotonic() < deadline:

@@ -150,8 +150,7 @@ class Failures:
         return None
 
     def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
-        """Warn once of a long wait in ``what`` at a program's ``position``; called now and then while this rank
-        waits."""
+        """Warn once of a long wait in ``what`` at a program's ``position``. Called now and then while it lasts."""
         if self._told == position:
             return
         me, name = dist.get_rank(), f"{self.base}waits/"
@@ -253,8 +252,7 @@ def _answered(ask: Callable[[], Value]) -> Value | None:
 
 
 def kernel_of_host() -> list[str]:
-    """Identify the kernel and its numbering of processes: ranks with equal results can look at each other's. Linux
-    only."""
+    """Identify the kernel and its process ids: ranks with equal results can look at each other's. Linux only."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -270,7 +268,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks, as numbers of processes are used again; "" where
-    unknown."""
+    """Return when a process started, in the kernel's ticks, as ids are used again; "" where unknown."""
     fields = _stat(pid)
     return fields[19] if len(fields) > 19 else ""

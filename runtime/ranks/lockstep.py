@@ -136,16 +136,16 @@ class Lockstep:
         self._compiling_since = time.monotonic()
 
     def check_refused(self) -> None:
-        """Raise RankDisagreement if, while this rank waits for others to compile, another one runs a program here, and
-        RankFailure if it has failed."""
+        """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if
+        it failed."""
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
         seconds = time.monotonic() - self._compiling_since
         self.failures.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 
     def look_for_others(self) -> None:
-        """Raise, from within a collective that takes long, RankDisagreement if another rank does not run it,
-        RankFailure if it failed."""
+        """Raise RankDisagreement if another rank does not run the collective that this one is in, RankFailure if it
+        failed."""
         self._raise_again()
         here = self.position - 1
         found = self.failures.preventing(here)
@@ -184,8 +184,7 @@ class Lockstep:
         return self._difference(found, key, other, self._running, dist.get_rank())
 
     def _compiling_at(self, position: int) -> str:
-        """Return a rank that waits there for others, and this one among them, to compile with it; "" if there is
-        none."""
+        """Return a rank that waits there for others, and this one among them, to compile with it; "" if none does."""
         at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
         return rank if at == str(position) else ""
 

@@ -4,8 +4,7 @@ Two regions are equal when their graphs are the same up to the names of nodes: o
 dtypes, devices, inputs and outputs. Layers of one class give equal regions, so compile time does not grow with depth.
 
 A region that returns less than another one, and otherwise computes the same, uses the other one's function and drops
-the rest, where the other one runs at least as often: the last layer's result is read by the head alone, that of the
-others by the next layer, too.
+the rest, if that runs at least as often: only the head reads the last layer's result, the next layer those before, too.
 """
 
 from __future__ import annotations
@@ -194,8 +193,7 @@ class RegionKey:
 
     @property
     def digest(self) -> str:
-        """Return a digest that is equal in all processes for equal regions, also for those that differ in their
-        constants alone."""
+        """Return a digest that is equal in all processes for regions that are equal, or differ in constants alone."""
         return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
 
 
@@ -237,7 +235,7 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
     """Run the region as FX does, operator by operator, and drop inputs at their last use.
 
     ``aten.view`` becomes ``aten.reshape``, the same where a view is possible. Some kernels lay their results out
-    otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient), so that a traced view would
+    otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient), and a traced view would
     raise.
     """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
@@ -248,8 +246,7 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
 
 
 class _BoxedCodeGen(fx.graph.CodeGen):
-    """Generates code that takes its inputs in a list and empties it: the caller's references would keep arguments
-    alive."""
+    """Generates code that takes its inputs in a list and empties it: the caller's references would keep them alive."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         unpack = f"    {', '.join(free_vars)}, = inputs\n" if free_vars else ""
@@ -268,8 +265,7 @@ class RegionCache:
         self._alive: list[Region] = []  # keys know operators and constants by their ids
 
     def prepare(self, graphs: Iterable[Graph]) -> None:
-        """Compile what the programs of these graphs will ask for, all at once, so that a backend can divide the
-        work."""
+        """Compile what the programs of these graphs will ask for, at once, so that a backend can divide the work."""
         found: dict[RegionKey, Region] = {}
         counts: Counter[RegionKey] = Counter()
         for graph in graphs:

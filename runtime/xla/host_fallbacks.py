@@ -41,8 +41,7 @@ class HostFallback:
 
 
 def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
-    """Find the operators of a graph of ATen that would run on the host, in the order of use. Nodes have their fake
-    values."""
+    """Find a graph's ATen operators that would run on the host, in the order of use. Nodes have their fake values."""
     known: dict[Any, list[str]] = {}
     found: dict[HostFallback, None] = {}
     device = compat_xla.device()
@@ -79,8 +78,8 @@ def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
 
 
 def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, can_run: bool) -> None:
-    """Warn of operators that would run on the host. Raises HostFallbackError if they are not to, or cannot in this
-    program (``can_run``)."""
+    """Warn of operators that would run on the host. Raises HostFallbackError if they are not to, or if not
+    ``can_run``."""
     if not found:
         return
     listed = "; ".join(map(str, found))
@@ -95,8 +94,7 @@ def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, c
 
 
 def module_of(node: fx.Node) -> str:
-    """Return name and class of the innermost module that a node, or the node that it is the gradient of, was traced
-    in."""
+    """Return name and class of the innermost module that a node, or the node that it differentiates, was traced in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -9,9 +9,8 @@ It is lowered as for any compiler that takes a graph whole (``runtime/whole.py``
 | ``wait_tensor`` | nothing: XLA schedules |
 
 [Note: barriers]
-XLA may start a gather when the program begins, and merge gathers of one shard. Both would hold every parameter at the
-same time. A barrier over a gather's shard and the newest activation that was computed before it in the verified order
-keeps the gather behind that.
+XLA may start a gather when the program begins, and merge gathers of one shard, and so hold every parameter at once. A
+barrier over a gather's shard and the newest activation before it in the verified order keeps the gather behind that.
 """
 
 from __future__ import annotations
@@ -190,7 +189,7 @@ class Lowered(whole.Lowering):
 
 
 def varying_nodes(graph: Graph, entries: Sequence[Crossing | None]) -> set[fx.Node]:
-    """Return what can differ between devices: what is computed from inputs that do, or from random numbers, but not by
+    """Return what can differ between devices: what is computed from inputs that do or random numbers, without
     gathers."""
     inputs = zip(graph.placeholders, entries, strict=True)
     varying = [node for node, entry in inputs if entry is not None and entry.is_divided]

@@ -55,8 +55,7 @@ class Placement:
 
 
 def read_placement(spec: str, devices: tuple[int, ...]) -> Placement | None:
-    """Read what XLA writes of a tensor's sharding, "" for none; None where another dimension than the first is
-    sharded."""
+    """Read how XLA writes a tensor's sharding, "" for none; None if another dimension than the first is sharded."""
     if spec in ("", "{replicated}") or spec.startswith("{maximal"):
         return Placement(devices)
     found = _TILED.match(spec)

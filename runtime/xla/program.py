@@ -64,8 +64,7 @@ FOR_ITS_TEXT = "its HLO was asked for"
 
 @dataclass(frozen=True)
 class Compilation:
-    """Records one compilation of a captured graph by XLA: its ``cause``, and the ``seconds`` that it took, tracing
-    included."""
+    """Records a compilation of a captured graph by XLA: its ``cause``, and its ``seconds``, tracing included."""
 
     cause: str
     seconds: float
@@ -77,8 +76,8 @@ class Compilation:
 class XlaProgram(WholeProgram):
     """Runs a graph by XLA. Call it with the list of the graph's inputs, which it empties. ``source`` is the lowered
     graph as Python, ``compilations`` those by XLA, in order. ``on_host`` says what becomes of operators that would run
-    on the host; a graph with such runs lazily, each time anew, if it ``can_run_on_host``: what each device runs by
-    itself cannot."""
+    on the host; if it ``can_run_on_host``, a graph with such runs lazily, each time anew (not where devices run by
+    themselves)."""
 
     def __init__(
         self,
@@ -226,16 +225,14 @@ _OPCODE = re.compile(rf"=\s+(?:\([^=]*\)|\S+)\s+(?P<kind>{'|'.join(KINDS)})(?:-s
 
 @dataclass(frozen=True)
 class OptimizedHlo:
-    """Holds XLA's ``text`` of the program that each device runs, and the messages of the ``scheduled`` graph's
-    collectives, by kind."""
+    """Holds XLA's ``text`` of the program of each device, and counts the ``scheduled`` graph's messages by kind."""
 
     text: str
     scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def collectives(self) -> dict[str, int]:
-        """Count collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without kinds that do
-        not occur."""
+        """Count collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without absent kinds."""
         found = Counter(match["kind"] for match in _OPCODE.finditer(self.text))
         return {kind: found[kind] for kind in KINDS if found[kind]}
 
@@ -313,7 +310,7 @@ def _all_threads() -> threading.Barrier:
 
 
 def all_here() -> None:
-    """Wait for the other threads of this process, if any, before a collective. Raises RankDisagreement if one does not
+    """Wait for this process's other threads, if any, before a collective. Raises RankDisagreement if one does not
     come."""
     if not are_threads():
         return
