@@ -159,8 +159,7 @@ class AbsentGradients:
         return tuple(self.parameters[index] for index in self._agreed)
 
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``run``, which AOTAutograd has just made, to see which outputs have a gradient when its backward
-        runs."""
+        """Wrap ``run``, which AOTAutograd has just made, to see which outputs have a gradient when backward runs."""
         self._tangents = compat.tangents_of_outputs(self.number_of_tangents)
         if self._tangents is None:
             return run

@@ -95,7 +95,7 @@ class ReplicaStorage(XlaStorage):
 @dataclass(frozen=True)
 class ShardMetadata:
     """A replica has rows ``begin`` to ``begin + rows`` of a parameter of this ``shape``: the first ``rows`` of its
-    tensor. What is behind them fills up."""
+    tensor, whose rest is padding."""
 
     shape: tuple[int, ...]
     begin: int

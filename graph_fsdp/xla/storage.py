@@ -85,8 +85,8 @@ class XlaStorage(Shards):
         compat_xla.sync()
 
     def refresh(self) -> None:
-        """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was loaded
-        whole."""
+        """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was
+        loaded."""
         for p in self.parameters.values():
             module, leaf = p.owners[0]
             registered = module._parameters.get(leaf)

@@ -121,8 +121,7 @@ def _acquire(path: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder for the user alone, or close the user's own to others. Raises PermissionError if it is
-    another's."""
+    """Make a folder for the user alone, or close the user's own to others. Raises PermissionError for another's."""
     path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
     status = path.stat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():

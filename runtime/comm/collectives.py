@@ -356,6 +356,7 @@ def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup)
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
+    """Start to reduce ``flat`` in place."""
     op, before, after = mean
     if before is not None:
         flat.div_(before)

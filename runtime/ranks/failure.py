@@ -109,6 +109,7 @@ class Failures:
         self._told = -1  # the position of a long wait
 
     def publish_process(self) -> None:
+        """Publish this rank's process, so that other ranks of its host can see whether it exists."""
         own = json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
         _answered(lambda: self.store.set(f"{_PROCESS}{dist.get_rank()}", own))
 
