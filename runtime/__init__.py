@@ -1,4 +1,4 @@
-"""The runtime: collectives, regions, buffers and the executor. Imports the passes, never the top."""
+"""The runtime runs scheduled graphs: collectives, regions, buffers and the executor. It never imports the top."""
 
 from graph_fsdp.runtime import operators as operators
 from graph_fsdp.runtime.executor import Program

@@ -1,9 +1,8 @@
-"""The executor: a scheduled graph as one Python function.
+"""The executor generates one Python function from a scheduled graph.
 
-The function is generated from the graph: one line per region and per communication node, in the verified order, and
-every value dropped after its last use. ``Program.source`` is its text. A run keeps its state
-(buffers, collectives under way) in a ``Frame`` of its own, so that runs may nest and a run that raises leaves nothing
-behind.
+The function has one line per region and per communication node, in the verified order, and drops every value after its
+last use; ``Program.source`` is its text. A run keeps its state in a ``Frame`` of its own, so that runs may nest and a
+run that raises leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,9 +32,8 @@ from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard
 
 
 class Program:
-    """A compiled graph. Call it with the list of the graph's inputs, which it empties. ``kept``: gradients that other
-    graphs of the model did not reduce. ``comms``: what the user has brought. ``graphs``: captures its regions as CUDA
-    graphs."""
+    """Runs a compiled graph. Call it with the list of the graph's inputs, which it empties. ``kept`` holds gradients
+    that other graphs did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA graphs."""
 
     def __init__(
         self,
@@ -72,7 +70,7 @@ class Program:
         return self.execute(self.ordinary, self.slots, args)
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
-        """``run``: this program's function, or one of the same code with other regions."""
+        """Run ``run``: this program's function, or one of the same code with other regions."""
         open_range = recording()
         observers = [make(self) for make in self._observers]
         if open_range is not None:
@@ -86,8 +84,7 @@ class Program:
 
     @contextlib.contextmanager
     def observed_by(self, make: MakeObserver) -> Iterator[None]:
-        """For a time, each run has an observer, which ``make`` makes of the program when the run begins. Runs that are
-        under way go on as they began."""
+        """For a time, give each run that begins an observer, which ``make`` makes of the program."""
         before = self._observers
         self._observers = (*before, make)
         try:
@@ -97,9 +94,9 @@ class Program:
 
 
 class ProgramText:
-    """The text of a program (``lines``), the ``constants`` that it names, and what each of its lines does, for error
-    messages (``places``). ``kernels``: place among the steps of each region that has some → the units that it computes
-    with. Each method that takes a node is what its operator becomes: the call, of constants beside tensors."""
+    """Writes a program: its ``lines``, the ``constants`` that they name, what each line does for error messages
+    (``places``), and ``kernels``: index of each region that has kernels → the units that it computes with. A method
+    that takes a node writes the call that its operator becomes."""
 
     def __init__(self, graph: Graph, cache: RegionCache, comms: Comms, graphs: ProgramGraphs | None) -> None:
         self.graph, self.comms, self.graphs = graph, comms, graphs
@@ -204,7 +201,6 @@ class ProgramText:
         return f"frame.reduce_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
 
     def _given(self, node: fx.Node) -> str:
-        """The tensor, or the list of them, that the operator takes first."""
         return self._render(node.args[0])
 
     def _constant(self, kind: str, value: Any) -> str:
@@ -243,12 +239,12 @@ CALLED = _CALLS.keys()  # operators that the executor runs
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The operator's, with fake tensors."""
+    """Return the operator's arguments by name, tensors as fake ones."""
     return arguments_of(node.target, *fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]))
 
 
 def _bound(node: fx.Node) -> Callable[[Any], Any]:
-    """What runs the operator on what it takes first."""
+    """Return the function that runs a node's operator on its first argument."""
     return bound(FUNCTIONS[node.target], _arguments(node))
 
 

@@ -1,4 +1,4 @@
-"""One run of a program: its buffers, and its collectives and copies under way."""
+"""A frame is one run of a program: its buffers, and its collectives and copies under way."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartPlan:
-    """The static part of one start. ``step``: its place among the steps of its program; None for what is none of them.
-    ``kind``: "gather", "reduce", "reduce over replicas", "fetch" …"""
+    """Holds the static part of a start: its index ``step`` in the program, or None, and its ``kind``, such as
+    "gather"."""
 
     step: int | None
     bucket: str
@@ -38,7 +38,7 @@ class StartPlan:
 
 @dataclass(frozen=True)
 class GatherPlan(StartPlan):
-    """The static part of one ``all_gather_start``."""
+    """Holds the static part of an ``all_gather_start``."""
 
     layout: GatherLayout
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class GatherPlan(StartPlan):
 
 @dataclass(frozen=True)
 class ReducePlan(StartPlan):
-    """The static part of one reduction. ``reduce`` takes the gradients, or the shard that is reduced again."""
+    """Holds the static part of a reduction. ``reduce`` takes the gradients, or the shard that is reduced again."""
 
     reduce: Callable[[Any], Pending]
     params: tuple[str, ...] = ()
@@ -82,8 +82,8 @@ class ReducePlan(StartPlan):
 
 @dataclass(frozen=True)
 class CopyPlan(StartPlan):
-    """The static part of one copy, of kind "fetch" or "offload", or of a saved activation. ``copy`` takes the shards,
-    the gradients, or the activation. ``ends_with_run``: see [Note: writes after a run]."""
+    """Holds the static part of a copy. ``copy`` takes the shards, the gradients or the activation. For
+    ``ends_with_run`` see [Note: writes after a run]."""
 
     copy: Callable[[Any], Copy]
     ends_with_run: bool = False
@@ -102,8 +102,7 @@ _PAYLOADS = StartPlan(None, "", "reduce payloads")
 
 
 class Frame:
-    """One run of a program. A start returns a handle, and the wait for it the buffer. ``observers`` see what takes
-    time."""
+    """Runs a program once. A start returns a handle, and its wait the buffer. ``observers`` see what takes time."""
 
     def __init__(self, slots: Slots, kept: KeptGradients, observers: Sequence[Observer]) -> None:
         self.slots, self.counter, self.kept, self.observers = slots, slots.counter, kept, observers
@@ -111,7 +110,6 @@ class Frame:
         self.last_fetch: torch.Event | None = None  # see [Note: writes after a run]
 
     def run(self, function: Callable[..., Any], args: list[Any]) -> Any:
-        """Run a program's function to its end."""
         try:
             outputs = function(self, args)
         except BaseException as error:
@@ -146,7 +144,7 @@ class Frame:
         return buffer
 
     def keep(self, plan: KeepPlan, grad: Tensor) -> None:
-        """Autograd gets no gradient."""
+        """Keep a gradient, which autograd then does not get."""
         self.kept.add(plan, grad)
 
     def free(self, buffer: Tensor) -> None:
@@ -159,10 +157,9 @@ class Frame:
         return seen_by(self.observers, Event(what, plan.step, name, plan.bucket), call, *given)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End of a run, which may have raised ``error``; nothing that fails here hides that. What is still under way
-        may write into the run's buffers: it ends before those go. Collectives in which other ranks do not take part are
-        not waited for (those of a rank that the user interrupts may be such): the process group holds their memory
-        until they end."""
+        """End the run, which may have raised ``error``; nothing that fails here hides that. What is still under way may
+        write into the run's buffers, so it is waited for first. After an interrupt, or an error that puts ranks out of
+        step, it is not, as other ranks may not take part; the process group then holds the memory of collectives."""
         ends = error is None or (isinstance(error, Exception) and not isinstance(error, OUT_OF_STEP))
         try:
             with contextlib.suppress(*(OUT_OF_STEP if error is not None else ())):

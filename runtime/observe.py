@@ -1,25 +1,21 @@
-"""Watching programs run: one way for times, for schedules as they ran, and for ranges in other tools' timelines.
+"""Observers watch programs run: for times, for schedules as they ran, and for ranges in other tools' timelines.
 
-An observer is made for each run of a program that is watched, and sees its compute regions, the starts of collectives
-and copies, and the waits for them. Two are here.
+An observer is made for each run of a watched program. It sees the compute regions, the starts of collectives and
+copies, and the waits for them. There are two kinds.
 
-*Ranges* name by unit and phase what a program does, in the timelines of torch.profiler and of Nsight Systems:
+*Ranges* name what a program does in the timelines of torch.profiler and of Nsight Systems:
 
     FSDP::forward                               a run of a program
-    FSDP::compute layers.3 (forward)            a compute region; the units are those whose parameters it reads
+    FSDP::compute layers.3 (forward)            a compute region, by the units whose parameters it reads
     FSDP::gather layers.3 (forward)             the start of a collective, by its bucket; ``reduce``, ``fetch`` …
     FSDP::wait gather layers.3 (forward)        the wait for it, and the unpacking
 
-Where a profiler of torch records, they are its ``record_function``, of which ``torch.autograd.profiler.emit_nvtx``
-makes NVTX ranges; else, in a process that nsys has started, NVTX ranges. (nsys tells its processes by
-``NSYS_PROFILING_SESSION_ID``.) Who records is asked once per run.
+They are torch's ``record_function`` where a profiler of torch records, else NVTX ranges in a process that nsys has
+started (docs/decisions/reports_and_plans.md).
 
-A *recorder* marks the beginning and the end of each region, of each start of a collective or copy, and of the wait for
-it; of the collective itself, which runs on threads or streams of its process group, nothing. It waits for nothing that
-the program does not wait for, unless what runs is timed *alone*: then each collective is waited for right where it
-starts, so that its time is its own, and so are those of the regions. All ranks must time at once: a rank that goes on
-computing keeps the others waiting. On CPU times are the host's. On accelerators they lie between events on the current
-stream, and are read when a step is over, so that the host runs ahead of the device as it always does.
+A *recorder* marks begin and end of each region, start and wait: in time of the host on the CPU, else by events on the
+current stream. It waits for nothing itself, unless it times each collective *alone*, by waiting for it where it starts.
+All ranks must record at once, or one that computes keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -52,8 +48,8 @@ _UNDER_NSYS = "NSYS_PROFILING_SESSION_ID" in os.environ and torch.version.cuda i
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a program does and that takes time. ``step``: the place of its region, or of its start, in
-    ``cut(program.graph)``; None where it has none. ``name`` and ``whose``, a bucket or units, in words."""
+    """Describes something that a program does and that takes time. ``step`` is the index of its region or start in
+    ``cut(program.graph)``, or None; ``name`` says what it is, and ``whose`` names its bucket or units."""
 
     what: What
     step: int | None = None
@@ -62,7 +58,7 @@ class Event:
 
 
 class Observer(Protocol):
-    """Sees one run of a program: calls what it is given, once, and returns what that returned."""
+    """Sees one run of a program: it calls what it is given, once, and returns what that returned."""
 
     def __call__(self, event: Event, call: Callable[[], T]) -> T: ...
 
@@ -79,7 +75,7 @@ def seen_by(observers: Sequence[Observer], event: Event, call: Callable[..., T],
 
 
 def observed(run: Callable[..., Any], regions: Mapping[int, str], observers: Sequence[Observer]) -> Callable[..., Any]:
-    """A program's function, its ``regions`` seen by observers: place → units."""
+    """Return a program's function with its ``regions`` (index → units) seen by observers."""
     assert isinstance(run, types.FunctionType)  # all functions of a program are: made from one code
     seen = dict(run.__globals__)
     for index, units in regions.items():
@@ -89,15 +85,13 @@ def observed(run: Callable[..., Any], regions: Mapping[int, str], observers: Seq
 
 
 def recording() -> OpenRange | None:
-    """How a range is opened, by its name; None while nobody records."""
+    """Return the function that opens a range by its name; None while nobody records."""
     if compat.profiler_is_active():
         return record_function
     return torch.cuda.nvtx.range if _UNDER_NSYS else None
 
 
 def ranges(open_range: OpenRange, phase: str) -> Observer:
-    """Make the observer that opens a range for each event of a run."""
-
     def see(event: Event, call: Callable[[], T]) -> T:
         words = (event.name, event.whose, f"({phase})") if event.name else (phase,)
         with open_range(f"FSDP::{' '.join(filter(None, words))}"):
@@ -111,8 +105,8 @@ Place: TypeAlias = "tuple[Program, int]"  # a step of a program, by its index in
 
 @dataclass(frozen=True)
 class Interval:
-    """In a run. ``index``: of the region, or of the start, in ``cut(program.graph)``. Seconds from the start of the
-    training step."""
+    """Times a region, start or wait in a run. ``index`` is that of the region or start in ``cut(program.graph)``;
+    ``begin`` and ``end`` are seconds from the start of the training step."""
 
     what: What
     index: int
@@ -126,8 +120,7 @@ class Interval:
 
 @dataclass
 class ProgramRun:
-    """One run of a program, in seconds from the start of the training step. ``intervals``: in the order in which they
-    began."""
+    """Times one run of a program, in seconds from the start of the training step; ``intervals`` are in order."""
 
     program: Program
     begin: float
@@ -136,7 +129,7 @@ class ProgramRun:
 
 
 class Recorder:
-    """``steps``: of each training step, the programs that it ran, in order. ``alone``: nothing runs beside a
+    """Records programs. ``steps`` has the runs of each training step, in order. With ``alone``, nothing runs beside a
     collective, and copies are not recorded."""
 
     def __init__(self, device: torch.device, alone: bool = False) -> None:
@@ -146,14 +139,13 @@ class Recorder:
 
     @contextmanager
     def recording(self, programs: Iterable[Program]) -> Iterator[None]:
-        """For a time, runs of these programs are recorded."""
         with ExitStack() as stack:
             for program in programs:
                 stack.enter_context(program.observed_by(self._begin))
             yield
 
     def end_step(self) -> None:
-        """Turn the marks made so far into seconds, as those of one training step. It waits for the device."""
+        """Turn the marks made so far into seconds, as those of one training step. This waits for the device."""
         runs, self._runs = self._runs, []
         if not runs:
             return
@@ -165,7 +157,7 @@ class Recorder:
 
     @property
     def seconds(self) -> dict[Place, list[float]]:
-        """Region or start → what each of its runs took, in the order of their first runs."""
+        """Return, for each region and start, what each of its runs took, in the order of their first runs."""
         found: dict[Place, list[float]] = {}
         for run in (run for runs in self.steps for run in runs):
             for interval in run.intervals:
@@ -194,7 +186,6 @@ class Recorder:
         return see
 
     def mark(self) -> Any:
-        """Mark the time of the device."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -202,7 +193,7 @@ class Recorder:
         return event
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """Waits on the host until ``end`` has been reached."""
+        """Wait on the host until ``end`` is reached, and return the seconds since ``begin``."""
         if self.device.type == "cpu":
             return float(end - begin)
         end.synchronize()

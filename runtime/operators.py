@@ -1,7 +1,6 @@
-"""What runs each operator of the dialect on process groups: as a step of a program, or called by itself.
+"""Each operator of the dialect has a function here that runs it on process groups, in a program or called by itself.
 
-Called one by one, a printed stage runs as the Python that it is; the handle of a start is then kept until the wait for
-its buffer.
+Called by itself (a printed stage runs as Python), a start's handle is kept until the wait for its buffer.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _GROUPS = ("group", "replicate_group")
 
 
 def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name: process groups in place of their names, and besides the ``layout`` of a
-    bucket and the ``mean`` that a reduction makes. Tensors may be fake."""
+    """Return the arguments of a call by name, with process groups in place of their names, and with the ``layout`` of a
+    bucket and the ``mean`` of a reduction added. Tensors may be fake."""
     given = by_name(target, args, kwargs)
     given.update({name: compat.resolve_group(given[name]) for name in _GROUPS if given.get(name)})
     if "summed" in given:
@@ -45,7 +44,7 @@ def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def bound(function: Callable[..., Any], given: Mapping[str, Any]) -> functools.partial[Any]:
-    """Bind those of an operator's arguments that ``function`` has by these names, but for the first: the tensors."""
+    """Bind those of an operator's arguments that ``function`` names, but for the first, the tensors."""
     return functools.partial(function, **{name: given[name] for name in _names(function)[1:] if name in given})
 
 

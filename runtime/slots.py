@@ -1,14 +1,11 @@
-"""Buffers for gathered parameters, and the count of what is gathered.
+"""Slots hold the buffers of gathered parameters; what is gathered is counted here, too.
 
-A graph's plan says in which slot each buffer lies and how large the slots are. A run allocates a slot for the first
-buffer in it and gives it back after the last, so that between steps a rank holds its shards and nothing else.
+A graph's plan says in which slot each buffer lies; a run allocates a slot for its first buffer and gives it back after
+the last (docs/decisions/memory.md). CUDA graphs need their inputs at fixed addresses: with them, slots are pieces of a
+``SlotMemory``, which stays. A buffer without a slot comes from the device's allocator.
 
-CUDA graphs need their inputs where they were: with them, slots are pieces of a ``SlotMemory``, which stays.
-
-Buffers without a slot (a pipeline without the pass that assigns them) are the device's allocator's.
-
-On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the process group's stream
-waits for it at the start of a collective; and what is given back to the allocator was waited for on that stream.
+On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the process group's stream waits
+for it at the start of a collective; and what is given back to the allocator was waited for on that stream.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch import Tensor
 
 @dataclass
 class Held:
-    """Bytes that are held, and the most that were."""
+    """Counts the bytes that are held, and their peak."""
 
     current: int = 0
     peak: int = 0
@@ -35,8 +32,8 @@ class Held:
 
 @dataclass
 class GatheredBytes(Held):
-    """Bytes of unsharded parameters that a model holds, and the collectives that it started, by kind. Landing buffers,
-    in which a collective's result waits to be unpacked, are counted apart, and so are the slots that both lie in."""
+    """Counts the bytes of unsharded parameters that a model holds, and the collectives that it started, by kind.
+    Landing buffers, in which a collective's result waits to be unpacked, and slots are counted apart."""
 
     landing: Held = field(default_factory=Held)
     slots: Held = field(default_factory=Held)
@@ -54,8 +51,8 @@ class GatheredBytes(Held):
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The slots of a graph: bytes of each, and how many buffers lie in it in the course of a run. ``memory``: of each,
-    where it is kept between runs. ``lend``: gives a bucket that outlives the run so many bytes, instead of new ones."""
+    """Plans the slots of a graph: the bytes of each, and how many buffers lie in it during a run. ``memory`` is where
+    each is kept between runs. ``lend`` gives memory (bucket, bytes) to a buffer that outlives the run."""
 
     nbytes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
@@ -64,7 +61,7 @@ class SlotPlan:
 
 
 class SlotMemory:
-    """Memory for the slots of the graphs of a model, no two of which run at once. ``pieces`` stay where they are."""
+    """Keeps ``pieces`` of memory for the slots of a model's graphs, no two of which run at once."""
 
     def __init__(self, device: torch.device, counter: GatheredBytes) -> None:
         self.device, self.counter = device, counter
@@ -75,7 +72,7 @@ class SlotMemory:
         return sum(piece.nbytes for piece in self.pieces)
 
     def take(self, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """A piece for each slot of a graph: the smallest of those that are large enough, else a new one."""
+        """Return a piece for each slot of a graph: the smallest that is large enough, else a new one."""
         free = sorted(self.pieces, key=lambda piece: piece.nbytes)
         taken: dict[int, Tensor] = {}
         for slot in sorted(range(len(sizes)), key=lambda slot: -sizes[slot]):
@@ -92,7 +89,7 @@ class SlotMemory:
 
 
 class Slots:
-    """The buffers of one run of a graph."""
+    """Allocates the buffers of one run of a graph."""
 
     def __init__(self, counter: GatheredBytes, plan: SlotPlan) -> None:
         self.counter, self.plan = counter, plan
@@ -102,7 +99,7 @@ class Slots:
         self._gathered = 0  # bytes, but for what escapes the run
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
-        """A buffer of the run: given back with ``give``."""
+        """Return a buffer of the run, to be given back with ``give``."""
         if slot is None:
             return torch.empty(numel, dtype=dtype, device=device)
         if slot not in self._storage:
@@ -122,7 +119,7 @@ class Slots:
             self.counter.slots.add(-self.plan.nbytes[slot])
 
     def take_escaping(self, bucket: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer that outlives the run."""
+        """Return a buffer that outlives the run."""
         if self.plan.lend is None:
             return torch.empty(numel, dtype=dtype, device=device)
         return self.plan.lend(bucket, numel * dtype.itemsize).view(dtype)
@@ -151,7 +148,7 @@ class Slots:
         self.give(buffer)
 
     def close(self) -> None:
-        """End of the run, orderly or not: nothing of it stays counted or held."""
+        """End the run, orderly or not: nothing of it stays counted or held."""
         self.counter.add(-self._gathered)
         for slot in self._storage if not self.plan.memory else ():
             self.counter.slots.add(-self.plan.nbytes[slot])

@@ -1,7 +1,6 @@
-"""``regions="whole"``: a scheduled graph as one compiled function, collectives and all.
+"""``regions="whole"`` compiles a scheduled graph as one function, collectives included.
 
-What the executor does between regions is in the function: the compiler allocates and frees buffers, and there are no
-slots. It is given ordinary operators and functional collectives:
+The compiler allocates and frees buffers, so there are no slots. It is given functional collectives:
 
 | dialect | becomes |
 |---|---|
@@ -14,13 +13,12 @@ slots. It is given ordinary operators and functional collectives:
 | ``all_reduce_start``, ``all_reduce_shard_start`` | a ``cat`` of several, ``all_reduce`` |
 | ``reduce_wait`` | ``wait_tensor``, and the second division of a mean that has two |
 
-Nodes keep their order, which the compiler keeps too (``keep_order`` in ``compat.inductor_compile``), but for waits:
-they move down to the first use or the next communication node, so that they keep no operator from fusing with what
-comes before.
+Nodes keep their order, also in the compiler (``keep_order`` in ``compat.inductor_compile``), but a wait moves down to
+the first use or the next communication node, so that it keeps no operator from fusing with what comes before.
 
-The buffer of a gather of several messages exists only where the graph needs it whole (it is kept for backward, or
-returned); everywhere else the messages are its parts. A gather sends a slice of the shard storage, which is an input of
-the lowered graph in place of the shards that lie in it (``ShardSlice``), so that nothing is packed.
+The buffer of a gather of several messages exists only where the graph needs it whole (kept for backward, or returned).
+A gather sends a slice of the shard storage, which is an input of the lowered graph in place of the shards in it
+(``ShardSlice``), so that nothing is packed.
 """
 
 from __future__ import annotations
@@ -55,13 +53,13 @@ _functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """An input of the lowered graph: what a gather sends. ``places``: of the shards among the scheduled graph's."""
+    """Is an input of the lowered graph for a gather. ``places`` are its shards' among the scheduled graph's inputs."""
 
     places: tuple[int, ...]
     layout: GatherLayout
 
     def of(self, args: Sequence[Any]) -> Tensor:
-        """Flat; a view where the shards lie in one slice of a storage."""
+        """Return the slice, flat; a view where the shards lie in one storage as the layout says."""
         return collectives.shard_slice([args[place] for place in self.places], self.layout)
 
 
@@ -74,9 +72,9 @@ class _Messages:
 
 
 class Lowering:
-    """Lowers a graph that has been through all passes, and stays as it is. ``inputs``: of the lowered graph, each a
-    place among the scheduled graph's inputs or a slice of shards among them. ``runtime/xla/lower.py`` has its own
-    collectives, inputs and outputs, and packs shards in the graph."""
+    """Lowers a copy of a graph that has been through all passes. Each of ``inputs`` is a place among the scheduled
+    graph's inputs or a slice of shards among them. ``runtime/xla/lower.py`` overrides collectives, inputs and
+    outputs."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -119,8 +117,7 @@ class Lowering:
         return value if value.meta["val"].dtype is dtype else self.call(_cast, value, dtype)
 
     def all_gather(self, shards: list[fx.Node], world_size: int, group: str, name: str) -> list[fx.Node]:
-        """A collective for each message; one for all where the process group of the graph's device can do that without
-        a copy, as NCCL can and gloo cannot."""
+        """Add a collective for each message, or one for all where the process group can launch several (NCCL)."""
         op, together = _functional.all_gather_into_tensor.default, _functional.all_gather_into_tensor_coalesced.default
         if len(shards) == 1 or not compat.launches_groups(compat.resolve_group(group), shards[0].meta["val"].device):
             return [self.call(op, shard, world_size, group, name=name) for shard in shards]
@@ -147,7 +144,7 @@ class Lowering:
         return copy
 
     def _inputs(self) -> tuple[int | ShardSlice, ...]:
-        """The scheduled graph's inputs, without shards that nothing but gathers reads, and the gathers' slices."""
+        """Return the scheduled graph's inputs, without shards that only gathers read, and the gathers' slices."""
         places = {node: place for place, node in enumerate(self.graph.placeholders)}
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
         sliced = [start for start in starts if all(shard in places for shard in operands(start))]
@@ -185,24 +182,24 @@ class Lowering:
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
 
     def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
-        """A bucket's shard from chunks that the graph has computed, zeros in between."""
+        """Pack chunks that the graph has computed into a bucket's shard, with zeros in between."""
         flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in shards]
         return self._spread(flat, layout.offsets, layout.length)
 
     def _buffer(self, messages: _Messages) -> fx.Node:
-        """Parameter-major, as the scheduled graph has it. What no message brought is padding."""
+        """Make the parameter-major buffer of the scheduled graph. What no message brought is padding."""
         layout, chunks = messages.layout, list(_chunks(messages.layout))
         pieces = [self._rows(messages, chunk) for chunk in chunks]
         return self._spread(pieces, [layout.world_size * c.begin for c in chunks], layout.world_size * layout.length)
 
     def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
-        """Elements of the buffer, ``begin`` to ``end``, that lie in one chunk of one message."""
+        """Take elements ``begin`` to ``end`` of the buffer, which lie in one chunk of one message."""
         chunk = _chunk_at(messages.layout, begin)
         first = begin - messages.layout.world_size * chunk.begin
         return self._part(self._rows(messages, chunk), first, end - begin, name)
 
     def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
-        """A chunk of the bucket's shard, of all ranks, one rank behind the other."""
+        """Return a chunk of the bucket's shard of all ranks, one rank behind the other."""
         message, part = messages.layout.messages[chunk.message], messages.parts[chunk.message]
         if chunk.numel == message.numel:
             return part
@@ -217,7 +214,7 @@ class Lowering:
         return self.call(aten.slice.Tensor, flat, 0, begin, begin + numel, name=name)
 
     def _spread(self, pieces: Sequence[fx.Node], offsets: Sequence[int], length: int) -> fx.Node:
-        """Flat pieces at ``offsets`` of ``length`` elements, zeros in between."""
+        """Put flat pieces at ``offsets`` of ``length`` elements, with zeros in between."""
         padded, end = [], 0
         for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
             begin, following = end if index == 0 else offset, [*offsets, length][index + 1]
@@ -302,7 +299,7 @@ _OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp
 
 
 def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
-    """The name of a reduction's operator, and what is divided by before and after it."""
+    """Return the name of a reduction's operator, and the divisors before and after it."""
     second = start.target is dialect.all_reduce_shard_start
     ranks = (dialect.argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
     op, before, after = collectives.mean_of(start.meta["val"].dtype, *ranks)
@@ -329,7 +326,7 @@ def _takes_parts(user: fx.Node, buffer: _Messages) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """What of a message lies in the buffer in one piece. ``begin``, ``numel``: in the bucket's shard."""
+    """Is a part of a message that lies in the buffer in one piece, in elements of the bucket's shard."""
 
     message: int
     begin: int
@@ -337,7 +334,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
-    """In order: all of a message that lands in place, else its chunks and the gaps between them."""
+    """Yield in order all of a message that lands in place, else its chunks and the gaps between them."""
     for index, message in enumerate(layout.messages):
         numels = [message.numel] if message.lands_in_place else message.splits
         for begin, numel in zip(accumulate(numels, initial=message.begin), numels, strict=False):
@@ -365,8 +362,8 @@ def collectives_of(graph: Graph) -> Counter[str]:
 
 
 class WholeProgram:
-    """A graph compiled whole. Call it with the list of the graph's inputs, which it empties. ``source``: the lowered
-    graph as Python. It counts collectives, by the graph, and no bytes: what is held when is the compiler's choice."""
+    """Runs a graph that is compiled whole. Call it with the list of the graph's inputs, which it empties. ``source`` is
+    the lowered graph as Python. It counts collectives, by the graph, and no bytes, which are the compiler's choice."""
 
     def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
         self._boxed_call = True  # see Program

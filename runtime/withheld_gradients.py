@@ -1,20 +1,15 @@
-"""Gradients that autograd is not given: those that are kept until they are reduced, and those that are absent.
+"""Some gradients are withheld from autograd: those that are kept until they are reduced, and those that are absent.
 
-Kept are gradients that a graph did not reduce: whole ones, and shards that replicas have not seen yet. They are the
-model's, not a graph's: one graph keeps a gradient, another adds it to its own. What is kept is in the type of the
-reduction, as FSDP2 keeps it, so that the sums have the same bits. Absent ones are None because the loss leaves outputs
-out, as in plain autograd and FSDP2.
+A kept gradient was not reduced by its graph: a whole one, or a shard that replicas have not seen yet. It belongs to the
+model, and the next graph that reduces adds it to its own. It has the reduction's dtype, as in FSDP2, so that sums have
+the same bits. An absent gradient is None because the loss leaves outputs out, as in plain autograd and FSDP2.
 
 [Note: outputs that the loss leaves out]
-AOTAutograd gives backward zeros for the gradients of outputs that have none, so that parameters which only those
-outputs are made of would have zeros, and an optimizer with weight decay would move them. A prehook on the node of
-autograd that runs a graph's backward finds None in their places. What is then computed of zeros alone is returned as
-None; autograd leaves ``.grad`` as it was. Which gradients these can be is read off the joint graph, before buckets tie
-their reductions together.
-
-Ranks may use different outputs: a parameter has a gradient where any rank has one (the others contribute zeros). Its
-reduction runs in any case, and beside it one all-reduce of a byte for each parameter that an output might leave out,
-started before the first reduction. Only a rank that lacks a gradient reads the result.
+AOTAutograd gives backward zeros for the gradients of unused outputs, so parameters that only those depend on would
+get zeros, and an optimizer with weight decay would move them. A prehook on the autograd node that runs a graph's
+backward sees None in their places; gradients computed from zeros alone are then returned as None. Which gradients
+these can be is read off the joint graph, before buckets tie their reductions together. Ranks may use different outputs,
+and agree in an all-reduce of bytes on what no rank has (docs/decisions/gradients.md, "Absent gradients").
 """
 
 from __future__ import annotations
@@ -42,8 +37,8 @@ from graph_fsdp.runtime.ranks import lockstep
 
 @dataclass(frozen=True)
 class KeepPlan:
-    """The static part of one ``accumulate_grad``. ``reduced``: what is kept is a shard, reduced over the ranks that
-    shard. ``owned``: nothing else uses the gradient's memory."""
+    """Holds the static part of an ``accumulate_grad``. With ``reduced``, it keeps a shard, reduced over the ranks that
+    shard; with ``owned``, nothing else uses the gradient's memory."""
 
     param: str
     dtype: torch.dtype
@@ -53,7 +48,7 @@ class KeepPlan:
 
 @dataclass
 class KeptGradients:
-    """By parameter, and whether it is a reduced shard; and the functions that see reduced gradients, by unit."""
+    """Holds kept gradients by parameter and whether they are reduced shards, and hooks on reduced ones by unit."""
 
     gradients: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     hooks: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
@@ -76,8 +71,8 @@ class KeptGradients:
             self.gradients[key] = grad.detach().to(plan.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def added_to(self, grads: Any, params: tuple[str, ...], begins: tuple[int, ...]) -> Any:
-        """``grads``, about to be reduced, and what is kept of them: a list of whole gradients, or, with ``begins``, a
-        flat shard of all, which is changed."""
+        """Add what is kept to ``grads``, which are about to be reduced: a list of whole gradients, or, with ``begins``,
+        a flat shard, which is changed."""
         if begins:
             for name, begin in zip(params, begins, strict=True):
                 if (kept := self.gradients.pop((name, True), None)) is not None:
@@ -96,7 +91,7 @@ def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
 
 
 def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
-    """The ``accumulate_grad`` nodes whose gradient fills memory of its own, which nothing uses after them."""
+    """Return the ``accumulate_grad`` nodes whose gradient fills memory of its own, which nothing uses after them."""
     nodes = graph.with_role(Role.ACCUMULATE)
     if not nodes:
         return frozenset()
@@ -119,7 +114,7 @@ def owned_gradients(graph: Graph) -> frozenset[fx.Node]:
 
 
 def begins_in_shard(start: fx.Node) -> tuple[int, ...]:
-    """For a reduction over the replicas: where in the shard each parameter's gradient begins."""
+    """Return where in the shard that is reduced over replicas each parameter's gradient begins."""
     first = operand(operand(start))
     values = [grad.meta["val"] for grad in operands(first)]
     world = dialect.argument(first, "world_size")
@@ -161,11 +156,10 @@ class AbsentGradients:
 
     @property
     def agrees_on(self) -> tuple[str, ...]:
-        """Parameters."""
         return tuple(self.parameters[index] for index in self._agreed)
 
     def watching(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, which AOTAutograd has just made: its outputs' node of autograd will run this backward."""
+        """Wrap ``run``, which AOTAutograd has just made, to see which outputs have a gradient when backward runs."""
         self._tangents = compat.tangents_of_outputs(self.number_of_tangents)
         if self._tangents is None:
             return run
@@ -190,7 +184,7 @@ class AbsentGradients:
         self._used = used
 
     def around(self, program: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
-        """``program``, of ``graph``; if that is the backward, without the gradients that no rank has."""
+        """Wrap ``program``, if ``graph`` is the backward, to return None for the gradients that no rank has."""
         if graph.phase != "backward":
             return program
         run = functools.partial(self.run, program)
@@ -210,9 +204,8 @@ class AbsentGradients:
         return outputs
 
     def _start_agreement(self, lacking: set[int]) -> Callable[[], set[int]]:
-        """Start to agree on the gradients that any rank has, before the program starts its first collective. What is
-        returned waits, and says which no rank has: it is called on all ranks, and reads the device on those that lack
-        some."""
+        """Start the all-reduce that finds the gradients which no rank has. Call what is returned on all ranks: it
+        waits, and returns them; only on a rank that lacks some does it read the device."""
         lacks = {i for i in self._agreed if i in lacking and not self._is_kept(i)}
         has = torch.tensor([i not in lacks for i in self._agreed], dtype=torch.uint8, device=self.device)
 
@@ -238,8 +231,8 @@ class AbsentGradients:
 
 
 def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> AbsentGradients | None:
-    """To be called where AOTAutograd divides a joint graph. None where every gradient is computed of every tangent, or
-    of none. Linear in the graph."""
+    """Find, where AOTAutograd divides a joint graph, the gradients that may be absent. None where each is computed of
+    every tangent or of none. Linear in the graph."""
     given = joint.with_role(Role.TANGENT)
     bits: dict[fx.Node, int] = {node: 1 << index for index, node in enumerate(given)}
     names: dict[fx.Node, str] = {}  # of what is computed of a reduction: the parameter's
@@ -263,8 +256,8 @@ def find_absent(joint: Graph, context: PassContext, kept: KeptGradients) -> Abse
 
 
 def _node_of(output: Any, given: set[Any]) -> Any:
-    """The node of autograd that runs the backward of the graph which gave ``output``: its own, or, where that is a view
-    which AOTAutograd has made behind the graph, the one before. ``given``: the nodes that the graph's inputs are of."""
+    """Return the autograd node that runs the backward of the graph which gave ``output``: its own, or the one before
+    where ``output`` is a view that AOTAutograd made behind the graph. ``given`` are the nodes of the graph's inputs."""
     node = output.grad_fn if isinstance(output, Tensor) else None
     while node is not None and node not in given:
         if compat.is_compiled_backward(node):

@@ -1,10 +1,8 @@
-"""Every private name of PyTorch that graph_fsdp uses, in one place: ``compat`` has the public names of the files below.
+"""``compat`` has every private name of PyTorch that graph_fsdp uses: a new torch release changes nothing else.
 
-A few files are imported by themselves, and say what they use: Inductor's scheduler (``inductor_scheduler.py``) and its
-C++ compiler (``inductor_cpp.py``), torch_xla (``xla.py``).
-
-Supporting a new torch release means reading this package and editing nothing else. Per name: what it is for, and
-the torch versions in which the import below was run. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
+Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``) and torch_xla (``xla.py``) are
+imported by themselves, and list their names. The table says what a name is for, and the torch versions in which it was
+imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 
 | name | for | torch |
 |---|---|---|
@@ -100,7 +98,7 @@ _MINIMUM_TORCH = (2, 9)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """(2, 9) of "2.9.1+cpu"."""
+    """Return (2, 9) for "2.9.1+cpu"."""
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 

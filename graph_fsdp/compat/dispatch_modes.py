@@ -1,8 +1,7 @@
-"""Dispatch modes of the user (``CommDebugMode``, ``FlopCounterMode``) around a compiled model.
+"""Compiled models run under the user's dispatch modes (``CommDebugMode``, ``FlopCounterMode``).
 
-torch.compile is off under a ``TorchDispatchMode``: the code runs as it is, so that the mode sees each operator. A
-model of ours has nothing but its programs. They are called operator by operator and region by region, so they run
-under the mode; Dynamo is made to ignore it, and compiles without it.
+torch.compile is off under a ``TorchDispatchMode``, so that the mode sees each operator. A model of ours has nothing but
+its programs: they run under the mode, operator by operator and region by region, and Dynamo is made to ignore it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ without_dispatch_modes = python_dispatch._disable_current_modes
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """The user's in this thread, the outermost first: none that torch itself traces or checks a first run with."""
+    """Return the user's modes in this thread, the outermost first, without those that torch itself traces with."""
     if not torch._C._len_torch_dispatch_stack():  # as in nearly every call
         return []
     return [mode for mode in _stack() if not mode.is_infra_mode() and not type(mode).__module__.startswith("torch._")]
@@ -53,7 +52,7 @@ def _stack() -> list[Any]:
 
 @contextlib.contextmanager
 def dynamo_ignores_modes() -> Iterator[None]:
-    """What is called under the user's dispatch modes is compiled, and runs under them."""
+    """Let what is called under the user's dispatch modes be compiled, and run under them."""
     modes = [mode for mode in dispatch_modes() if not _is_ignored(mode)]
     if not modes:
         yield
@@ -78,8 +77,7 @@ def _is_ignored(mode: TorchDispatchMode) -> bool:
 
 @contextlib.contextmanager
 def _without_hooks_of_torch() -> Iterator[None]:
-    """Modes follow modules by hooks on all of them, which Dynamo refuses to trace since they are torch's own. Inside of
-    a compiled model no module is called."""
+    """Take away the modes' hooks on all modules, which Dynamo refuses to trace: a compiled model calls no module."""
     taken = [(hooks, dict(hooks)) for hooks in map(vars(nn_module).__getitem__, _HOOKS)]
     for hooks, before in taken:
         for key in [key for key, hook in before.items() if _is_torchs(hook)]:
@@ -101,9 +99,9 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def seen_as(operator: str, group: dist.ProcessGroup, call: Callable[[], Any], run: Callable[[], Value]) -> Value:
-    """``run()``, which starts a collective in however many messages. In the eyes of dispatch modes it is ``call()``,
-    which does nothing but to call ``operator`` of ``torch.ops.c10d`` once. What runs must not depend on a mode: other
-    ranks may have none. Modes do not see the collectives of a group that is written in Python."""
+    """Return ``run()``, which starts a collective in however many messages. Dispatch modes see ``call()`` instead,
+    which calls ``operator`` of ``torch.ops.c10d`` once: what runs must not depend on a mode, as other ranks may have
+    none. Modes do not see the collectives of a group that is written in Python."""
     if not dispatch_modes() or type(group) is not dist.ProcessGroup:
         return run()
     below = _Below(getattr(torch.ops.c10d, operator).default, run)
@@ -113,7 +111,7 @@ def seen_as(operator: str, group: dist.ProcessGroup, call: Callable[[], Any], ru
 
 
 class _Below(TorchDispatchMode):
-    """Below all other modes: does what ``run`` does in place of ``operator``."""
+    """Does, below all other modes, what ``run`` does in place of ``operator``."""
 
     def __init__(self, operator: Any, run: Callable[[], Any]) -> None:
         super().__init__()
@@ -128,7 +126,7 @@ class _Below(TorchDispatchMode):
 
 
 class _Started(dist.Work):
-    """For the operator's result, which nobody waits for."""
+    """Is the operator's result, which nobody waits for."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed: process groups, meshes and collectives."""
+"""The private names of torch.distributed are used here: for process groups, meshes and collectives."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _CHECKPOINT_OPTIONS = {
 
 
 def take_composable_checkpoint(module: nn.Module) -> dict[str, Any] | None:
-    """Take the hooks of torch's composable ``checkpoint`` from a module; the options of ``torch.utils.checkpoint`` that
-    say the same. None where it was not applied."""
+    """Take the hooks of torch's composable ``checkpoint`` from a module; return the same options for
+    ``torch.utils.checkpoint``, or None where it was not applied."""
     options: dict[str, Any] | None = None
     for hooks, with_kwargs in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
@@ -59,12 +59,12 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a process group runs collectives of a device's tensors by gloo."""
+    """Say whether a process group runs collectives of a device's tensors by gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a process group launches several collectives of a device's tensors as one."""
+    """Say whether a process group launches several collectives of a device's tensors as one."""
     return device.type in ("cuda", "xpu") and not uses_gloo(group, device)
 
 
@@ -75,7 +75,7 @@ def grouped(
     **options: Any,
 ) -> list[dist.Work | Any]:
     """Start a collective for each (target, source) pair, as one group where the process group can (NCCL, xccl), else
-    one after the other; what to wait for."""
+    one after the other; return what to wait for."""
     if len(pairs) > 1 and launches_groups(group, pairs[0][1].device):
         try:
             with _coalescing_manager(group=group, async_ops=True) as manager:
@@ -89,14 +89,13 @@ def grouped(
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group that a graph names."""
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
 
 
 def allocate_from_group(
     group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Memory that a process group has allocated, where it can; else the device's."""
+    """Allocate memory by a process group, where it can; else by the device."""
     backend = group._get_backend(device)
     if backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
@@ -104,16 +103,12 @@ def allocate_from_group(
 
 
 def default_store() -> dist.Store:
-    """The key-value store of the default process group."""
     return _get_default_store()
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """A mesh with the dimensions of two slices of one mesh. In 2.9 a slice, whose dimensions have the mesh's order.
-
-    Raises:
-        RuntimeError, KeyError: they are no slices of one mesh, or share ranks.
-    """
+    """Return a mesh with the dimensions of two slices of one mesh; in 2.9 they have the mesh's order. Raises
+    RuntimeError or KeyError if they are no slices of one mesh, or share ranks."""
     concatenate = getattr(DeviceMesh, "_concatenate", None)
     if concatenate is not None:
         return concatenate([first, second])
@@ -126,7 +121,7 @@ _WRAPPERS = {c for c in register_fsdp_forward_method.__code__.co_consts if isins
 
 
 def registered_forward_method(value: object) -> Callable[..., Any] | None:
-    """The user's method, if ``value`` is what torch's ``register_fsdp_forward_method`` sets in its place."""
+    """Return the user's method, if ``value`` is what torch's ``register_fsdp_forward_method`` sets in its place."""
     function = getattr(value, "__func__", None)
     if getattr(function, "__code__", None) not in _WRAPPERS:
         return None
@@ -135,7 +130,7 @@ def registered_forward_method(value: object) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """The default process group, for a while: this process as rank 0, and collectives that do nothing."""
+    """For a time, make the default process group this process as rank 0, with collectives that do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Private names of Dynamo and AOTAutograd, and of what torch logs about them."""
+"""The private names of Dynamo and AOTAutograd are used here, and of what torch logs about them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 @contextlib.contextmanager
 def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator[None]:
-    """The partitioner keeps a state of the generator for each recomputed operator that torch tags as random. With this,
-    for those alone of which ``draws`` is true."""
+    """Let the partitioner keep a state of the generator for those recomputed operators alone of which ``draws`` is
+    true. Its own rule is torch's tag for random operators."""
     functionalize = partitioners.functionalize_rng_ops
 
     def functionalized(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def random_states_only_where(draws: Callable[[torch.fx.Node], bool]) -> Iterator
 
 @contextlib.contextmanager
 def activation_memory_budget(budget: float) -> Iterator[None]:
-    """The partitioner saves as much for backward; 1 is what it does without being asked."""
+    """Let the partitioner save this part of the activations for backward; 1 is its own rule."""
     if budget == 1:  # what the user may have set is left alone
         yield
         return
@@ -77,25 +77,24 @@ def activation_memory_budget(budget: float) -> Iterator[None]:
 
 
 def _tensors_of(saved: torch.fx.Node) -> list[torch.fx.Node]:
-    """Where all that it might compute again must be saved, the partitioner returns operators of several results
-    themselves, which a forward graph cannot return. What nobody needs of them, it leaves out by itself."""
+    """Return the results of an operator that has several: a forward graph cannot return the operator itself."""
     if isinstance(saved.meta.get("val"), (tuple, list)):
         return [user for user in saved.users if user.target is operator.getitem]
     return [saved]
 
 
 def leave_to_python(function: Any) -> None:
-    """Dynamo does not compile ``function`` where Python calls it. Called from traced code, it is traced."""
+    """Have Dynamo not compile ``function`` where Python calls it. Called from traced code, it is traced."""
     skip_code(getattr(function, "__func__", function).__code__)
 
 
 def profiler_is_active() -> bool:
-    """Whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
+    """Say whether ``torch.profiler``, ``torch.autograd.profiler`` or ``emit_nvtx`` records in this process."""
     return autograd_profiler._is_profiler_enabled
 
 
 def is_tracing() -> bool:
-    """Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
+    """Say whether Dynamo traces in this thread: in traced code (where this is a constant) or in Dynamo's own."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
@@ -103,25 +102,25 @@ leave_to_python(is_tracing)  # compiled by itself it would return what is so whi
 
 
 def current_backward() -> int:
-    """A number for the backward that autograd runs in this thread; -1 where it runs none."""
+    """Return a number for the backward that autograd runs in this thread; -1 where it runs none."""
     return int(torch._C._current_graph_task_id())
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """``call`` runs when the backward that is under way has computed all gradients."""
+    """Run ``call`` when the backward that is under way has computed all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def current_fake_mode() -> FakeTensorMode:
-    """The fake mode of the capture that is under way."""
+    """Return the fake mode of the capture that is under way."""
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
     return context.fake_mode
 
 
 def forward_outputs() -> tuple[list[int], list[bool]]:
-    """Of the graph that AOTAutograd has just traced, whose outputs do not alias its inputs: which inputs are written,
-    of which it returns the new values first; and of each of the user's outputs, which follow, whether backward is
+    """Describe the outputs of the graph that AOTAutograd has just traced, which do not alias its inputs: which inputs
+    are written, whose new values come first; and for each of the user's outputs, which follow, whether backward is
     given a gradient of it."""
     context = TracingContext.try_get()
     assert context is not None and context.fw_metadata is not None, "called outside of AOTAutograd"
@@ -132,8 +131,8 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
 
 
 def tangents_of_outputs(number: int) -> list[int | None] | None:
-    """Of the graph that AOTAutograd has just traced: per output of the node that autograd gets for it, which of the
-    graph's ``number`` tangents is its gradient, None for none. None where this torch counts them otherwise."""
+    """Return, for each output of the autograd node of the graph that AOTAutograd has just traced, which of its
+    ``number`` tangents is the gradient, or None for none. None as a whole where this torch counts them otherwise."""
     context = TracingContext.try_get()
     found: Any = context.fw_metadata if context is not None else None
     if found is None:
@@ -155,7 +154,7 @@ def tangents_of_outputs(number: int) -> list[int | None] | None:
 
 
 def is_compiled_backward(node: Any) -> bool:
-    """Whether a node of autograd runs the backward of a graph of AOTAutograd's."""
+    """Say whether a node of autograd runs the backward of a graph of AOTAutograd's."""
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
@@ -167,14 +166,12 @@ _LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log",
 def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator[None]:
     """Trace under the configuration that the models of this package need.
 
-    Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph instead of
-    breaking it. Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
-    With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do by themselves.
-    Graph modules write their code when it is asked for, as Inductor has it: that of a whole model is long, written for
-    each of its graphs more than once, and rarely read. Garbage is collected when Python does it, and not after each
-    compilation, which would walk all that was allocated for it. Guards are timed only if the log wants it: Dynamo
-    empties the processor's caches before, some 50 ms, a tenth of what a small model takes. With ``hooks``, graphs are
-    guarded by the hooks that they were traced with, whereas Dynamo's default is not to notice others.
+    - Calls of ``logging.Logger`` methods, and of what transformers adds to them, are left out of the graph.
+    - Recurrent modules (``nn.LSTM``) are traced; Dynamo's default refuses them because they trace slowly.
+    - With ``fullgraph``, sizes that are data (``torch.nonzero``) are traced, as newer versions of torch do.
+    - With ``hooks``, graphs are guarded by the hooks that they were traced with.
+    - To save time, graph modules write their code when asked, no garbage is collected after a compilation, and guards
+      are timed only if the log wants it (docs/decisions/tracing.md).
     """
     owners = (logging.Logger, logging)
     ignored = {getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method)}
@@ -204,22 +201,21 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
 
 
 def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:
-    """For a time a function of torch's does nothing and returns ``result``, unless it is wanted or not there."""
+    """For a time, let a function of torch's do nothing and return ``result``, unless it is wanted or not there."""
     if wanted or not hasattr(module, name):
         return contextlib.nullcontext()
     return unittest.mock.patch.object(module, name, lambda *_, **__: result)
 
 
 def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph in a module that does; under ``tracing_options``."""
+    """Return the same graph in a module that writes its code when asked, under ``tracing_options``."""
     lazy: torch.fx.GraphModule = _make_graph_module(module, module.graph)
     lazy.meta = module.meta
     return lazy
 
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
-    """For a time AOTAutograd prints forward and backward graphs only if a log wants them. torch 2.13 always does, for a
-    cache that only its own compilers use."""
+    """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
     wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
     return _unless(wanted, graph_compile, "_log_fw_bw_graphs", (None, None))
 
@@ -234,8 +230,8 @@ def traced_by_aot_autograd(
     arguments: Sequence[torch.Tensor],
     decompositions: dict[Any, Callable[..., Any]] | None,
 ) -> tuple[torch.fx.GraphModule, int]:
-    """The joint graph of ``module`` on fake ``arguments``, or that of inference, apart from the capture that is under
-    way; and how many of its outputs are forward's."""
+    """Return the joint graph of ``module`` on fake ``arguments``, or that of inference, apart from the capture that is
+    under way; and how many of its outputs are forward's."""
 
     def partition(joint: torch.fx.GraphModule, _: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         raise _Traced(joint, num_fwd_outputs)
@@ -259,15 +255,15 @@ def traced_by_aot_autograd(
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:
-    """Whether AOTAutograd traced a node of a joint graph while it ran autograd."""
+    """Say whether AOTAutograd traced a node of a joint graph while it ran autograd."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def with_graph(
     module: torch.fx.GraphModule, graph: torch.fx.Graph, copies: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> torch.fx.GraphModule:
-    """Dynamo's ``module`` with another graph of the same inputs: AOTAutograd guards on inputs by where they come from.
-    ``copies``: node of the old graph → of the new one."""
+    """Return Dynamo's ``module`` with another graph of the same inputs, which AOTAutograd guards on by their sources.
+    ``copies`` maps nodes of the old graph to those of the new one."""
     made = torch.fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
@@ -279,14 +275,14 @@ def with_graph(
 
 
 def debug_directory() -> Path | None:
-    """Where torch keeps what it writes for debugging, with ``TORCH_COMPILE_DEBUG=1``; None without."""
+    """Return where torch keeps what it writes for debugging, with ``TORCH_COMPILE_DEBUG=1``; None without."""
     if os.environ.get("TORCH_COMPILE_DEBUG", "0") != "1":
         return None
     return Path(get_debug_dir())
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """A text in ``TORCH_TRACE`` that ``tlparse`` shows with the compilation that is under way."""
+    """Write a text to ``TORCH_TRACE`` that ``tlparse`` shows with the compilation that is under way."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
@@ -297,16 +293,16 @@ _WHERE = re.compile(r"(?P<file>[^\s#]+\.py):(?P<line>\d+) in (?P<function>\S+)")
 
 
 def current_compilation() -> str | None:
-    """The name of the compilation that is under way in torch's logs, "0/1"; None where there is none."""
+    """Return the name of the compilation that is under way in torch's logs, "0/1"; None where there is none."""
     found = CompileContext.current_compile_id()
     return None if found is None else str(found)
 
 
 def failed_guards() -> list[tuple[str, str, str | None]]:
-    """To be asked in a Dynamo backend: which guards of earlier graphs of the same code failed, the graph that ran last
-    first. Of each: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and
-    the line that the guard is due to, where Dynamo says it. Nothing at the first compilation of a piece of code, and on
-    a torch that does not say."""
+    """Return, in a Dynamo backend, which guards of earlier graphs of the same code failed, the graph that ran last
+    first: the graph's compilation, as torch's logs name it ("0/1"); what did not hold, in Dynamo's words; and the line
+    that the guard is due to, if Dynamo says it. Empty at the first compilation of a piece of code, and where torch does
+    not say."""
     metrics = getattr(dynamo_utils.get_metrics_context(), "_metrics", {})
     first = metrics.get("recompile_reason")
     if not first:

@@ -1,4 +1,4 @@
-"""Inductor on one region. (Its scheduler: inductor_scheduler.py; its C++ compiler: inductor_cpp.py.)"""
+"""Inductor compiles one region here. (Its scheduler: inductor_scheduler.py; its C++ compiler: inductor_cpp.py.)"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """What Inductor does to a graph before it is partitioned (random numbers, attention patterns, folding)."""
+    """Run Inductor's passes on a graph before it is partitioned (random numbers, attention patterns, folding)."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
@@ -31,14 +31,13 @@ def inductor_joint_passes(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def built_together() -> contextlib.AbstractContextManager[None]:
-    """See :func:`graph_fsdp.compat.inductor_cpp.built_together`, which imports Inductor."""
     from graph_fsdp.compat import inductor_cpp
 
     return inductor_cpp.built_together()
 
 
 def default_inductor_cache_directory() -> Path | None:
-    """Where Inductor keeps its caches if it is not told where; None if it is told another place."""
+    """Return where Inductor keeps its caches if it is not told where; None if it is told another place."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     default = Path(default_cache_dir()).absolute()
@@ -47,8 +46,7 @@ def default_inductor_cache_directory() -> Path | None:
 
 
 def inductor_cache_directory() -> Path | None:
-    """Where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none, or where
-    nothing can be written."""
+    """Return where Inductor keeps compiled graphs for other processes and later runs; None where it keeps none."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -68,11 +66,12 @@ def inductor_compile(
     is_inference: bool,
     keep_order: bool = False,
 ) -> Callable[[list[Any]], Any]:
-    """Compile one region with Inductor. ``keep_order``: see :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
+    """Compile one region with Inductor. For ``keep_order`` see
+    :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
 
-    Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are
-    taken for another's; and each output must be marked user-visible, or Inductor may change its strides. CUDA graphs
-    are the program's (``compile(cuda_graphs=True)``): Inductor makes none, whatever ``config.triton.cudagraphs`` says.
+    Each call needs a TracingContext of its own, or the strides that Inductor reports for one region's outputs are taken
+    for another's; and each output must be marked user-visible, or Inductor may change its strides. Inductor makes no
+    CUDA graphs, whatever ``config.triton.cudagraphs`` says: they are the program's (``compile(cuda_graphs=True)``).
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -91,12 +90,11 @@ def inductor_compile(
 
 
 def _vectors_named(module: torch.fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Inductor's cache of graphs gives this host what was written for vectors as wide as its own.
+    """Have Inductor's cache give this host only what was written for vectors as wide as its own.
 
-    The C++ that is kept for a graph steps by the width of the vectors that it was written for, and each host compiles
-    it for its own. The cache's key has the setting ``cpp.simdlen`` but not the width, which is found where the setting
-    is None: a host with other vectors that shares the folder, or a process with ``ATEN_CPU_CAPABILITY``, would compute
-    wrong numbers. So the setting says what would be found.
+    The C++ kept for a graph steps by the width of vectors, which the cache's key lacks where ``cpp.simdlen`` is None: a
+    host with other vectors that shares the folder would compute wrong numbers. So the setting says the width that is
+    found (docs/decisions/compute_regions.md).
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa

@@ -1,4 +1,4 @@
-"""Inductor's C++ kernels of several graphs, built together. Private names of torch:
+"""Inductor's C++ kernels of several graphs are built together, by these private names of torch:
 
 | name | for | torch |
 |---|---|---|
@@ -9,11 +9,10 @@
 | ``_dynamo.utils.dynamo_timed`` | the time it takes, among torch's own | 2.9, 2.13 |
 
 [Note: one library for several kernels]
-Inductor makes a library of each kernel. The compiler then takes about a second for its header and the linker, and a
-tenth of one for the kernel. So the kernels of all graphs that are compiled within ``built_together`` go into few
-libraries: each is the source that Inductor would have given to the compiler, in a namespace of its own, with the same
-options, and each has its own ``PyInit_`` function. Which kernels share a library follows from the kernels alone, so
-ranks and later runs find it in Inductor's cache.
+Inductor makes a library of each kernel, for which the compiler takes a second more than for the kernel. So the kernels
+of all graphs compiled within ``built_together`` go into few libraries: each is the source that Inductor would have
+compiled, in a namespace of its own, with the same options and its own ``PyInit_`` function. Which kernels share a
+library follows from the kernels alone, so ranks and later runs find it in Inductor's cache (docs/decisions/tracing.md).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _EXPORTED = 'extern "C"'
 
 
 class Kernel:
-    """A kernel that is not built yet. Called before that, it is built by itself."""
+    """Stands for a kernel that is not built yet. Called before that, it is built by itself."""
 
     def __init__(self, argument_types: Sequence[str], source: str) -> None:
         self.argument_types, self.source = tuple(argument_types), source
@@ -52,7 +51,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def built_together() -> Iterator[None]:
-    """C++ kernels of the graphs that Inductor compiles meanwhile, or finds in its cache, are built at the end."""
+    """Build C++ kernels of the graphs that Inductor compiles meanwhile, or finds in its cache, at the end."""
     kernels: dict[tuple[tuple[str, ...], str], Kernel] = {}
     modules: list[dict[str, Any]] = []
     wait = AsyncCompile.wait
@@ -77,7 +76,7 @@ def built_together() -> Iterator[None]:
 
 
 def build(kernels: list[Kernel]) -> None:
-    """Give each of ``kernels`` its function."""
+    """Build ``kernels``, which get their functions."""
     threads = get_compile_threads()
     submit = AsyncCompile.submit if threads > 1 else None
     # Large ones first, and dealt out: libraries then take about as long as each other, and are the same on all ranks.
@@ -98,7 +97,7 @@ def build(kernels: list[Kernel]) -> None:
 
 
 def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Callable[[], Any]:
-    """Start the compiler; what is returned waits for it, and has the ``functions``."""
+    """Start the compiler; return what waits for it, and has the ``functions``."""
     names = [f"kernel_{index}" for index in range(len(kernels))]
     texts = [_with_bindings(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
     includes = dict.fromkeys(line.strip() for text in texts for line in _INCLUDE.findall(text))
@@ -120,7 +119,7 @@ def _begin(kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> Call
 
 
 def _with_bindings(kernel: Kernel, name: str) -> str:
-    """What Inductor gives to the compiler for a kernel; the Python module is called ``name``."""
+    """Return what Inductor gives to the compiler for a kernel; the Python module is called ``name``."""
     found: list[str] = []
 
     class Source(CppPythonBindingsCodeCache):

@@ -1,4 +1,4 @@
-"""Inductor's scheduler: graphs in their own order. Private names of torch, as in compat/.
+"""Inductor's scheduler keeps graphs in their own order, by these private names of torch.
 
 | name | for | torch |
 |---|---|---|
@@ -43,8 +43,7 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass
 class _KeepOrder(_Pass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Return Inductor's scheduler nodes, in the graph's order, with dependencies that keep collectives and waits in
-        place among each other and among external kernels. ``decide_global_ordering_of_comms`` does so for collectives
-        alone."""
+        place among each other (as ``decide_global_ordering_of_comms`` does) and among external kernels."""
 
         def after(node: Any, earlier: Sequence[Any]) -> None:
             own = next(iter(node.get_buffer_names()))
@@ -65,14 +64,14 @@ class _KeepOrder(_Pass):
         return nodes
 
     def uuid(self) -> str:
-        """For the key of Inductor's cache, which then finds a graph again that was compiled in this order."""
+        """Return the part of the key of Inductor's cache that finds graphs compiled in this order again."""
         return "graph_fsdp: keep order, 1"
 
 
 def graph_order() -> contextlib.AbstractContextManager[Any]:
-    """Inductor's configuration under which the collectives of a graph, the waits for them, and the kernels that it
-    does not generate itself (products, attention) run in the graph's order. Generated kernels stand where their data
-    lets them; those that would have to run both before and after a collective are not fused."""
+    """Configure Inductor to run a graph's collectives, the waits for them, and the kernels that it does not generate
+    itself (products, attention) in the graph's order. Generated kernels stand where their data lets them; those that
+    would have to run both before and after a collective are not fused."""
     known = {name: value for name, value in _IN_ORDER.items() if _has_setting(name)}
     return config.patch({**known, "_pre_fusion_custom_pass": _KeepOrder()})
 
@@ -86,10 +85,10 @@ def _has_setting(name: str) -> bool:
 
 
 def is_communication(node: Any) -> bool:
-    """Whether a scheduler node is a collective, or waits for one."""
+    """Say whether a scheduler node is a collective, or waits for one."""
     return isinstance(node.node, ir._CollectiveKernel)
 
 
 def is_external(node: Any) -> bool:
-    """Whether a scheduler node runs a kernel that Inductor does not generate: a product, attention or a fallback."""
+    """Say whether a scheduler node runs a kernel that Inductor does not generate: a product, attention, a fallback."""
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)

@@ -1,4 +1,4 @@
-"""Private names of torch for operators as objects, DTensors, fake tensors, and the memory of tensors."""
+"""The private names of torch for operators as objects, DTensors, fake tensors and tensors' memory are used here."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ clear_cublas_workspaces: Callable[[], None] = getattr(torch._C, "_cuda_clearCubl
 # Operators on tensor subclasses run as on plain tensors.
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-# Exchanges all that two tensors are but their Python objects: a reference to one now finds the other's memory.
-# ``torch.utils.swap_tensors`` would exchange classes and attributes too, and refuses what has weak references (those
-# of ``nn.LSTM`` to its parameters).
+# Exchanges all of two tensors but their Python objects. ``torch.utils.swap_tensors`` would exchange classes and
+# attributes too, and refuses what has weak references (those of ``nn.LSTM`` to its parameters).
 swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
 
 def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
-    """With ``name`` and ``default_value`` each."""
+    """Return an operator's arguments, each with ``name`` and ``default_value``."""
     return list(operator._schema.arguments)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share a storage, fake ones too, as long as one of them lives."""
+    """Return a number that is equal for tensors that share a storage, fake ones too, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -62,30 +61,31 @@ UNBACKED_HINT = 1024
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
+    """Return the size itself, or the value that a symbolic size had when it was traced. Guards on nothing."""
     return size if isinstance(size, int) else int(_hint(size, fallback=UNBACKED_HINT))
 
 
 def local_shape_and_offset(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
+    """Return the shape of the rank's part of a DTensor, and where it begins in the whole tensor."""
     assert isinstance(tensor, DTensor)
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The rank's own part of a DTensor, outside autograd (``to_local`` would record an op); any other tensor itself."""
+    """Return the rank's part of a DTensor, outside autograd (``to_local`` would record an op); any other tensor
+    itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def take_over(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """A DTensor parameter becomes what another DTensor is (memory, dtype, placements); references to it stay valid."""
+    """Make a DTensor parameter what another DTensor is (memory, dtype, placements); references to it stay valid."""
     assert isinstance(parameter, DTensor) and isinstance(other, DTensor)
     swap(parameter, other)
     parameter._local_tensor, parameter._spec = other._local_tensor, other._spec
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """What autograd compares to see that what it has saved was written since."""
+    """Set what autograd compares to see that what it has saved was written since."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
@@ -96,17 +96,16 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """A DTensor of ``local``, placed and shaped as ``like``: ``DTensor.from_local`` without its checks, which cost
-    more than the gradient of a small parameter."""
+    """Return a DTensor of ``local``, placed and shaped as ``like``, without the checks of ``DTensor.from_local``, which
+    cost more than the gradient of a small parameter."""
     assert isinstance(like, DTensor)
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def forget_fake_values(shape_envs: Iterable[Any]) -> None:
-    """Drop what torch remembers of fake tensors, of all models and of captures with these ``ShapeEnv``, which nobody
-    needs any more. The first are caches: whoever lives computes them again. Torch keeps the second kind until
-    ``torch._dynamo.reset()``, and a ``ShapeEnv`` for good: its fake tensors have its symbols as sizes, in C++, where
-    the garbage collector does not find the cycle."""
+    """Drop what torch remembers of fake tensors: caches of all models, which are filled again, and what ``shape_envs``
+    hold. Torch would keep these for good: their fake tensors have their symbols as sizes, in C++, where the garbage
+    collector does not find the cycle."""
     FakeTensorMode.cache_clear()
     for cached in vars(ShapeEnv).values():
         if hasattr(cached, "cache_clear"):
@@ -125,8 +124,8 @@ def fake_tensor(
     memory: torch.Tensor | None,
     offset: int,
 ) -> torch.Tensor:
-    """A fake tensor without running an operator, in the memory of another (offset and strides in elements) or in its
-    own. It is how FakeTensorMode makes the value of a call that it has seen before."""
+    """Make a fake tensor without running an operator, in the memory of another (offset and strides in elements) or in
+    its own, as FakeTensorMode makes the value of a call that it has seen before."""
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if memory is not None:
@@ -135,30 +134,28 @@ def fake_tensor(
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fake tensors lie in the same storage (which has no address)."""
+    """Say whether two fake tensors lie in the same storage (which has no address)."""
     return storage_id(a) == storage_id(b)
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor that is told apart from an ordinary one only by who reads its memory: there is none, and
-    the process crashes. (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""
+    """Make a contiguous tensor that looks like an ordinary one but has no memory: who reads it crashes the process.
+    (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""
     like = torch.empty(shape, dtype=dtype, device="meta")
     storage = storage_at(0, like.numel() * like.element_size(), device)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A new storage in memory that somebody else owns, and must keep for as long as it is used."""
+    """Make a new storage in memory that somebody else owns, and must keep for as long as it is used."""
     construct: Any = torch._C._construct_storage_from_data_pointer
     return construct(address, device, nbytes)
 
 
 def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, without a copy, in a storage of exactly the tensor's bytes that begins with it, and that keeps
-    the memory alive. ``tensor``: contiguous, plain.
-
-    A DTensor of a tensor that lies further back in its storage cannot be pickled or copied: torch gives it the offset,
-    and takes only what has address 0 for a wrapper. And ``torch.save`` writes storages, not tensors."""
+    """Return a contiguous, plain tensor's memory, without a copy, in a storage of exactly its bytes that keeps the
+    memory alive. A DTensor of a tensor that lies further back in its storage cannot be pickled or copied, since torch
+    gives it the offset, and ``torch.save`` writes storages, not tensors."""
     shape = tensor.shape
     if 0 in shape:
         return torch.empty_like(tensor)
@@ -169,13 +166,13 @@ def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """False for what ``without_memory`` made."""
+    """Say whether a tensor has memory; False for what ``without_memory`` made."""
     return tensor.data_ptr() != 0 or tensor.untyped_storage().nbytes() == 0
 
 
 def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, int]:
     """Write a file as ``torch.save`` does for a dict of tensors, with room for their values, which are not written.
-    Where in the file they belong, of tensors that have any elements."""
+    Return where in the file they belong, in bytes; 0 for tensors without elements."""
     with FakeTensorMode():
         tensors = {name: torch.empty(tuple(shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -186,8 +183,8 @@ def lay_out(path: str, shapes: Mapping[str, tuple[Sequence[int], torch.dtype]]) 
 
 
 def tensor_offset(file: Any, offset: int, length: int) -> int:
-    """Where in a file the bytes of a tensor's storage begin, of which ``torch.save`` has written ``length`` bytes there
-    from ``offset`` on."""
+    """Return where in a file a tensor's bytes begin, which ``torch.save`` wrote into ``length`` bytes from ``offset``
+    on."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     entry: Any = _create_file_view(file, offset, length)

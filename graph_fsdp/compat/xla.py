@@ -1,10 +1,10 @@
-"""Every name of torch_xla that graph_fsdp uses, in one place. torch_xla is imported when one of them is first needed.
+"""This file has every name of torch_xla that graph_fsdp uses. torch_xla is imported when one of them is first needed.
 
 | name | for | torch_xla |
 |---|---|---|
 | ``runtime.is_spmd``, ``runtime.use_spmd``, ``runtime.global_runtime_device_count`` | SPMD, and its devices | 2.9 |
 | ``distributed.spmd.Mesh``, ``Mesh.get_op_sharding``, ``XLAShardedTensor`` | shardings | 2.9 |
-| ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_spec`` | likewise | 2.9 |
+| ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_specs`` | likewise | 2.9 |
 | ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
 | ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
 | ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
@@ -50,17 +50,17 @@ spmd = functools.partial(importlib.import_module, "torch_xla.distributed.spmd") 
 
 
 def xlac() -> Any:
-    """The module of torch_xla that is written in C++."""
+    """Return the module of torch_xla that is written in C++."""
     return torch_xla()._XLAC
 
 
 def is_mesh(value: object) -> bool:
-    """Whether it is a mesh of torch_xla's own. False, and nothing imported, where it cannot be one."""
+    """Say whether it is a mesh of torch_xla's own. False, and nothing imported, where it cannot be one."""
     return type(value).__module__.startswith("torch_xla.") and isinstance(value, spmd().Mesh)
 
 
 def ordinal() -> int:
-    """Of the replica that this thread runs, or that this thread of autograd computes gradients of."""
+    """Return that of the replica that this thread runs, or that this thread of autograd computes gradients of."""
     return int(xlac()._xla_get_default_device_ordinal())
 
 
@@ -87,7 +87,7 @@ def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
 
 
 def annotated(tensor: Tensor, sharding: Any) -> Tensor:
-    """A copy of it, sharded as torch_xla describes it; None: whole on each device."""
+    """Return a copy of a tensor, sharded as torch_xla describes it; None: whole on each device."""
     copy = tensor.clone()
     if sharding is None:
         sharding = xlac().OpSharding([], [], [], spmd().ShardingType.REPLICATED)
@@ -96,19 +96,19 @@ def annotated(tensor: Tensor, sharding: Any) -> Tensor:
 
 
 def sharding_specs(tensors: Sequence[Tensor]) -> list[str]:
-    """How tensors are sharded, as XLA writes it; "" where nothing says."""
+    """Return how tensors are sharded, as XLA writes it; "" where nothing says."""
     return [spec or "" for spec in xlac()._get_xla_sharding_specs(list(tensors))]
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor that an ``XLAShardedTensor`` stands for; any other itself."""
+    """Return the tensor that an ``XLAShardedTensor`` stands for; any other itself."""
     return getattr(tensor, "global_tensor", tensor) if type(tensor).__name__ == "XLAShardedTensor" else tensor
 
 
 @dataclass(frozen=True)
 class DeviceShard:
-    """What a device of this host holds of a tensor. ``padded``: on the CPU, as large as that of each other device;
-    ``offset`` and ``size``: of the part in the tensor, without the padding."""
+    """Is the part of a tensor that a device of this host holds. ``padded`` is on the CPU, as large as that of each
+    other device; ``offset`` and ``size`` are those of the part in the tensor, without the padding."""
 
     padded: Tensor
     device: str
@@ -117,12 +117,12 @@ class DeviceShard:
 
     @property
     def part(self) -> Tensor:
-        """A view of ``padded`` without the padding; the last devices may have no rows."""
+        """Return a view of ``padded`` without the padding; the last devices may have no rows."""
         return self.padded[tuple(slice(0, size) for size in self.size)]
 
 
 def device_shards(tensor: Tensor) -> list[DeviceShard]:
-    """Of a tensor that is divided. Their memory is their own."""
+    """Return the parts of a tensor that is divided, in memory of their own."""
     shards, places = xlac()._get_local_shards([tensor])[0], xlac()._get_local_shard_replica_and_indices([tensor])[0]
     found = []
     for (padded, device_name), (_, slices) in zip(shards, places, strict=True):
@@ -134,7 +134,7 @@ def device_shards(tensor: Tensor) -> list[DeviceShard]:
 
 
 def load_device_shards(tensor: Tensor, shards: Sequence[DeviceShard]) -> None:
-    """Give each device what ``device_shards`` had of it, with other values."""
+    """Give each device its part of a tensor, with other values than ``device_shards`` found."""
     xlac()._load_local_shards(tensor, [shard.padded for shard in shards], [shard.device for shard in shards])
 
 
@@ -185,7 +185,7 @@ def sync(wait: bool = False) -> None:
 
 
 def pending(tensors: Sequence[Tensor]) -> bool:
-    """Whether any of them is not computed yet."""
+    """Say whether any of them is not computed yet."""
     return any(xlac()._check_tensor_need_materialization(list(tensors)))
 
 
@@ -198,13 +198,13 @@ def tensor_id(tensor: Tensor) -> int:
 
 
 def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
-    """Ids and values of the tensors in memory that pending tensors are computed from."""
+    """Return ids and values of the tensors in memory that pending tensors are computed from."""
     ids, values = xlac()._get_tensors_xla_device_data_node(list(outputs))
     return list(ids), list(values)
 
 
 def compile_pending(outputs: Sequence[Tensor]) -> Any:
-    """Compile the graph that ``outputs`` are pending on; what ``run_compiled`` is to be given."""
+    """Compile the graph that ``outputs`` are pending on; return its key for ``run_compiled``."""
     context = importlib.import_module("torch_xla.utils.buffer_donor_context")
     with context.alias_with_buffer_donor_config():
         key = xlac()._get_graph_hash(list(outputs))
@@ -213,14 +213,11 @@ def compile_pending(outputs: Sequence[Tensor]) -> Any:
 
 
 class ProgramDroppedError(RuntimeError):
-    """torch_xla keeps the programs that ran last, all graphs and all of the lazy ones together."""
+    """torch_xla has dropped a program: it keeps those that ran last, all graphs and all of the lazy ones together."""
 
 
 def run_compiled(key: Any, inputs: Sequence[Any]) -> list[Tensor]:
-    """
-    Raises:
-        ProgramDroppedError: torch_xla does not have the program any more; nothing has run.
-    """
+    """Run a program. Raises ProgramDroppedError, before anything runs, if torch_xla does not have it any more."""
     try:
         found: list[Tensor] = xlac()._run_cached_graph(key, list(inputs))
     except RuntimeError as error:
@@ -236,7 +233,7 @@ def drop_pending() -> None:
 
 
 def fallback_counts() -> dict[str, int]:
-    """Operator → how often it has run on the host so far, for want of an implementation on XLA."""
+    """Count how often each operator has run on the host so far, for want of an implementation on XLA."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     executed = set(metrics.executed_fallback_ops()) - _HARMLESS_FALLBACKS
     return {operator: metrics.counter_value(operator) or 0 for operator in sorted(executed)}
@@ -247,7 +244,7 @@ def fallback_counts() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Like:
-    """What a program's input is, without its values."""
+    """Describes an input of a program without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -257,7 +254,7 @@ class Like:
 
 
 def descriptions(inputs: Sequence[Any]) -> list[Any]:
-    """Of tensors; what is none stays as it is."""
+    """Describe tensors; what is none stays as it is."""
     return [_described(value) if isinstance(value, Tensor) else value for value in inputs]
 
 
@@ -267,7 +264,7 @@ def _described(value: Tensor) -> Like:
 
 
 def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Zeros like tensors, or like descriptions of them, with device data of their own; the rest stays as it is."""
+    """Return zeros like tensors, or like descriptions of them, in memory of their own; the rest stays as it is."""
     fresh: list[Any] = []
     for value in descriptions(inputs):  # of those among them that are descriptions already, themselves
         if isinstance(value, Like):
@@ -283,10 +280,8 @@ def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def optimized_text(function: Callable[..., Any], inputs: Sequence[Any]) -> str:
-    """XLA's optimized program for what ``function`` returns.
-
-    torch_xla reads the variable that asks for it once in a process, when any HLO text is asked for first.
-    """
+    """Return XLA's optimized program for what ``function`` returns. Raises RuntimeError if HLO text was asked for
+    before in this process, which is when torch_xla reads the variable for it."""
     os.environ[_DUMP] = "1"
     outputs = function(*inputs)  # pending
     flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
@@ -305,8 +300,8 @@ def optimized_text(function: Callable[..., Any], inputs: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def backward_compiled_with_forward() -> Iterator[None]:
-    """For a time AOTAutograd compiles backward where it compiles forward, and not when it first runs, in a thread of
-    autograd and under metrics that all threads share."""
+    """For a time, let AOTAutograd compile backward where it compiles forward, and not when it first runs, in a thread
+    of autograd and under metrics that all threads share."""
     kind = aot_autograd.AOTConfig
 
     def eager(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +315,7 @@ def backward_compiled_with_forward() -> Iterator[None]:
 
 
 class WithoutMemory(Tensor):
-    """A tensor for its shape, dtype and device, with which nothing can be computed."""
+    """Has a shape, dtype and device; nothing can be computed with it."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
@@ -334,9 +329,8 @@ class WithoutMemory(Tensor):
 def without_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool, kind: type = Tensor
 ) -> Tensor:
-    """For Dynamo to trace with: it is on ``device``, and a plain tensor or an ``nn.Parameter`` for all that Python can
-    tell. (XLA's tensors have no storage whose memory could be taken away, and what is made lazily gets memory at the
-    next step.)"""
+    """Make a tensor for Dynamo to trace with: on ``device``, and a plain tensor or an ``nn.Parameter`` for all that
+    Python can tell. (XLA's tensors have no storage whose memory could be taken away.)"""
     made: Tensor = WithoutMemory(shape, dtype, device)
     made.__class__ = kind
     return made.requires_grad_(requires_grad) if kind is not nn.Parameter or requires_grad else made

@@ -1,1 +1,1 @@
-"""Reports: captured graphs as data, text, pages, traces and files."""
+"""Reports show captured graphs as data, text, pages, traces and files."""

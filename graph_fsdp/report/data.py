@@ -1,8 +1,7 @@
-"""A report as plain data: what is printed, what a file of a report holds, and what its page draws.
+"""A report is plain data: it is printed, saved in a file and drawn on a page.
 
 Everything here is what ``json.dumps`` takes. Times are in seconds; positions are indices of nodes in the graph after
-all passes. The functions that make a part say what it has: a report has captures, a capture graphs, a graph buckets and
-stages.
+all passes. A report has captures, a capture graphs, a graph buckets and stages.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ ROW_KINDS = {
 def report_data(
     report: GraphReport, *, stages: bool, drawn: Sequence[GraphView] = (), error: Exception | None = None
 ) -> Data:
-    """``stages``: with the text of each, which takes seconds where a model is deep. ``drawn``: graphs that run one
-    after the other, of which a page draws the timeline. ``lives``: in these, parameter → what it is, and of each event
-    phase, position, kind and line of the model. ``error``: what ended a capture.
+    """Return a report as data. ``stages`` adds the text of each, which takes seconds where a model is deep. ``drawn``
+    are graphs that run one after the other, whose timeline a page draws; ``lives`` has, in these, parameter → what it
+    is, and of each event phase, position, kind and line of the model. ``error`` is what ended a capture.
 
     Raises:
         LookupError: a graph that is to be drawn has no cost model.
@@ -86,7 +85,7 @@ def report_data(
 
 
 def graph_data(view: GraphView) -> Data:
-    """What is printed of a graph. ``nodes``: 0 of a graph that other graphs are made of."""
+    """Return what is printed of a graph. ``nodes`` is 0 for a graph that other graphs are made of."""
     return {
         "phase": view.phase,
         "nodes": view.nodes,
@@ -97,7 +96,7 @@ def graph_data(view: GraphView) -> Data:
 
 
 def unit_data(spec: ModelSpec) -> list[Data]:
-    """The units in the order of the storage. ``nbytes``: of the whole parameters; ``shard_nbytes``: of this rank's."""
+    """Return the units in the order of the storage, with bytes of the whole parameters and of this rank's shards."""
     units: dict[str, Data] = {}
     for p in spec.parameters.values():
         new = {"name": p.unit or "root", "parameters": 0, "numel": 0, "nbytes": 0, "shard_nbytes": 0}
@@ -115,11 +114,12 @@ def unit_data(spec: ModelSpec) -> list[Data]:
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph; None where
-    the event is not in this graph. ``nbytes``: of the gathered buffer, or of the reduced shard. ``unit``: "" is the
-    root. ``kind``: one of ``ROW_KINDS``. ``slots``: that its buffer and its landing buffer lie in. ``ahead``: how many
-    buckets are used for the first time between its start and its wait; of a gather that is how many units ahead of its
-    use it starts. ``seconds``: that it takes by itself, ``exposed`` that compute waits for it, as predicted."""
+    """Describes one gathered or reduced bucket of one graph. Positions are indices of nodes in the scheduled graph;
+    None where the event is not in this graph. ``nbytes`` is the size of the gathered buffer, or of the reduced shard;
+    ``slots`` are those of its buffer and landing buffer. ``kind`` is one of ``ROW_KINDS``, and the ``unit`` "" is the
+    root. ``ahead`` counts the buckets that are first used between its start and its wait: a gather starts so many
+    units ahead of its use. ``seconds``, which it takes by itself, and ``exposed``, which compute waits for it, are
+    predicted."""
 
     name: str
     kind: str
@@ -138,7 +138,7 @@ class BucketRow:
 
 
 def bucket_rows(graph: Graph, timeline: Timeline | None) -> list[BucketRow]:
-    """In the order of the graph. Gradients of one bucket that are kept for a later graph are one row."""
+    """Return the rows in the graph's order. Gradients of one bucket that are kept for a later graph are one row."""
     positions = graph.positions()
     gathers = {gather.start or gather.buffer: gather for gather in graph.gathers}
     uses = sorted(positions[gather.reads[0]] for gather in gathers.values() if gather.reads)
@@ -182,7 +182,7 @@ def bucket_rows(graph: Graph, timeline: Timeline | None) -> list[BucketRow]:
 
 
 def stage_data(view: GraphView) -> list[Data]:
-    """``changes``: how a stage's lines are made of those of the stage before, see ``line_changes``."""
+    """Return the stages; ``changes`` make a stage's lines of those of the stage before, see ``line_changes``."""
     texts = [stage.body.splitlines() for stage in view.stages.values()]
     return [
         {"name": stage.name, "header": stage.header, "changes": line_changes(before, lines)}
@@ -191,13 +191,13 @@ def stage_data(view: GraphView) -> list[Data]:
 
 
 def line_changes(old: list[str], new: list[str]) -> list[Change]:
-    """What makes ``new`` of ``old``, from top to bottom."""
+    """Return what makes ``new`` of ``old``, from top to bottom."""
     found = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return [until - i if tag == "equal" else (until - i, new[j:until_j]) for tag, i, until, j, until_j in found]
 
 
 def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
-    """Name → the graph after that pass, from what ``stage_data`` made."""
+    """Return name → the graph after that pass, from what ``stage_data`` made."""
     texts: dict[str, str] = {}
     lines: list[str] = []
     for stage in stages:
@@ -211,7 +211,8 @@ def stage_texts(stages: Iterable[Data]) -> dict[str, str]:
 
 
 def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str], str]) -> str:
-    """Unified diff of a stage against the one before it. ``names``: of all stages; ``body``: the text of one."""
+    """Return a unified diff of a stage against the one before it, of all ``names``; ``body`` returns the text of
+    one."""
     if stage not in names:
         raise KeyError(f"the {phase} graph has no stage {stage!r}; it has {', '.join(names)}")
     index = names.index(stage)
@@ -224,8 +225,8 @@ def stage_diff(phase: str, names: Sequence[str], stage: str, body: Callable[[str
 
 
 def timeline_data(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Data:
-    """``names``: of the nodes, by position. ``slices``: lane, position, begin and duration in microseconds, whether
-    compute waits, and what there is to say."""
+    """Return what is drawn of a graph. ``names`` are those of the nodes, by position. A slice has lane, position, begin
+    and duration in microseconds, whether compute waits, and a text."""
     timeline = scheduled.timeline
     position = {node.name: index for index, node in enumerate(scheduled.graph.nodes)}
     slices = [*computations(begin, scheduled), *communication(begin, scheduled, spec)]
@@ -243,7 +244,6 @@ def timeline_data(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> D
 
 
 def _memory(begin: float, scheduled: ScheduledGraph) -> Data | None:
-    """Bytes by category, where any of them changes."""
     memory = scheduled.memory
     if memory is None:
         return None

@@ -1,8 +1,7 @@
-"""Reports in files: JSON of one version, to be printed again or to be made a page of, on any machine.
+"""A report is saved as JSON of one version, which any machine prints or makes a page of.
 
-A page needs no network. Its data is JSON, deflated and in base64: texts of graphs repeat themselves, and a model of a
-thousand layers has millions of lines in all its stages. A stage is kept as its difference to the one before. The page's
-own script (``html/``) draws what is looked at.
+A page needs no network. Its data is JSON, deflated and in base64, with each stage as its difference to the one before,
+since a model of a thousand layers has millions of lines in all its stages. The page's own script (``html/``) draws it.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _TEMPLATES = jinja2.Environment(loader=_FILES, autoescape=True, undefined=jinja2
 
 
 def is_page(path: str | PathLike[str]) -> bool:
-    """Whether a report is to be saved as a page, or as data.
-
-    Raises:
-        ValueError: the suffix says neither.
-    """
+    """Say whether a report is to be saved as a page, or as data. Raises ValueError if the suffix says neither."""
     suffix = Path(fspath(path)).suffix.lower()
     if suffix not in (*_PAGES, ".json"):
         raise ValueError(f"path: a report is saved as .html or .json, and {fspath(path)!r} ends in neither")
@@ -42,15 +37,16 @@ def is_page(path: str | PathLike[str]) -> bool:
 
 
 class SavedReport(Printed):
-    """A report without the model: what :func:`graph_fsdp.load_report` returns. It prints as the report does, and saves
-    as page or data; ``data`` is what it knows, ``error`` what ended the capture, where something did."""
+    """Keeps a report without the model, as :func:`graph_fsdp.load_report` returns it. It prints as the report does, and
+    saves as page or data; ``data`` is what it knows, ``error`` what ended the capture, where something did."""
 
     def __init__(self, data: Data) -> None:
         self.data = data
         self.error: str | None = data["error"]
 
     def stages(self, phase: str, capture: int | None = None) -> dict[str, str]:
-        """Pass → the graph after it, as Python. ``capture``: its number; None for the latest with such a graph.
+        """Return pass → the graph after it, as Python, of a ``capture`` by its number, or of the latest with such a
+        graph.
 
         Raises:
             KeyError: there is no such graph.
@@ -64,7 +60,7 @@ class SavedReport(Printed):
         raise KeyError(f"the {which} has no {phase} graph; it has {known or 'none'}")
 
     def diff(self, stage: str, phase: str, capture: int | None = None) -> str:
-        """Unified diff of a graph after the pass ``stage`` against the one before.
+        """Return a unified diff of a graph after the pass ``stage`` against the one before.
 
         Raises:
             KeyError: there is no such graph or stage.
@@ -73,7 +69,7 @@ class SavedReport(Printed):
         return stage_diff(phase, list(texts), stage, texts.__getitem__)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it, by the suffix of ``path``: ``.html`` or ``.json``.
+        """Write the report to a file, as ``.html`` or ``.json`` by the suffix of ``path``.
 
         Raises:
             ValueError: the suffix is neither.
@@ -82,12 +78,12 @@ class SavedReport(Printed):
         write_text(path, self.to_html() if is_page(path) else self.to_json())
 
     def to_json(self) -> str:
-        """The text of a file that :func:`load_report` reads."""
+        """Return the text of a file that :func:`load_report` reads."""
         document = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "report": self.data}
         return json.dumps(document, separators=(",", ":"))
 
     def to_html(self) -> str:
-        """The page. Where nothing is to be drawn, it shows what the passes left behind."""
+        """Return the page. Where nothing is to be drawn, it shows what the passes left behind."""
         report, captures = self.data, self.data["captures"]
         graphs = [
             {**graph, "title": f"graph {capture['index']}, {graph['phase']}" if captures[1:] else graph["phase"]}
@@ -123,7 +119,7 @@ def write_text(path: str | PathLike[str], text: str) -> None:
 
 
 def load_report(path: str | PathLike[str]) -> SavedReport:
-    """A report that ``report.save("….json")`` wrote, or that was saved when a pass failed. Reads data only.
+    """Load a report that ``report.save("….json")`` wrote, or that was saved when a pass failed. Reads data only.
 
     Raises:
         ValueError: it is another file, or a report of another version.

@@ -1,4 +1,4 @@
-"""From graphs back to the model: the line and the module that a node comes from, and the whole life of a parameter."""
+"""Nodes of graphs are traced back to their line and module, and parameters through their lives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VALUES = (Role.UNPACK, Role.UNSHARDED, Role.SHARD)
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of the model. ``code`` is without indentation, and empty where the file could not be read."""
+    """Names a line of the model. ``code`` is without indentation, and empty where the file could not be read."""
 
     file: str
     line: int
@@ -48,8 +48,8 @@ class SourceLine:
 
 
 def source_line(node: fx.Node) -> SourceLine | None:
-    """The line that computes ``node``, or that it is the derivative of; None for what no line of the model asked for
-    (collectives). Torch's own lines do not count: of ``nn.Linear``, the line that calls the module."""
+    """Return the model's line that computes ``node``, or that it is the derivative of; None for what no line asked for
+    (collectives). Of ``nn.Linear`` it is the line that calls the module, not torch's own."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
     users = [match for match in frames if not match["file"].startswith(_NOT_USERS)]
     if not users:
@@ -59,8 +59,8 @@ def source_line(node: fx.Node) -> SourceLine | None:
 
 
 def module_name(node: fx.Node) -> str | None:
-    """The module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the model
-    itself. None for what belongs to no module."""
+    """Return the module that computes ``node``, or whose computation it differentiates: "layers.3.attn", and "" for the
+    model itself. None for what belongs to no module."""
     found = _own_module(node)
     trace = node.meta.get("stack_trace")
     if found is not None or not trace:
@@ -83,10 +83,9 @@ def _own_module(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True)
 class LifeEvent:
-    """What one node does with the parameter. ``kind``: the role of a node of the dialect (``"gather_start"``), or
-    ``"use"``: it computes with the parameter, or ``"gradient"``: it computes the parameter's whole gradient.
-    ``position``: the node's index in the graph after all passes. ``source``: the line of the model, of uses and
-    gradients."""
+    """Says what one node does with the parameter. ``kind`` is the role of a node of the dialect (``"gather_start"``),
+    ``"use"`` where it computes with the parameter, or ``"gradient"`` where it computes the whole gradient. ``position``
+    is the node's index in the graph after all passes; ``source`` is the model's line of a use or gradient."""
 
     graph: int
     phase: Phase
@@ -98,7 +97,7 @@ class LifeEvent:
 
 @dataclass(frozen=True)
 class ParameterLife:
-    """A parameter, and what happens to it: graph by graph, in the order of each."""
+    """Lists what happens to a parameter: graph by graph, in the order of each."""
 
     parameter: ParameterSpec
     bucket: str | None  # None where it is whole on every rank
@@ -106,7 +105,7 @@ class ParameterLife:
 
     @property
     def about(self) -> str:
-        """The parameter in one line."""
+        """Describe the parameter in one line."""
         p = self.parameter
         dtype = str(p.dtype).removeprefix("torch.")
         where = f"in bucket {self.bucket}" if self.bucket is not None else "in no bucket"
@@ -129,7 +128,7 @@ class ParameterLife:
 
 
 def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None = None) -> dict[str, ParameterLife]:
-    """Name → life, of all parameters or of one. One walk per graph."""
+    """Return name → life, of all parameters or of one. One walk per graph."""
     names = spec.parameters if only is None else [only]
     events: dict[str, list[LifeEvent]] = {name: [] for name in names}
     for index, graph in graphs:
@@ -143,7 +142,6 @@ def lives(spec: ModelSpec, graphs: Iterable[tuple[int, Graph]], only: str | None
 
 
 def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]]:
-    """Parameter → what each node does with it."""
     kinds: dict[str, dict[fx.Node, str]] = {name: {} for name in names}
     for node in graph.fx_graph.nodes:
         found = record(node)
@@ -160,7 +158,7 @@ def _kinds(graph: Graph, names: Collection[str]) -> dict[str, dict[fx.Node, str]
 
 
 def _computing_users(value: fx.Node) -> Iterable[fx.Node]:
-    """What computes with a value or with a view of it."""
+    """Yield what computes with a value or with a view of it."""
     for user in value.users:
         if user.op == "output" or record(user) is not None:
             continue
@@ -171,7 +169,6 @@ def _computing_users(value: fx.Node) -> Iterable[fx.Node]:
 
 
 def _computed(gradient: fx.Node) -> fx.Node:
-    """What computed a gradient that may be a view."""
     while is_view(gradient) and gradient.all_input_nodes:
         gradient = gradient.all_input_nodes[0]
     return gradient

@@ -1,4 +1,4 @@
-"""``graph_fsdp.inspect``: what the passes made of a model, to read, to compare and to run."""
+"""``graph_fsdp.inspect`` shows what the passes made of a model, to read, to compare and to run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 
 
 class GraphView(report_text.Printed):
-    """One graph of a capture: its stages by pass name, its buckets and the slots that they are gathered into, the
-    program that runs it, and the bytes that it is predicted to hold."""
+    """Shows one graph of a capture: its stages by pass name, its buckets and their slots, the program that runs it, and
+    the bytes that it is predicted to hold."""
 
     def __init__(self, phase: Phase, stages: dict[str, Stage]) -> None:
         self.phase = phase
@@ -51,7 +51,7 @@ class GraphView(report_text.Printed):
 
     @property
     def nodes(self) -> int:
-        """How many; 0 of a graph that others were made of."""
+        """Count the nodes; 0 for a graph that others were made of."""
         return len(self.graph.fx_graph.nodes) if self.graph is not None else 0
 
     @property
@@ -64,28 +64,28 @@ class GraphView(report_text.Printed):
 
     @property
     def copied_nbytes(self) -> int:
-        """Those that packing and unpacking for its collectives reads and writes in a run."""
+        """Return the bytes that packing and unpacking for its collectives reads and writes in a run."""
         return sum(copies(self.graph)) if self.graph is not None else 0
 
     @functools.cached_property
     def timeline(self) -> Timeline | None:
-        """When the graph's collectives run by the cost model, and what of them is exposed; None without a model."""
+        """Predict when the graph's collectives run and what is exposed of them; None without a cost model."""
         cost = self.graph.cost if self.graph is not None else None
         return simulate(self.graph, cost) if self.graph is not None and cost is not None else None
 
     def scheduled(self) -> ScheduledGraph:
-        """The graph with what is predicted of it. Raises LookupError without a cost model."""
+        """Return the graph with what is predicted of it. Raises LookupError without a cost model."""
         if self.graph is None or self.graph.cost is None or self.timeline is None:
             raise LookupError(f"the {self.phase} graph has no cost model that could say when its nodes run")
         return ScheduledGraph(self.graph, self.graph.cost, self.timeline, self.memory, self.whole)
 
     @property
     def lowered(self) -> str | None:
-        """The graph as a compiler got it that takes it whole (``regions="whole"``, ``backend="xla"``), as Python."""
+        """Return as Python the graph that a compiler got whole (``regions="whole"``, ``backend="xla"``), else None."""
         return self.program if self.whole else None
 
     def hlo(self) -> Any:
-        """XLA's optimized program, compiled once more for its text: an ``OptimizedHlo`` of
+        """Compile once more for the text of XLA's optimized program: an ``OptimizedHlo`` of
         ``graph_fsdp.runtime.xla.program``, whose ``table()`` has its collectives beside the schedule's.
 
         Raises:
@@ -101,7 +101,7 @@ class GraphView(report_text.Printed):
         return report_text.graph_parts(graph_data(self))
 
     def lines(self) -> list[str]:
-        """What is printed below its buckets."""
+        """Return what is printed below its buckets."""
         found: list[Any] = [self.slots] if self.slots else []
         if self.whole:
             found.append("compiled whole: the compiler allocates the buffers")
@@ -114,7 +114,7 @@ class GraphView(report_text.Printed):
         return [line for part in [*found, self.predicted()] for line in str(part).splitlines()]
 
     def predicted(self) -> str:
-        """One line on the timeline."""
+        """Summarise the timeline in one line."""
         if self.timeline is None:
             return "predicted: no cost model"
         found, ms = self.scheduled().cost.hardware.name, report_text.milliseconds
@@ -124,17 +124,17 @@ class GraphView(report_text.Printed):
         )
 
     def diff(self, stage: str) -> str:
-        """Unified diff of a stage's code against the stage before it."""
+        """Return a unified diff of a stage's code against the stage before it."""
         return stage_diff(self.phase, list(self.stages), stage, lambda name: self.stages[name].body)
 
     def table(self) -> str:
-        """The buckets as plain lines."""
+        """Return the buckets as plain lines."""
         return report_text.bucket_lines(graph_data(self)["buckets"])
 
 
 @dataclass
 class CapturedGraph:
-    """Everything of one captured graph: recompilations are captures of their own. ``cause``: why it was captured."""
+    """Holds one captured graph, and the ``cause`` of its capture: recompilations are captures of their own."""
 
     index: int
     spec: ModelSpec
@@ -153,11 +153,11 @@ class CapturedGraph:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a graph of it came out of the passes; not where a pass failed."""
+        """Say whether a graph of it came out of the passes; not where a pass failed."""
         return any(view.graph is not None for view in self.views.values())
 
     def all_views(self) -> list[GraphView]:
-        """Of all its graphs, those that others were made of too."""
+        """Return views of all its graphs, also of those that others were made of."""
         phases = [phase for phase in PHASES if self.stages[phase] or phase in self.views]
         return [self.views.get(phase) or GraphView(phase, self.stages[phase]) for phase in phases]
 
@@ -168,7 +168,7 @@ class CapturedGraph:
 
 
 class _Latest:
-    """The latest captured graph of a phase, as an attribute of a report."""
+    """Is the latest captured graph of a phase, as an attribute of a report."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase: Phase = phase
@@ -178,11 +178,11 @@ class _Latest:
 
 
 class GraphReport(report_text.Printed):
-    """What ``inspect`` returns: a report on the model of ``engine``, whose ``graphs`` are all captures, in order.
-    ``capture`` is Dynamo's graph, the model with shards for parameters; ``joint`` forward and backward before they are
-    partitioned; these, ``forward``, ``backward`` and ``inference`` are the latest captured graphs of their kind.
-    ``whole``: graphs are compiled in one piece (``regions="whole"``); ``peak_gathered_bytes`` is None then, as nothing
-    counts them. ``kept_nbytes``: gradients on this rank that wait for a backward that reduces them."""
+    """Reports on a compiled model, as ``inspect`` returns it. ``graphs`` are all captures, in order. ``capture`` is
+    Dynamo's graph, with shards for parameters, ``joint`` forward and backward before they are partitioned; these,
+    ``forward``, ``backward`` and ``inference`` are the latest of their kind. With ``whole``, graphs are compiled in one
+    piece (``regions="whole"``), and ``peak_gathered_bytes`` is None, as nothing counts them. ``kept_nbytes`` counts
+    gradients on this rank that wait for a backward that reduces them."""
 
     capture, joint = _Latest("capture"), _Latest("joint")
     forward, backward, inference = _Latest("forward"), _Latest("backward"), _Latest("inference")
@@ -198,15 +198,15 @@ class GraphReport(report_text.Printed):
         self.compiled_regions: int = engine.regions.compiled
 
     def latest(self, phase: Phase) -> GraphView:
-        """The latest captured graph of a phase. Raises LookupError where there is none."""
+        """Return the latest captured graph of a phase. Raises LookupError where there is none."""
         for captured in reversed(self.graphs):
             if captured.stages[phase]:
                 return captured.view(phase)
         raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
 
     def find(self, parameter: str) -> ParameterLife:
-        """The life of one parameter, by its name in ``named_parameters()``: where in the latest graphs its shard goes
-        in, is gathered, is used (with the line of the model), is freed, and how its gradient leaves.
+        """Follow one parameter, by its name in ``named_parameters()``: where in the latest graphs its shard goes in, is
+        gathered, is used (with the line of the model), is freed, and how its gradient leaves.
 
         Raises:
             KeyError: the model has no sharded parameter of this name; says which names are like it.
@@ -252,14 +252,14 @@ class GraphReport(report_text.Printed):
         SavedReport(report_data(self, stages=True, drawn=drawn)).save(path)
 
     def _latest_run(self) -> list[GraphView]:
-        """The graphs of the latest capture that has some which run."""
+        """Return the graphs of the latest capture that has some which run."""
         for captured in reversed(self.graphs):
             if found := [view for view in captured.all_views() if view.graph is not None]:
                 return found
         raise LookupError("no graph was captured yet; run the model once, then inspect it")
 
     def diff(self, stage: str) -> str:
-        """Unified diffs of what a pass changed, over the latest graphs that it ran on."""
+        """Return unified diffs of what a pass changed, over the latest graphs that it ran on."""
         latest = {phase: c for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
         if not latest:
             raise KeyError(f"no graph has a stage {stage!r}")
@@ -281,7 +281,7 @@ def inspect(model: nn.Module) -> GraphReport:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """The engine of a compiled model. Raises TypeError on another."""
+    """Return the engine of a compiled model. Raises TypeError on another."""
     engine = model.__dict__.get("_graph_fsdp") if isinstance(model, nn.Module) else None
     if engine is None:
         raise TypeError(f"model: {type(model).__name__} was not compiled by graph_fsdp; call graph_fsdp.compile first")
@@ -290,8 +290,8 @@ def engine_of(model: nn.Module) -> Any:
 
 def save_failure(error: VerificationError | PassError, engine: Any) -> None:
     """Save the capture that failed, with the graph after each pass and as the failed pass left it, and say so in the
-    error's message. The file is the user's alone: in torch's debug directory with ``TORCH_COMPILE_DEBUG=1``, else where
-    the system keeps temporary files."""
+    error's message. The file is the user's alone: in torch's debug directory (``TORCH_COMPILE_DEBUG=1``) or a temporary
+    one."""
     saved = SavedReport(report_data(GraphReport(engine, engine.graphs[-1:]), stages=True, error=error))
     directory = compat.debug_directory()
     try:

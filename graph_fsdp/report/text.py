@@ -1,4 +1,4 @@
-"""How a report is printed: tables of rich, which are plain text of one width unless a terminal shows them."""
+"""A report is printed as tables of rich, which are plain text of one width unless a terminal shows them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREDICTED = ("slots", "ahead", "takes ms", "exposed ms")
 
 
 class Printed:
-    """What is printed from parts of rich: in the terminal's width and colours by ``rich.print``, else as plain text."""
+    """Is printed from parts of rich: in the terminal's width and colours by ``rich.print``, else as plain text."""
 
     def parts(self) -> Iterable[RenderableType]:
         raise NotImplementedError
@@ -43,7 +43,7 @@ class Printed:
 
 
 def plain_text(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
-    """Without colours, and the same wherever it is made."""
+    """Print without colours, the same wherever it is made."""
     console = Console(
         file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False, _environ={}
     )
@@ -54,7 +54,7 @@ def plain_text(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int) -> str:
-    """A table as plain text of any width. The first ``texts`` columns are text, the others numbers."""
+    """Return a table as plain text of any width. The first ``texts`` columns are text, the others numbers."""
     return plain_text([_table(header, rows, texts)], _UNLIMITED)
 
 
@@ -63,7 +63,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def report_parts(data: Data) -> Iterator[RenderableType]:
-    """What is printed of a report, from top to bottom."""
     ranks = f"{data['world_size']} rank{'s' if data['world_size'] != 1 else ''}"
     over = f"{data['replicas']} replicas of {ranks}" if data["replicas"] > 1 else ranks
     title = f"graph_fsdp: {data['parameters']} parameters in {data['buckets']} buckets over {over}"
@@ -105,13 +104,12 @@ def _capture_parts(capture: Data) -> Iterator[RenderableType]:
 
 
 def graph_parts(graph: Data) -> Iterator[RenderableType]:
-    """What is printed of one graph."""
     yield _bucket_table(graph["buckets"]) if graph["buckets"] else Text("  nothing gathered or reduced")
     yield from (Text(f"  {line}") for line in [*graph["lines"], f"passes: {', '.join(graph['passes'])}"])
 
 
 def _unit_table(units: Sequence[Data]) -> RenderableType:
-    """Units in a row that are alike are one line."""
+    """Show units in a row that are alike as one line."""
     rows = []
     for sizes, alike in itertools.groupby(units, operator.itemgetter("parameters", "numel", "nbytes", "shard_nbytes")):
         first, *others = [unit["name"] for unit in alike]
@@ -121,7 +119,7 @@ def _unit_table(units: Sequence[Data]) -> RenderableType:
 
 
 def bucket_lines(buckets: Iterable[Data]) -> str:
-    """When each bucket is gathered, used, freed or reduced, as plain lines."""
+    """Say in plain lines when each bucket is gathered, used, freed or reduced."""
     return columns(_HEADER, [_bucket_cells(b)[: len(_HEADER)] for b in buckets], texts=2)
 
 
@@ -150,7 +148,7 @@ def _bucket_table(buckets: Sequence[Data]) -> RenderableType:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Cell]], texts: int, shown: int | None = None) -> Padding:
-    """The first ``texts`` columns are text, the others numbers. ``shown``: the most rows; None for all."""
+    """Make a table whose first ``texts`` columns are text, the others numbers, of at most ``shown`` rows."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for n, name in enumerate(header):
         if n < texts:

@@ -1,15 +1,15 @@
-"""Schedules as traces that Perfetto and Chrome (chrome://tracing) open.
+"""Schedules become traces that Perfetto and Chrome (chrome://tracing) open.
 
 The format is Chrome's Trace Event Format: complete events ("X") on one thread per lane, counters ("C") for memory,
-times in microseconds. A predicted schedule and a measured one have the same lanes and the same names in them: "graph",
-"region", "communication" and "exposed" are the categories that both have.
+times in microseconds. A predicted schedule and a measured one have the same lanes, names and categories "graph",
+"region", "communication" and "exposed".
 
 [Note: when a collective ended]
-Compute regions and waits have a beginning and an end that are measured. A collective runs on threads or streams of its
-process group, and of it is known: it began after its start was called and after those before it on the same group had
-ended, and it ended before the wait for it, or for one behind it, was over. Where compute waited for it, it ended when
-the wait did. Otherwise it is drawn with the seconds that it takes by itself (as ``Recorder`` has timed it), which is an
-estimate: beside compute, and beside other collectives, it may have taken longer. Each slice says which of the two.
+Regions and waits are measured. A collective runs on threads or streams of its process group, and of it is known only
+that it began after its start and after those before it on the same group had ended, and that it ended before the wait
+for it, or for a later one, was over. Where compute waited for it, it ended with the wait. Otherwise it is drawn with
+the seconds that it takes by itself (as ``Recorder`` has timed it), an estimate: beside compute and other collectives it
+may have taken longer. Each slice says which of the two.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _NOTICED = 0.5  # a wait of this part of a collective's own seconds is one for t
 
 @dataclass(frozen=True)
 class ScheduledGraph:
-    """A graph after all passes with what is predicted of it. ``memory``: None where nothing predicts it. ``whole``: no
-    region runs by itself."""
+    """Holds a graph after all passes with what is predicted of it: ``memory`` is None where nothing predicts it, and
+    with ``whole`` no region runs by itself."""
 
     graph: Graph
     cost: CostModel
@@ -51,11 +51,11 @@ class ScheduledGraph:
     whole: bool = False
 
     def computing(self) -> dict[fx.Node, float]:
-        """The nodes that compute, and the seconds of each."""
+        """Return the nodes that compute, and the seconds of each."""
         return {node: seconds for node, seconds in self.cost.graph_seconds(self.graph).items() if seconds}
 
     def held(self) -> dict[int, tuple[float, dict[str, int]]]:
-        """Position → seconds from the graph's begin, and category → bytes, where any of them changes."""
+        """Return position → seconds from the graph's begin, and category → bytes, where any of them changes."""
         timeline, starts = self.memory.timeline if self.memory is not None else {}, list(self.timeline.starts.values())
         rows = [dict(zip(timeline, values, strict=True)) for values in zip(*timeline.values(), strict=True)]
         return {at: (starts[at], row) for at, row in enumerate(rows) if not at or row != rows[at - 1]}
@@ -63,7 +63,7 @@ class ScheduledGraph:
 
 @dataclass(frozen=True)
 class Slice:
-    """What lasts for a time on a lane; ``begin`` in seconds from the start of the schedule."""
+    """Lasts for ``seconds`` on a lane, from ``begin``, in seconds from the start of the schedule."""
 
     name: str
     category: str
@@ -73,13 +73,13 @@ class Slice:
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """What it is, for people: without the parameters, which may be many."""
+        """Describe it for people, without the parameters, which may be many."""
         return "\n".join(f"{key}: {value}" for key, value in self.args.items() if value and key != "parameters")
 
 
 @dataclass(frozen=True)
 class Process:
-    """One schedule of a trace. ``counters``: seconds from its start, and the values that hold from then on."""
+    """Is one schedule of a trace. ``counters`` are seconds from its start, and the values that hold from then on."""
 
     title: str
     slices: Sequence[Slice]
@@ -87,7 +87,7 @@ class Process:
 
 
 def trace_of(processes: Sequence[Process]) -> dict[str, Any]:
-    """Schedules below each other on one time axis, as a JSON object of the Trace Event Format."""
+    """Lay out schedules below each other on one time axis, as a JSON object of the Trace Event Format."""
     lanes = dict.fromkeys([COMPUTE, *(s.lane for process in processes for s in process.slices)])
     threads = {lane: number for number, lane in enumerate(lanes)}
     events: list[dict[str, Any]] = []
@@ -105,12 +105,12 @@ def trace_of(processes: Sequence[Process]) -> dict[str, Any]:
 
 
 def in_a_row(graphs: Sequence[ScheduledGraph]) -> Iterator[tuple[float, ScheduledGraph]]:
-    """Graphs one after the other, each with the seconds at which it begins."""
+    """Yield graphs one after the other, each with the seconds at which it begins."""
     return zip(accumulate((g.timeline.seconds for g in graphs), initial=0.0), graphs, strict=False)
 
 
 def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: str) -> dict[str, Any]:
-    """The graphs one after the other on one time axis, with each node that takes time and the bytes held."""
+    """Lay out the graphs in a row on one time axis, with each node that takes time and the bytes held."""
     slices = list(predicted_slices(graphs, spec))
     counters: list[tuple[float, Mapping[str, int]]] = []
     for begin, scheduled in in_a_row(graphs):
@@ -120,7 +120,7 @@ def predicted_trace(graphs: Sequence[ScheduledGraph], spec: ModelSpec, title: st
 
 
 def predicted_slices(graphs: Sequence[ScheduledGraph], spec: ModelSpec) -> Iterator[Slice]:
-    """Graphs one after the other, their regions and their communication: what can be measured too."""
+    """Yield the regions and communication of graphs in a row: what can be measured, too."""
     for begin, scheduled in in_a_row(graphs):
         starts, seconds = scheduled.timeline.starts, scheduled.computing()
         yield Slice(scheduled.graph.phase, "graph", COMPUTE, begin, scheduled.timeline.seconds)
@@ -133,19 +133,19 @@ def predicted_slices(graphs: Sequence[ScheduledGraph], spec: ModelSpec) -> Itera
 
 
 def region_slice(index: int, region: Region, begin: float, seconds: float) -> Slice:
-    """A compute region: named as in the printed program, and by whose parameters it computes with."""
+    """Make the slice of a compute region, named as in the printed program, and by whose parameters it computes with."""
     unit = unit_of(region)
     return Slice(f"region_{index} {unit}".rstrip(), "region", COMPUTE, begin, seconds, {"unit": unit or None})
 
 
 def wait_slice(start: fx.Node, begin: float, seconds: float) -> Slice:
-    """Compute, while it waits for a collective or a copy."""
+    """Make the slice in which compute waits for a collective or a copy."""
     wait = wait_of(start)
     return Slice(wait.name, "exposed", COMPUTE, begin, seconds, communication_args(wait))
 
 
 def computations(begin: float, scheduled: ScheduledGraph) -> Iterator[Slice]:
-    """The nodes of a graph that take time on the compute lane."""
+    """Yield the nodes of a graph that take time on the compute lane."""
     for node, seconds in scheduled.computing().items():
         source = source_line(node)
         args = {"operator": str(node.target), "module": module_name(node)}
@@ -155,7 +155,7 @@ def computations(begin: float, scheduled: ScheduledGraph) -> Iterator[Slice]:
 
 
 def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Iterator[Slice]:
-    """The collectives and copies of a graph, and the waits for them that take time."""
+    """Yield the collectives and copies of a graph, and the waits for them that take time."""
     for event in scheduled.timeline.events:
         if event.exposed:
             at = begin + scheduled.timeline.starts[wait_of(event.node)]
@@ -166,7 +166,7 @@ def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> I
 
 
 def lane_of(start: fx.Node, spec: ModelSpec) -> str:
-    """The lane that a collective or a copy runs on, as readers know it."""
+    """Name the lane that a collective or a copy runs on, as readers know it."""
     if start.target in dialect.STARTS:
         lanes = {
             spec.replicate_group: "over replicas",
@@ -189,7 +189,7 @@ def communication_args(node: fx.Node) -> dict[str, Any]:
 
 
 def slices_as_measured(runs: Sequence[ProgramRun], alone: Mapping[Place, float], spec: ModelSpec) -> list[Slice]:
-    """``alone``: seconds that collectives take by themselves."""
+    """Return the slices of runs as measured. ``alone`` has the seconds that collectives take by themselves."""
     slices: list[Slice] = []
     for run in runs:
         steps = cut(run.program.graph)

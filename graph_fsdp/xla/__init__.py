@@ -1,4 +1,4 @@
-"""``backend="xla"``: compile a model for all devices of an XLA program, and shard what it is given."""
+"""``backend="xla"`` compiles a model for all devices of an XLA program, and has these functions for its users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ __all__ = ["ShardMetadata", "full_state_dict", "shard_batch", "shard_metadata"]
 
 def shard_batch(batch: Any, mesh: Any = None) -> Any:
     """Give each device of ``mesh`` its rows of every tensor in ``batch``, a tree of tensors on the CPU or on XLA, with
-    the rows first. Tensors without dimensions stay whole. ``mesh``: as for ``graph_fsdp.compile``."""
+    the rows first. Tensors without dimensions stay whole. ``mesh`` is as for ``graph_fsdp.compile``.
+
+    Raises:
+        ValueError: a tensor's rows cannot be divided equally among the devices.
+    """
     place, device = XlaMesh.of(mesh).batch, compat_xla.device()
 
     def shard(tensor: Tensor) -> Tensor:

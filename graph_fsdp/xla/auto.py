@@ -1,12 +1,9 @@
-"""``backend="xla", sharding="auto"``: the global view of a model, divided among devices by XLA's partitioner.
+"""``backend="xla", sharding="auto"`` gives a model's global view to XLA's partitioner, which divides it among devices.
 
 One process has all devices (SPMD). A parameter is a tensor of its full shape, of which each device has a part; the
-optimizer, ``state_dict()`` and gradients see that tensor. Dynamo traces the batch of all devices. The passes see the
-same graphs as everywhere, in which a shard is a device's rows; only the last lowering
-(``runtime/xla/global_view.py``) puts constraints in the place of collectives.
-
-What differs from a rank's own view: a loss is the mean over the global batch, random numbers are drawn for it, and
-BatchNorm's statistics are of it.
+optimizer, ``state_dict()`` and gradients see that tensor. Dynamo traces the batch of all devices: a loss is its mean,
+random numbers are drawn for it, and BatchNorm's statistics are of it. The passes see the same graphs as everywhere;
+only the last lowering (``runtime/xla/global_view.py``) puts constraints in the place of collectives.
 """
 
 from __future__ import annotations
@@ -40,15 +37,15 @@ REPLICATE, SHARD = "replicate", "fsdp"
 
 
 def with_constraints(pipeline: PassPipeline, mesh: XlaMesh) -> PassPipeline:
-    """The pipeline with the pass that says how activations are sharded."""
+    """Return the pipeline with the pass that says how activations are sharded."""
     batch = f"{REPLICATE},{SHARD}" if mesh.replicas > 1 else SHARD
     constrain = ConstrainActivations(mesh_name(mesh.devices, (REPLICATE, SHARD)), batch)
     return pipeline.insert_after("insert_gathers", constrain)
 
 
 def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -> None:
-    """Before the model gets its new class: ``mark_sharding`` in it is traced, and so is a call of ``shard_output``
-    behind its forward."""
+    """Have ``mark_sharding`` traced, and a call of ``shard_output`` behind a model's forward, before it gets its new
+    class."""
     trace_mark_sharding()
     if shard_output is None:
         return
@@ -65,7 +62,7 @@ def trace_marks(model: nn.Module, shard_output: ShardOutput | None, mesh: Any) -
 
 @functools.cache
 def trace_mark_sharding() -> None:
-    """Dynamo traces ``mark_sharding`` of torch_xla, in a model or in ``shard_output``, as an operator."""
+    """Have Dynamo trace ``mark_sharding`` of torch_xla, in a model or in ``shard_output``, as an operator."""
 
     def traced(t: Any, mesh: Any, partition_spec: Any) -> Any:
         axes = [",".join(dim) if isinstance(dim, tuple) else dim or "" for dim in partition_spec]
@@ -76,7 +73,7 @@ def trace_mark_sharding() -> None:
 
 
 class GlobalEngine(XlaEngine):
-    """An engine whose graphs are those of the global batch."""
+    """Captures graphs of the global batch."""
 
     unavailable = "with sharding='auto' its parameters are whole tensors already, which XLA keeps in parts"
 

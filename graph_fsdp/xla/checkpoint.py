@@ -1,8 +1,7 @@
-"""Tensors on XLA's devices as ``torch.distributed.checkpoint`` writes and reads them: part by part.
+"""``torch.distributed.checkpoint`` writes and reads tensors on XLA's devices part by part.
 
-With SPMD one process has all devices of its host. A parameter and its optimizer state are tensors of their full shape
-there, of which each device has some rows. A checkpoint gets these parts, each with its place in the whole, as it gets
-those of ranks elsewhere; so one that XLA has saved can be loaded on ranks, and the other way round.
+With SPMD one process has tensors of full shape, of which each device has some rows. A checkpoint gets these parts, each
+with its place in the whole, so one that XLA has saved can be loaded on ranks, and the other way round.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from graph_fsdp.xla.storage import XlaStorage
 
 
 class Parts(compat_xla.WithoutMemory):
-    """A tensor that is on devices, as parts of it on the CPU. What ``torch.distributed.checkpoint`` asks of it are the
-    three methods that it also asks of a DTensor."""
+    """Represents a tensor on devices by its parts on the CPU. ``torch.distributed.checkpoint`` asks of it the three
+    methods that it also asks of a DTensor."""
 
     parts: dict[tuple[int, ...], Tensor]  # by the offset of its first element; without padding, and none is empty
 
@@ -55,14 +54,13 @@ class Parts(compat_xla.WithoutMemory):
 
 
 class XlaTensors(TensorAccess):
-    """How a checkpoint writes and reads the tensors of a model on XLA and of its optimizers."""
+    """Gives a checkpoint access to the tensors of a model on XLA and of its optimizers."""
 
     def __init__(self, storage: XlaStorage) -> None:
         self.storage = storage
 
     def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
-        """A copy on the CPU of a tensor on XLA's devices: of one that is divided its parts, of any other all of it.
-        What is pending is computed first."""
+        """Copy a tensor on XLA's devices to the CPU, as its parts if it is divided; compute what is pending first."""
         if tensor.device.type != "xla":
             return super().to_write(tensor, copy)
         tensor = compat_xla.plain(tensor.detach())
@@ -95,8 +93,8 @@ class XlaTensors(TensorAccess):
         compat_xla.load_device_shards(tensor, shards)
 
     def _divide(self, tensor: Tensor) -> None:
-        """States that an optimizer has just made are whole on each device. Those of a parameter's shape go where the
-        parameter is; where another tensor of that shape lies makes no difference to its values."""
+        """Divide a state that an optimizer has just made, whole on each device, as the parameter of its shape. Another
+        tensor of that shape has the same values wherever it lies."""
         if not _is_divided(tensor):
             parameters = (p.spec for p in self.storage.parameters.values())
             like = next((p for p in parameters if tuple(p.shape) == tuple(tensor.shape)), None)
@@ -106,6 +104,6 @@ class XlaTensors(TensorAccess):
 
 
 def _is_divided(tensor: Tensor) -> bool:
-    """Whether no device holds all of it."""
+    """Say whether no device holds all of it."""
     (spec,) = compat_xla.sharding_specs([tensor])
     return spec not in ("", "{replicated}") and not spec.startswith("{maximal")

@@ -1,8 +1,5 @@
-"""``graph_fsdp.compile(…, backend="xla")``: where a model is compiled for, what runs it there, and bad input: one clear
-error each, before anything is changed.
-
-What a mesh must be is in ``mesh.py``, operators that XLA does not have in ``runtime/xla/host_fallbacks.py``.
-"""
+"""``graph_fsdp.compile(…, backend="xla")`` chooses the devices and the engine here, and refuses bad input, with one
+clear error each, before anything is changed (for meshes in ``mesh.py``)."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ _TESTED_PAIR = "torch==2.9.1 torch_xla==2.9.0"
 
 
 def place_on_xla(mesh: Any, names: dict[nn.Parameter, list[str]], options: CompileOptions) -> Place:
-    """The devices of an XLA program, for a model with parameters of these names: of one process that drives all of
-    them, so that there is nobody to agree with, or of one replica.
+    """Return the devices of an XLA program, for a model with parameters of these names: those of one process that
+    drives all of them, so that there is nobody to agree with, or that of one replica.
 
     Raises:
         MeshError, UnsupportedError, ValueError, TypeError: this process, the options or the parameters do not fit.
@@ -72,8 +69,7 @@ def place_on_xla(mesh: Any, names: dict[nn.Parameter, list[str]], options: Compi
 
 
 def check_environment(replicas: bool) -> None:
-    """Whether this process can run anything of the backend at all. ``replicas``: as one of several that have a device
-    each.
+    """Check that this process can run the backend; with ``replicas``, as one of several that have a device each.
 
     Raises:
         UnsupportedError: torch_xla is missing, of another release than torch, or SPMD is off, or on for replicas.
@@ -109,7 +105,7 @@ _SPMD_IS_ON = (
 
 
 def check_versions(torch_version: str, xla_version: str | None) -> None:
-    """torch_xla has the symbols of torch's own release compiled in, so 2.9 works with 2.9 only."""
+    """Check that torch_xla is of torch's own release, whose symbols it has compiled in."""
     if xla_version is not None and compat.release(xla_version) == compat.release(torch_version):
         return
     found = "is not installed" if xla_version is None else f"is {xla_version}"
@@ -120,7 +116,7 @@ def check_versions(torch_version: str, xla_version: str | None) -> None:
 
 
 def check_world_sizes(launched: int, found: int, replicas: bool = False) -> None:
-    """``launched``: processes of torch.distributed, or that a launcher started; ``found``: of XLA, or its replicas."""
+    """Check that as many processes were ``launched`` (of torch.distributed, or by a launcher) as XLA has ``found``."""
     if launched == found:
         return
     of_xla, cure = (f"{found} replicas", _ONE_PER_DEVICE) if replicas else (f"{found}", _ONE_PER_HOST)
@@ -141,7 +137,7 @@ _ONE_PER_DEVICE = (
 
 
 def check_options(options: CompileOptions) -> None:
-    """What XLA devices do not have."""
+    """Refuse options that XLA devices do not have."""
     replicas = options.sharding == "replicas"
     if options.regions == "whole":
         raise ValueError("regions='whole': backend='xla' compiles every graph in one piece; leave it out")
@@ -183,7 +179,7 @@ def check_options(options: CompileOptions) -> None:
 
 
 def check_parameters(names: Mapping[nn.Parameter, list[str]], mesh: XlaMesh) -> None:
-    """They are plain ones, and not divided yet: a tensor of XLA's that is cannot be given another sharding."""
+    """Check that parameters are plain ones, and not divided yet: XLA cannot give a tensor another sharding."""
     for p, (name, *_) in names.items():
         if is_extended(p) or isinstance(p, DTensor):
             kind = "a DTensor" if isinstance(p, DTensor) else "a tensor extension"

@@ -1,10 +1,9 @@
-"""From a forward call to XLA programs: what is different from other devices in ``graph_fsdp/engine/engine.py``.
+"""XLA engines turn a forward call into XLA programs, where that differs from ``graph_fsdp/engine/engine.py``.
 
 [Note: gradients of the whole program]
-The program of all devices has one logical batch, and its gradients are those of autograd on that: of what leaves
-stacked, the sum over devices, and of a loss that leaves as the mean, the mean. The graphs reduce to the mean, as
-everywhere. So gradients of stacked outputs enter backward multiplied by the number of devices, and gradients of inputs,
-which nothing reduces, leave divided by it.
+The program of all devices has one logical batch, whose gradients are the sum over devices for what leaves stacked, and
+the mean for a loss that leaves as the mean. The graphs reduce to the mean. So gradients of stacked outputs enter
+backward multiplied by the number of devices; those of inputs, which nothing reduces, leave divided by it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _Crossings: TypeAlias = tuple[Sequence[Crossing | None], Sequence[Crossing | Non
 
 @dataclass
 class _Capture:
-    """What forward and backward of one captured graph have to know of each other."""
+    """Holds what forward and backward of one captured graph have to know of each other."""
 
     inputs: list[Crossing | None]  # how they enter; with a shape, the model's, where they are parameters
     saved: list[Crossing | None] = field(default_factory=list)
@@ -49,8 +48,8 @@ class _Capture:
 
 
 class XlaEngine(Engine):
-    """What the engines of each ``sharding`` have in common: their graphs become programs of XLA's, which keep neither
-    step with other processes nor anything gathered that could be given back."""
+    """Has what the engines of each ``sharding`` share: graphs become programs of XLA's, which keep neither step with
+    other processes nor anything gathered that could be given back."""
 
     storage: XlaStorage
     backend: XlaBackend
@@ -92,7 +91,7 @@ class XlaEngine(Engine):
         return on_devices
 
     def _real(self, value: Any) -> Any:
-        """What a program is given for an argument of its graph."""
+        """Return what a program is given for an argument of its graph."""
         on_cpu = isinstance(value, Tensor) and value.device.type == "cpu"
         return value.to(self.storage.device) if on_cpu else value
 
@@ -108,7 +107,7 @@ class XlaEngine(Engine):
 
 
 class LocalEngine(XlaEngine):
-    """An engine whose graphs run on all XLA devices of one program, each of which has its own rows."""
+    """Runs graphs on all XLA devices of one program, each of which has its own rows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -138,7 +137,7 @@ class LocalEngine(XlaEngine):
         return XlaEngine._compile_graph(self, key, module, example_inputs)
 
     def _real(self, value: Any) -> Any:
-        """The tensor of the whole program that an argument stands for."""
+        """Return the tensor of the whole program that an argument stands for."""
         return super()._real(self._views.real.get(id(value), value) if self._views is not None else value)
 
     def _describe_inputs(self, module: fx.GraphModule) -> _Capture:
@@ -200,7 +199,7 @@ class LocalEngine(XlaEngine):
         )
 
     def _written(self, value: fx.Node, varies: bool, entry: Crossing | None) -> Crossing:
-        """Of the new value of an input: a buffer's is the mean over devices."""
+        """Say how the new value of an input leaves; a buffer's is the mean over devices."""
         if entry is not None and entry.is_divided:
             return entry
         if varies and not value.meta["val"].is_floating_point():
@@ -246,8 +245,7 @@ def _check_whole(node: fx.Node, example: Tensor, views: LocalViews) -> None:
 
 
 def _clone_outputs(module: fx.GraphModule) -> None:
-    """What the graph returns shares memory with nothing: AOTAutograd would otherwise take views of its inputs outside
-    of the graph, where they have the shapes of the whole program."""
+    """Return clones from the graph: AOTAutograd would take views of inputs outside, where they have other shapes."""
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     clones: dict[fx.Node, fx.Node] = {}
     for value in output.all_input_nodes:

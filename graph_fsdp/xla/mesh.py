@@ -1,4 +1,4 @@
-"""Meshes of XLA devices: which axis shards, which replicates.
+"""Meshes of XLA devices say which axis shards and which replicates.
 
 One process drives all devices of its host, so nothing here is about ranks: a device is what a rank is elsewhere.
 
@@ -31,13 +31,15 @@ _REPLICATE_NAMES = REPLICATE_NAMES | {"dcn", "data"}
 
 @dataclass(frozen=True)
 class XlaMesh(Mesh):
-    """``devices``: ordinals, one row per replica, and in it one device per shard."""
+    """Describes a mesh of XLA devices: ``devices`` has their ordinals, one row per replica and one device per shard in
+    it."""
 
     devices: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, mesh: Any) -> XlaMesh:
-        """
+        """Read a user's mesh; None stands for all devices, which shard.
+
         Raises:
             TypeError, MeshError: it is no mesh of all XLA devices, or does not say which axis shards.
         """
@@ -84,12 +86,12 @@ class XlaMesh(Mesh):
         return found
 
     def placements(self, tensors: Sequence[Tensor]) -> list[Placement | None]:
-        """Where tensors lie; None where another dimension than the first is sharded."""
+        """Say where tensors lie; None where another dimension than the first is sharded."""
         return [read_placement(spec, self.ordinals) for spec in compat_xla.sharding_specs(tensors)]
 
     @property
     def world_size(self) -> int:
-        """Devices over which a parameter is sharded."""
+        """Return the number of devices over which a parameter is sharded."""
         return len(self.devices[0])
 
     @property
@@ -102,7 +104,7 @@ class XlaMesh(Mesh):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """One process has all devices, or there is no store through which processes could agree."""
+        """Return one rank: one process has all devices, or there is no store through which processes could agree."""
         return (0,)
 
     @property
@@ -110,11 +112,10 @@ class XlaMesh(Mesh):
         return True
 
     def broadcast(self, value: Tensor) -> None:
-        """One process has all devices."""
+        """Do nothing, as one process has all devices."""
 
     @property
     def ordinals(self) -> tuple[int, ...]:
-        """All devices."""
         return tuple(device for row in self.devices for device in row)
 
     @property
@@ -127,12 +128,11 @@ class XlaMesh(Mesh):
 
     @property
     def groups(self) -> dict[str, list[list[int]]]:
-        """Group name → its groups of devices, which communicate at the same time."""
+        """Return group name → its groups of devices, which communicate at the same time."""
         columns = [list(column) for column in zip(*self.devices, strict=True)]
         return {"fsdp": [list(row) for row in self.devices], "replicate": columns}
 
     def group_shapes(self) -> dict[str, GroupShape]:
-        """For the cost model."""
         shapes = {"fsdp": GroupShape(self.world_size, 1)}
         if self.replicas > 1:
             shapes["replicate"] = GroupShape(self.replicas, self.world_size)
@@ -140,16 +140,16 @@ class XlaMesh(Mesh):
 
     @property
     def whole(self) -> Placement:
-        """The same on every device."""
+        """Return the placement that is the same on every device."""
         return Placement(self.ordinals)
 
     @property
     def sharded(self) -> Placement:
-        """Of parameters, their gradients and so the optimizer's state."""
+        """Return the placement of parameters, their gradients and so the optimizer's state."""
         by_shard = tuple(device for column in zip(*self.devices, strict=True) for device in column)
         return Placement(by_shard, self.world_size)
 
     @property
     def batch(self) -> Placement:
-        """Of inputs, and of what is computed from them: each device has its own rows."""
+        """Return the placement of inputs, and of what is computed from them: each device has its own rows."""
         return Placement(self.ordinals, self.size)

@@ -1,10 +1,9 @@
-"""``backend="xla", sharding="replicas"``: one process per device, as ``XlaFullyShardedDataParallel`` runs.
+"""``backend="xla", sharding="replicas"`` runs one process per device, as ``XlaFullyShardedDataParallel`` does.
 
-A replica has the rows of its device and nothing else. So the model's parameters, the same objects under unchanged
-names, hold this replica's rows after ``graph_fsdp.compile``: ``ceil(rows / n)`` of them on each of ``n`` replicas that
-shard, the last ones filled up with zeros, whose gradients are zero. Inputs, losses and buffers are a replica's own, and
-gradients the mean over replicas, as over ranks elsewhere. On XLA's CPU client replicas are threads
-(``runtime/xla/program.py``).
+After ``graph_fsdp.compile`` the model's parameters, the same objects under unchanged names, hold this replica's rows:
+``ceil(rows / n)`` of them on each of ``n`` replicas that shard, the last ones filled up with zeros, whose gradients are
+zero. Inputs, losses and buffers are a replica's own, and gradients the mean over replicas. On XLA's CPU client replicas
+are threads (``runtime/xla/program.py``).
 """
 
 from __future__ import annotations
@@ -32,17 +31,14 @@ from graph_fsdp.xla.storage import XlaStorage
 
 @dataclass(frozen=True)
 class ReplicaMesh(XlaMesh):
-    """A mesh whose devices are replicas, of which this is one."""
+    """Describes a mesh whose devices are replicas, of which this is one."""
 
     index: int = 0  # of this replica, among those that its parameters are sharded over
     ordinal: int = 0
 
     @classmethod
     def of(cls, mesh: Any) -> ReplicaMesh:
-        """
-        Raises:
-            TypeError, MeshError: it is no mesh of all replicas, or does not say which axis shards.
-        """
+        """Read a user's mesh, and raise what :meth:`XlaMesh.of` does, also if it is no mesh of all replicas."""
         devices, ordinal = XlaMesh.of(mesh).devices, compat_xla.ordinal()
         replicas = compat_xla.runtime().world_size()
         if sorted(device for row in devices for device in row) != list(range(replicas)):
@@ -58,7 +54,7 @@ class ReplicaMesh(XlaMesh):
         return own_turn()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first replica's value, into the tensors of all, on the CPU. All replicas call this."""
+        """Copy the first replica's value into the tensors of all, on the CPU. All replicas call this."""
         value = tensor.detach() if self.is_first else torch.zeros_like(tensor)
         as_bytes = value.contiguous().reshape(-1).view(torch.uint8).to(torch.int32)  # a sum with zeros, of any type
         all_here()
@@ -68,13 +64,13 @@ class ReplicaMesh(XlaMesh):
 
 
 class ReplicaStorage(XlaStorage):
-    """Of one replica. A parameter's stand-in is the whole parameter, without memory; the graphs take the rows."""
+    """Holds the parameters of one replica. Stand-ins are whole parameters, without memory; the graphs take the rows."""
 
     xla_mesh: ReplicaMesh
     is_of_replica = True  # parameters are local, and do not say of what
 
     def rows(self, p: ParameterSpec, full: Tensor) -> Tensor:
-        """This replica's rows of a parameter's whole value, filled up with zeros."""
+        """Return this replica's rows of a parameter's whole value, filled up with zeros."""
         if p.replicated:
             return full
         begin = self.xla_mesh.index * p.chunk_rows
@@ -93,13 +89,13 @@ class ReplicaStorage(XlaStorage):
         return torch.Size(p.shard_shape)
 
     def _shard_again(self) -> None:
-        """Rows are all that there is."""
+        """Do nothing: rows are all that there is."""
 
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """What a replica's rows are of: ``shape`` of the whole parameter, whose rows ``begin`` to ``begin + rows`` are the
-    first ``rows`` of the tensor here. What is behind them fills up."""
+    """A replica has rows ``begin`` to ``begin + rows`` of a parameter of this ``shape``: the first ``rows`` of its
+    tensor, whose rest is padding."""
 
     shape: tuple[int, ...]
     begin: int
@@ -107,8 +103,8 @@ class ShardMetadata:
 
 
 def shard_metadata(model: nn.Module) -> dict[str, ShardMetadata]:
-    """Of a model compiled with ``sharding="replicas"``: key of its state dict → what this replica has of it. Scalars,
-    buffers and ignored parameters are whole, and not in it."""
+    """Return, of a model compiled with ``sharding="replicas"``, key of its state dict → what this replica has of it.
+    Scalars, buffers and ignored parameters are whole, and not in it. Raises ValueError for another model."""
     storage = _storage(model)
     found = {}
     for key, p in _sharded(model, storage):
@@ -118,8 +114,8 @@ def shard_metadata(model: nn.Module) -> dict[str, ShardMetadata]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict with whole parameters, on the CPU, of a model compiled with ``sharding="replicas"``. All replicas
-    call this, and each gets it."""
+    """Return the state dict, with whole parameters on the CPU, of a model compiled with ``sharding="replicas"``. All
+    replicas call this, and each gets it. Raises ValueError for another model."""
     storage, whole = _storage(model), dict(model.state_dict())
     groups = storage.xla_mesh.groups["fsdp"]
     all_here()
@@ -147,7 +143,7 @@ def _sharded(model: nn.Module, storage: ReplicaStorage) -> Iterator[tuple[str, S
 
 
 class ReplicaEngine(XlaEngine):
-    """An engine whose graphs run on this replica's device."""
+    """Runs graphs on this replica's device."""
 
     program_class = ReplicaProgram
 

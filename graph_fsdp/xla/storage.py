@@ -1,13 +1,12 @@
-"""Sharded parameters on XLA, and what Dynamo traces in the place of tensors whose shape is that of all devices.
+"""XLA holds sharded parameters, and Dynamo traces stand-ins for tensors that have the shape of all devices.
 
-With SPMD one process has all devices. A parameter keeps its full logical shape; its rows lie on the devices that shard
-(``ceil(rows / n)`` on each, the last ones padded), and an optimizer's step on it runs on all of them. So parameters
-stay plain ones: the model's own objects, moved to XLA if they were on the CPU.
+With SPMD a parameter keeps its full logical shape; its rows lie on the devices that shard (``ceil(rows / n)`` on each,
+the last ones padded), and an optimizer's step on it runs on all of them. So parameters stay the model's own objects.
 
 [Note: stand-ins]
-The graph that is traced is what *one* device runs. A tensor that is sharded stands in it with the rows of one device:
-Dynamo is given a stand-in of that shape without memory, and the compiled function gets the tensor itself. A parameter
-is whole in the traced graph, as gathered; where its type is not ``param_dtype``, a stand-in has that type.
+The traced graph is what *one* device runs. For a sharded tensor Dynamo is given a stand-in without memory that has one
+device's rows, and the compiled function gets the tensor itself. A parameter is whole in the traced graph, as gathered;
+where its dtype is not ``param_dtype``, a stand-in has that dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from graph_fsdp.xla.mesh import XlaMesh
 
 
 class XlaStorage(Shards):
-    """The model's own parameters, of full logical shape and sharded. A placeholder is the parameter itself, or a
+    """Holds the model's own parameters, of full logical shape and sharded. A placeholder is the parameter itself, or a
     stand-in where the traced model is to see another tensor."""
 
     reads_in_place = False  # what XLA has cannot be written to
@@ -47,19 +46,18 @@ class XlaStorage(Shards):
         self._values: dict[str, Tensor] = {}  # of parameters, until they get them
 
     def _needs_stand_in(self, p: ParameterSpec) -> bool:
-        """Whether the model, as it is traced, sees another tensor than the parameter."""
+        """Say whether the model, as it is traced, sees another tensor than the parameter."""
         return p.param_dtype is not p.dtype
 
     def _shape(self, p: ParameterSpec) -> torch.Size:
-        """Of the registered parameter."""
+        """Return the shape of the registered parameter."""
         return torch.Size(p.shape)
 
     def placement(self, p: ParameterSpec) -> Placement:
         return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
-        """``install`` gives the value to the parameter. (A model on the meta device has its values only while a piece
-        of it is initialised.)"""
+        """Place a value and keep it for ``install``: a parameter on the meta device cannot hold it."""
         placement = self.placement(p.spec)
         if full is not p.shard or full.device.type != "xla":
             full = self._values[p.spec.name] = full.detach().to(self.device, copy=True)
@@ -87,8 +85,8 @@ class XlaStorage(Shards):
         compat_xla.sync()
 
     def refresh(self) -> None:
-        """``requires_grad``, or another object (``load_state_dict(assign=True)``); what was loaded into parameters is
-        whole on every device."""
+        """Take over ``requires_grad`` and replaced objects (``load_state_dict(assign=True)``); shard what was
+        loaded."""
         for p in self.parameters.values():
             module, leaf = p.owners[0]
             registered = module._parameters.get(leaf)
@@ -130,7 +128,7 @@ class XlaStorage(Shards):
 
 
 class LocalViews:
-    """The stand-ins of one forward's inputs, and the tensors that they stand for."""
+    """Maps one forward's inputs to their stand-ins, and back."""
 
     def __init__(self, mesh: XlaMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
@@ -140,7 +138,7 @@ class LocalViews:
         self._stand_ins: dict[int, Tensor] = {}  # by the tensor's id, alive as long as this
 
     def of(self, inputs: Any) -> Any:
-        """``inputs``, a tree, with stand-ins for what is sharded."""
+        """Return ``inputs``, a tree, with stand-ins for what is sharded."""
         return compat.tree_map_only(Tensor, self._of_tensor, inputs)
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
@@ -174,5 +172,5 @@ class LocalViews:
         return stand_in
 
     def back(self, outputs: Any) -> Any:
-        """A model that returns an input returns the tensor itself."""
+        """Return the tensors themselves where a model returns stand-ins of its inputs."""
         return compat.tree_map_only(Tensor, lambda t: self.real.get(id(t), t), outputs)

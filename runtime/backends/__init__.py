@@ -1,4 +1,4 @@
-"""Backends: how a compute region becomes a function. One small class each."""
+"""A backend makes a function of a compute region. Each is one small class."""
 
 from __future__ import annotations
 

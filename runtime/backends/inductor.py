@@ -1,13 +1,10 @@
-"""``backend="inductor"``: each region, or each graph whole, through Inductor (CUDA, XPU, CPU).
+"""``backend="inductor"`` compiles each region, or each graph whole, with Inductor (CUDA, XPU, CPU).
 
-The ranks of a host divide the work without talking: one of them leaves the result of a compilation in Inductor's cache
-on disk for the others. Each task has a lock, a file of its name. A rank takes the first task that nobody holds; whoever
-takes one that is done finds it in the cache. A rank with other tasks, or alone, is not held up. The kernel gives up the
-locks of a process that dies; where there is no lock to be had, a rank does the work itself.
+The ranks of a host divide the work by lock files, and find each other's results in Inductor's cache on disk
+(docs/decisions/tracing.md, "Division of compilation among ranks").
 
-What a cache holds is run. The folder that Inductor keeps its own in by default lies where every user of a host may
-write, under a name that everyone can guess: whoever makes it first decides what the others run. So folders and files
-are made for the user alone.
+What a cache holds is run. Inductor's default folder has a name that everyone can guess, where every user of a host may
+write: whoever makes it first decides what the others run. So folders and files are made for the user alone.
 """
 
 from __future__ import annotations
@@ -44,8 +41,7 @@ class InductorBackend(Backend):
         return _compile(region.module, kind)
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
-        """The ranks of a host compile about the same regions at the same time: each a part of them, and it finds the
-        rest in the cache."""
+        """Compile a part of the regions, and find in the cache what the host's other ranks compile meanwhile."""
         directory, keys = _cache_directory(), _dissimilar_first(regions)
         tasks = [(key.digest, partial(self.compile_region, regions[key], key.kind)) for key in keys]
         with compat.built_together():
@@ -74,7 +70,7 @@ def _compile(module: fx.GraphModule, kind: str, keep_order: bool = False) -> Com
 
 
 def _cache_directory() -> Path | None:
-    """As of ``compat``, once nobody else can put anything into it."""
+    """Return ``compat``'s directory, once nobody else can put anything into it."""
     default = compat.default_inductor_cache_directory()
     if default is not None:
         own_folder(default)
@@ -82,9 +78,9 @@ def _cache_directory() -> Path | None:
 
 
 def _dissimilar_first(regions: Mapping[RegionKey, Region]) -> list[RegionKey]:
-    """The order in which ranks look for work: large regions first, so that all end together, and the largest of each
-    kind before the second largest. Regions that are alike (a layer in the middle and the first one) have most of their
-    kernels in common, and ranks that compile them at the same time wait for each other's."""
+    """Order the regions as ranks look for work: large ones first, so that all end together, and the largest of each
+    kind before the second largest. Regions that are alike have most kernels in common, and ranks that compile them at
+    the same time wait for each other's."""
     ranked: list[tuple[int, RegionKey]] = []
     for kind in dict.fromkeys(key.kind for key in regions):
         of_kind = sorted((k for k in regions if k.kind == kind), key=lambda k: len(regions[k].nodes), reverse=True)
@@ -125,12 +121,7 @@ def _acquire(path: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder for the user alone. One that is there has to be the user's, and is closed to others: torch may have
-    made it, as open as the user's files are by default.
-
-    Raises:
-        PermissionError: it belongs to another user.
-    """
+    """Make a folder for the user alone, or close the user's own to others. Raises PermissionError for another's."""
     path.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
     status = path.stat()
     if hasattr(os, "getuid") and status.st_uid != os.getuid():

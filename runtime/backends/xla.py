@@ -1,4 +1,4 @@
-"""``backend="xla"``: each graph whole, as one program of all XLA devices."""
+"""``backend="xla"`` compiles each graph whole, as one program of all XLA devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class XlaBackend(Backend):
-    """Graphs are not cut, so there are no regions: programs are made by ``runtime/xla``."""
+    """Prepares graphs for XLA. They are not cut, so there are no regions: ``runtime/xla`` makes the programs."""
 
     name = "xla"
     compiles_whole = True
@@ -27,8 +27,8 @@ class XlaBackend(Backend):
         self.on_host_fallback = on_host_fallback
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
-        """Of operators whose lowering in torch_xla is missing or other than PyTorch's on CPU and CUDA (BatchNorm's
-        running variance is the biased one there)."""
+        """Decompose operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA
+        (BatchNorm's running variance is biased there)."""
         return dict(compat.get_decompositions(_DECOMPOSED))
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:

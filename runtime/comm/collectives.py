@@ -1,30 +1,26 @@
-"""The dialect's collectives run on real process groups here.
+"""The dialect's collectives run on process groups here.
 
-A start launches a collective asynchronously. On CUDA and XPU the process group runs it on a stream of its own, ordered
-after what the current stream has queued; the wait makes the current stream wait, not the host. On gloo the wait blocks
-the host.
+A start launches a collective asynchronously. On CUDA and XPU the process group runs it on a stream of its own, after
+what the current stream has queued, and the wait blocks the current stream, not the host. On gloo it blocks the host.
 
-Nothing is copied where it need not be: a gather reads the bucket's slice of the shard storage, or casts it in one
-kernel to where the rank's own part of the result lies and sends it from there; a parameter with a message of its own
-lands where the graph reads it, and its gradient is reduced from where it was written.
+A gather reads the bucket's slice of the shard storage, or casts it in one kernel to the rank's own part of the result
+and sends it from there. A parameter with a message of its own lands where the graph reads it, and its gradient is
+reduced from where it was written.
 
 [Note: two ranks on gloo]
-gloo's all-gather copies its result once more, and its reduce-scatter is an all-reduce of a copy, of which a part is
-kept. Two ranks instead send each other what the other needs: half of what an all-reduce moves, and nothing is copied.
-A sum of two has the same bits in either order. Where gradients are reduced in a wider type than they have, only the
-half that is sent is cast. (Figures: docs/decisions/ranks_and_collectives.md.)
+gloo's all-gather copies its result, and its reduce-scatter is an all-reduce of a copy. Two ranks instead exchange
+halves: half of what an all-reduce moves, and no copy. A sum of two has the same bits in either order. Where gradients
+are reduced in a wider dtype than theirs, only the half that is sent is cast (docs/decisions/ranks_and_collectives.md).
 
-Mean of gradients: as FSDP2 does it, so that results agree bit for bit. float32 and bfloat16 use the group's AVG;
-narrower types are divided by about the square root of the number of ranks before and by the rest after, so that
-neither the summands nor the sum overflow.
+The mean of gradients is FSDP2's, bit for bit: float32 and bfloat16 use the group's AVG; for narrower dtypes the divisor
+is split, about its square root before the sum and the rest after, so that nothing overflows.
 
 [Note: custom collectives]
-An object that the user brings has ``allocate(size, *, dtype, device)``, and is called as FSDP2's ``AllGather`` and
-``ReduceScatter`` protocols say; it returns what to wait for, or None when the result is there (on the current stream).
-It gets what FSDP2 would give it: one call per bucket; of a gather the rank's own part of the output as input; both
-buffers of a reduction from its own ``allocate``. What is gathered is copied to the bucket's buffer from there.
-Gradients are views of a reduction's output: an ``allocate`` that gives out the same memory again would change the
-gradients of the step before, as it would with FSDP2.
+The user's object has ``allocate(size, *, dtype, device)`` and is called as FSDP2's ``AllGather`` and ``ReduceScatter``
+protocols say; it returns what to wait for, or None when the result is there (on the current stream). It gets one call
+per bucket, with the rank's own part of the output as a gather's input, and its own ``allocate`` gives both buffers of
+a reduction. What is gathered is copied to the bucket's buffer. Gradients are views of a reduction's output: an
+``allocate`` that gives out the same memory again would change those of the step before, as with FSDP2.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
 
 
 class Comm(Protocol):
-    """See [Note: custom collectives]."""
+    """Is a custom collective of the user; see [Note: custom collectives]."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
@@ -57,7 +53,7 @@ class Comm(Protocol):
 
 @dataclass
 class Comms:
-    """The objects of a model; None for the process group's own collectives."""
+    """Holds a model's custom collectives; None stands for the process group's own."""
 
     all_gather: Comm | None = None
     reduce_scatter: Comm | None = None
@@ -65,8 +61,8 @@ class Comms:
 
 @dataclass(frozen=True)
 class ProcessGroupCollective:
-    """A process group's own ``collective``, with buffers from its allocator, where it has one (NCCL's registers them
-    for copies without staging); what ``set_allocate_memory_from_process_group_for_comm`` installs."""
+    """Runs a process group's own ``collective`` with buffers from the group's allocator, where it has one (NCCL
+    registers them); ``set_allocate_memory_from_process_group_for_comm`` installs it."""
 
     group: dist.ProcessGroup
     collective: Callable[..., Any]
@@ -80,8 +76,7 @@ class ProcessGroupCollective:
 
 @dataclass(eq=False)
 class Pending:
-    """The handle of a collective, or of a copy, under way. ``finish`` waits for it and puts the result into
-    ``buffer``."""
+    """Is the handle of a collective or copy under way. ``finish`` waits for it and puts the result into ``buffer``."""
 
     buffer: Tensor
     finish: Callable[[], None]
@@ -97,9 +92,9 @@ def start_all_gather(
     release: Callable[[Tensor], None] = lambda _: None,
     comm: Comm | None = None,
 ) -> Pending:
-    """Gather a bucket: ``shards`` (each rank's padded chunks) → a parameter-major buffer of ``dtype``, which is
-    ``result``, if that is given. ``landing``: of ``layout.landing_numel`` elements, given to ``release`` in the end.
-    ``comm``: gathers in one message, in memory of its own, which is unpacked whole."""
+    """Gather ``shards`` (each rank's padded chunks) of a bucket into a flat, parameter-major buffer of ``dtype``:
+    ``result``, if that is given. ``landing`` has ``layout.landing_numel`` elements and is given to ``release`` in the
+    end. ``comm`` gathers in one message, in memory of its own, which is unpacked whole."""
     source, world = shard_slice(shards, layout), layout.world_size
     if result is None:
         result = torch.empty(world * layout.length, dtype=dtype, device=source.device)
@@ -143,20 +138,19 @@ def start_all_gather(
 
 
 def _wait_for(works: Sequence[Any], device: torch.device) -> None:
-    """``works``: None where a collective of the user's was done when it was started."""
     for work in works:
         if work is not None:
             lockstep.finish(work, device)
 
 
 def _sendable(value: Tensor) -> Tensor:
-    """Process groups may not know float8."""
+    """View float8 as uint8: process groups may not know it."""
     is_float8 = value.dtype.itemsize == 1 and value.dtype.is_floating_point
     return value.view(torch.uint8) if is_float8 else value
 
 
 def _cast_in_place(targets: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's part of a message is cast to where it belongs in the target, and sent from there."""
+    """Cast each rank's part of a message to where it belongs in the target, to be sent from there."""
     own = [target.view(group.size(), -1)[group.rank()] for target, _ in targets]
     compat.foreach_copy(own, [part for _, part in targets])
     return [(target, part) for (target, _), part in zip(targets, own, strict=True)]
@@ -178,19 +172,18 @@ def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.
 
 
 def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The half of this rank, and that of the other."""
     first, second = halves[: len(halves) // 2], halves[len(halves) // 2 :]
     return (first, second) if group.rank() == 0 else (second, first)
 
 
 def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
-    """Between two ranks."""
+    """Exchange flat tensors with the other of two ranks."""
     splits = [len(sent), 0] if group.rank() else [0, len(sent)]
     return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
 
 
 def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
-    """The bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
+    """Return the bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
     first = shards[0]
     if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
         return first.reshape(-1)
@@ -210,7 +203,7 @@ def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
 
 
 def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:
-    """Rank-major (as gathered) → parameter-major (as used), in one kernel where the device has one."""
+    """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
     sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
     pieces = [
@@ -227,9 +220,9 @@ def keep_shard(
     world_size: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """This rank's shard over ``group`` of a bucket that ``world_size`` ranks gathered: of the parameter at element
-    ``o`` of the bucket's shard (``length`` elements) the next ``scale = world_size / group.size()`` of its chunks, at
-    ``scale * o``. Zeros in between."""
+    """Return this rank's shard over ``group`` of a bucket that ``world_size`` ranks gathered: for the parameter at
+    element ``o`` of the bucket's shard (``length`` elements), ``scale = world_size / group.size()`` of its chunks, at
+    ``scale * o``, with zeros in between."""
     scale, place = world_size // group.size(), group.rank()
     kept = buffer.new_zeros(scale * length)
     for offset, numel in zip(offsets, numels, strict=True):
@@ -239,9 +232,8 @@ def keep_shard(
 
 
 class ReduceScatter:
-    """The reduction of a bucket's gradients but for their values: what is the same in every run of a program. For
-    ``grads`` of these shapes; the other arguments as ``start_reduce_scatter`` takes them. ``comms``: has what runs it,
-    in one message, unless the user has taken that away between forward and backward."""
+    """Holds what is the same in every reduction of a bucket, for ``grads`` of these shapes; the other arguments are
+    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away."""
 
     def __init__(
         self,
@@ -282,7 +274,7 @@ class ReduceScatter:
         return comm.allocate((numel,), dtype=self.dtype, device=like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """What dispatch modes see, and nothing runs: one collective. Several messages have its shape together."""
+        """Show dispatch modes one collective, which is not run. Several messages have its shape together."""
         sent = pairs[0][1] if len(pairs) == 1 else out[:1].expand(self.world * self.length)
         return compat.reduce_scatter_single(out, sent, op=self.op, group=self.group, async_op=True)
 
@@ -295,8 +287,8 @@ class ReduceScatter:
         return _reduction(works, out, self.after, keep_alive=pairs)
 
     def _message(self, grads: Sequence[Tensor], numel: int, comm: Comm | None) -> Tensor:
-        """What a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between two
-        ranks, a gradient by itself whose type the reduction's holds exactly is not cast yet."""
+        """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between
+        two ranks, a single gradient whose dtype the reduction's holds exactly is not cast yet."""
         first = grads[0]
         uncast = self.is_pair and self.before is None and torch.promote_types(first.dtype, self.dtype) is self.dtype
         sent_as = first.dtype if uncast else self.dtype
@@ -315,8 +307,8 @@ def start_reduce_scatter(
     mean: Mean,
     messages: Sequence[int] = (),
 ) -> Pending:
-    """Mean over ranks of full gradients; the rank's padded chunks come out flat, at ``dialect.reduced_offsets``.
-    Gradients that are sent as they are are only read, until the wait."""
+    """Start the mean over ranks of full gradients; the rank's padded chunks come out flat, at
+    ``dialect.reduced_offsets``. Gradients that are sent as they are are only read, until the wait."""
     return ReduceScatter(grads, dtype, group, mean, messages).start(grads)
 
 
@@ -339,32 +331,32 @@ def _exchange_reduce_scatter(
 
 
 def pack_gradients(grads: Sequence[Tensor], world: int, packed: Tensor) -> None:
-    """Full gradients → rank-major chunks, padded with zeros, in the type of ``packed``, which is flat."""
+    """Pack full gradients into ``packed``, which is flat: rank-major chunks, padded with zeros, in its dtype."""
     rows = packed.view(world, -1)
     compat.chunk_cat([g if g.dim() else g.reshape(1) for g in grads], dim=0, num_chunks=world, out=rows)
 
 
 def start_all_reduce(grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean) -> Pending:
-    """Mean over ranks of gradients that are not sharded; flat."""
+    """Start the mean over ranks of gradients that are not sharded; the result is flat."""
     return _all_reduce(torch.cat([g.reshape(-1).to(dtype) for g in grads]), group, mean)
 
 
 def start_shard_all_reduce(shard: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
-    """Mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``mean``: over the
-    ranks of both reductions, of which the first has divided before it."""
+    """Start the mean over replicas of what ``start_reduce_scatter`` or ``start_all_reduce`` left, in place. ``mean`` is
+    over the ranks of both reductions, of which the first has divided before it."""
     op, _, after = mean
     return _all_reduce(shard, group, (op, None, after))
 
 
 def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
-    """Reduce small tensors of one type in one all-reduce, and wait for it: flat, one behind the other."""
+    """Reduce small tensors of one dtype in one all-reduce, and wait for it; the result is flat."""
     pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), group, (_OPERATIONS[op], None, None))
     pending.finish()
     return pending.buffer
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
-    """In place."""
+    """Start to reduce ``flat`` in place."""
     op, before, after = mean
     if before is not None:
         flat.div_(before)
@@ -383,9 +375,8 @@ def _reduction(works: Sequence[Any], out: Tensor, after: float | None, keep_aliv
 def mean_of(
     dtype: torch.dtype, ranks: int, replicas: int = 1, factor: float | None = None, summed: bool = False
 ) -> Mean:
-    """The reduction's operator, and the factors to divide by before and after it: after the second reduction, where one
-    over ``replicas`` follows that over ``ranks``. ``factor``: divide the sum by this and not by the number of ranks.
-    ``summed``: the group is to add, and to do nothing else."""
+    """Return the reduction's operator and the divisors before and after it; with ``replicas``, the one after follows
+    the second reduction. ``factor`` replaces the number of ranks as divisor. With ``summed``, the group only adds."""
     narrow = dtype not in (torch.float32, torch.bfloat16)
     if not narrow and factor is None and not summed:
         return dist.ReduceOp.AVG, None, None

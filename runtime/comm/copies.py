@@ -1,16 +1,13 @@
-"""Copies between the CPU and the device that computes: of shards and their gradients, and of saved activations.
+"""Copies go between the CPU and the device that computes: of shards, of their gradients, and of saved activations.
 
 On CUDA and XPU the copies of each use have a stream of their own, to and from pinned memory. A copy comes after what
-the current stream has queued when it starts: the memory that it writes may have had another use before, and what it
-reads is computed there. The wait for a copy makes the current stream wait, and not the host: memory that is given back
-after that is reused in order. Only the wait for offloaded gradients makes the host wait, because the CPU reads next.
+the current stream has queued when it starts, and the wait blocks the current stream, not the host. Only that for
+offloaded gradients blocks the host, as the CPU reads next. Where the device is the CPU, a copy is done at its start.
 
 [Note: writes after a run]
 The optimizer writes to shards on the CPU, which the device may still be about to read. A run that ends with gradients
 has waited for them, and so for all that was fetched before. Any other run keeps the event of its last fetch, and the
-host waits for it at the end of the run (``Frame.close``); except forward, behind which comes backward.
-
-Where the device is the CPU, a copy is a copy, done when it is started.
+host waits for it at the end of the run (``Frame.close``); except forward, which backward follows.
 """
 
 from __future__ import annotations
@@ -31,20 +28,20 @@ Use = Literal["activations", "fetch", "offload"]
 
 @dataclass(eq=False)
 class Copy(Pending):
-    """A copy under way. ``event``: its end on the device; None where it is done."""
+    """Is a copy under way. ``event`` is its end on the device; None where it is done."""
 
     event: torch.Event | None = None
 
 
 def start_fetch(shards: Sequence[Tensor], layout: GatherLayout, device: torch.device) -> Copy:
-    """A bucket's slice of the shard storage, flat, on ``device``."""
+    """Start to copy a bucket's slice of the shard storage, flat, to ``device``."""
     source = shard_slice(shards, layout).detach()
     buffer = torch.empty_like(source, device=device)
     return _start(buffer, [(buffer, source)], device, "fetch")
 
 
 def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:
-    """``values``, of one dtype, one behind the other, flat, in memory of the CPU that nothing else has."""
+    """Start to copy ``values``, of one dtype, one behind the other into new flat memory of the CPU."""
     numels = [value.numel() for value in values]
     out = torch.empty(sum(numels), dtype=values[0].dtype, pin_memory=pin_memory)
     pairs = [(part, value.reshape(-1)) for part, value in zip(out.split(numels), values, strict=True)]
@@ -52,13 +49,11 @@ def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:
 
 
 def offload_activation(value: Tensor) -> Copy:
-    """A saved activation on the CPU."""
     host = torch.empty_like(value, device="cpu", pin_memory=value.device.type != "cpu")
     return _start(host, [(host, value)], value.device, "activations")
 
 
 def reload_activation(host: Tensor, device: torch.device) -> Copy:
-    """A saved activation on ``device`` again."""
     buffer = torch.empty_like(host, device=device)
     return _start(buffer, [(buffer, host)], device, "activations")
 
@@ -85,6 +80,5 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
 
 @functools.cache
 def _stream(device: torch.device, use: Use) -> torch.Stream:
-    """The stream of all copies of one use from and to a device. Activations have one for both directions: a copy back
-    finds what the copy out wrote."""
+    """Return the stream of all copies of one use, also back: a copy back finds what the copy out wrote."""
     return torch.Stream(device)

@@ -1,12 +1,10 @@
-"""Which compute regions of a program become CUDA graphs, and the only calls that capture and replay them.
+"""Some compute regions of a program become CUDA graphs; only this file captures and replays them.
 
 A CUDA graph is a fixed list of kernels on fixed addresses. A region becomes one where its kernels and their sizes are
-the same in every run, and what it reads lies where it lay (gathered buffers in kept slots, results of other CUDA
-graphs) or can be copied there (a batch, results of regions that are left out). That is read off the graph: ranks with
-equal graphs choose alike.
+the same in every run, and its inputs stay in place (gathered buffers in kept slots, results of other CUDA graphs) or
+can be copied to one (a batch, results of other regions). That is read off the graph, so ranks choose alike.
 
-``CudaCapture`` was never run: there was no CUDA device. What is captured, which memory it reads and when it may run
-again is decided elsewhere, and tested on the CPU with another class in its place.
+``CudaCapture`` was never run: there was no CUDA device. All that decides is tested on the CPU with another class.
 """
 
 from __future__ import annotations
@@ -29,21 +27,20 @@ from graph_fsdp.runtime.regions.regions import Compiled, Region, Step
 
 
 class CudaCapture:
-    """Captures functions on one device as ``torch.cuda.CUDAGraph``. The process group's threads go on while one is
-    captured, hence "thread_local"."""
+    """Captures functions on one device as ``torch.cuda.CUDAGraph``; "thread_local", so that other threads go on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # one for all captures: the pool's memory belongs to it
 
     def pool(self) -> Any:
-        """Memory that several captured functions share, which are replayed in the order of their capture. What a
-        result frees is used by those that are captured later; nothing goes back to the device while one exists."""
+        """Return memory for several captured functions, which are replayed in the order of their capture. Those
+        captured later reuse what a result frees; nothing goes back to the device while one exists."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, function: Compiled, inputs: list[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
-        """What replays ``function`` on the memory of these inputs, and its results in the pool, which have values
-        only after a replay. Whoever keeps the first keeps the memory."""
+        """Return a function that replays ``function`` on the memory of these inputs and keeps that of the pool alive,
+        and the results in the pool, which have values only after a replay."""
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps its workspace from call to call: each graph takes one from the pool, and gives it back.
         compat.clear_cublas_workspaces()
@@ -63,8 +60,8 @@ VIEWS = "views alone"
 
 @dataclass(frozen=True)
 class RegionChoice:
-    """``reason``: why the region is no CUDA graph; empty where it is one. ``copied``: by index, inputs that lie
-    elsewhere in each run. ``saved``: for each output, whether its memory outlives the run."""
+    """Says whether a region is a CUDA graph, or the ``reason`` why not. ``copied`` are the indices of inputs that lie
+    elsewhere in each run; ``saved`` says of each output whether its memory outlives the run."""
 
     reason: str = ""
     copied: tuple[int, ...] = ()
@@ -72,10 +69,9 @@ class RegionChoice:
 
 
 class ProgramChoice:
-    """What of a program becomes CUDA graphs. ``regions``: by index of the step. ``read``: placeholders that CUDA graphs
-    read, by index; ``written``: those of them that are written to, and so are never copied. ``saved``: placeholders
-    whose memory outlives the run. ``user_outputs``: number of outputs that are not saved for backward. Linear in the
-    graph."""
+    """Chooses what of a program becomes CUDA graphs, linear in the graph. ``regions`` is by index of the step. Of the
+    placeholders, by index, CUDA graphs read ``read`` and write to ``written``, which are never copied, and the memory
+    of ``saved`` outlives the run. The first ``user_outputs`` outputs are not saved for backward."""
 
     def __init__(self, graph: Graph, steps: Sequence[Step], device_type: str, user_outputs: int) -> None:
         self.device_type, self._roots = device_type, graph.alias_roots()
@@ -109,7 +105,7 @@ class ProgramChoice:
 
     @property
     def reasons(self) -> dict[int, str]:
-        """Of the regions that have kernels and are left out."""
+        """Return why regions that have kernels are left out."""
         return {i: choice.reason for i, choice in self.regions.items() if choice.reason not in ("", VIEWS)}
 
     def _choice(self, region: Region, changed: set[fx.Node]) -> RegionChoice:
@@ -160,7 +156,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _foreign(start: fx.Node) -> str:
-    """Why a gathered buffer lies elsewhere in each run, if it does. It is too large to be copied."""
+    """Say why a gathered buffer, which is too large to be copied, lies elsewhere in each run; "" if it does not."""
     record = start.meta["fsdp"]
     if dialect.argument(start, "custom"):
         return f"reads bucket {record.bucket}, which the user's own all-gather allocates"

@@ -1,4 +1,4 @@
-"""CUDA graphs of a program's compute regions: captured once, replayed in later runs, collectives between them as ever.
+"""CUDA graphs of a program's compute regions are captured once and replayed later, with collectives between them.
 
 The first runs of a program are ordinary (compilers and libraries set themselves up). Then one run captures each region
 call that ``capture.py`` has chosen, and later runs replay them.
@@ -6,16 +6,14 @@ call that ``capture.py`` has chosen, and later runs replay them.
 [Note: memory of CUDA graphs]
 A replay reads and writes the addresses of the capture. Whether that is right is decided before a run:
 
-- What a program is called with lies where it lay (the model's own tensors; what the forward program saved), or is
-  copied to where its first copy lay (the batch; the gradients of outputs). Buffers of gathers lie in kept slots. If
-  something lies elsewhere, the run is an ordinary one; if that goes on, the program is captured anew.
-- Results lie in one pool per program, in which later regions use again what is dropped in the course of a run. So of a
-  run's results nothing may be alive when the next run replays: what the user gets is copied out, and what is saved for
-  backward is *lent*, in storages of its own that say when they are gone. If something that was lent is alive (two
-  forwards before a backward), the run is an ordinary one, with memory of its own.
+- An input lies where it lay (the model's own tensors; what the forward program saved), or is copied to where its first
+  copy lay (the batch; gradients of outputs). Gathered buffers lie in kept slots. Otherwise the run is ordinary; if that
+  goes on, the program is captured anew.
+- Results lie in one pool per program, in which later regions reuse what is dropped during a run. So none of them may be
+  alive when the next run replays: the user's are copied out, and what is saved for backward is *lent*, in storages that
+  say when they are gone. While something lent is alive (two forwards before a backward), a run is ordinary.
 
-Both change who computes and never what: no collective is added, left out or moved, so ranks need not decide alike.
-Within a run addresses follow from the program; they are compared all the same, and a difference is an error.
+No collective is added, left out or moved, so ranks need not decide alike. Other addresses within a run are an error.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ MOST_CAPTURES = 4  # of one program
 
 
 class ModelGraphs:
-    """What the programs of one model share. ``state``: the tensors that the model owns, whose memory is its own."""
+    """Holds what the programs of one model share. ``state`` returns the tensors that the model owns."""
 
     def __init__(
         self, capture: CudaCapture, device: torch.device, counter: GatheredBytes, state: Callable[[], Iterable[Tensor]]
@@ -59,8 +57,7 @@ class ModelGraphs:
         self.programs: list[ProgramGraphs] = []
 
     def close(self) -> None:
-        """The model is gone, and who compiled its programs may keep them: runs are ordinary from now on. What was lent
-        keeps its memory."""
+        """Run programs without CUDA graphs from now on, as the model is gone. What was lent keeps its memory."""
         self.closed = True
         self.slots.pieces.clear()
         for program in self.programs:
@@ -74,13 +71,13 @@ _Result = Callable[[list[Any], Callable[[int], torch.UntypedStorage]], Any]
 
 
 def _layout(value: Tensor) -> _Layout:
-    """A tensor but for its storage."""
+    """Return what makes a tensor like ``value`` of a storage."""
     dtype, place = value.dtype, (int(value.storage_offset()), value.shape, value.stride())
     return lambda storage: torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
 
 
 class Captured:
-    """One capture of a program: its graphs, and all memory that they read and write but slots and what others own."""
+    """Holds one capture of a program: its graphs and their memory, but for slots and what others own."""
 
     def __init__(self, capture: CudaCapture, device: torch.device) -> None:
         self.capture, self.device, self.pool = capture, device, capture.pool()
@@ -98,7 +95,7 @@ class Captured:
         self.owned[address_of(value)] = value.untyped_storage().nbytes()
 
     def copy_of(self, value: Tensor) -> Tensor:
-        """Where copies of ``value`` and of its successors lie."""
+        """Return memory for copies of ``value`` and of its successors."""
         copy = _like(value)
         self.own(copy)
         self.copied_nbytes += copy.untyped_storage().nbytes()
@@ -108,7 +105,7 @@ class Captured:
         return isinstance(value, Tensor) and address_of(value) in self.owned
 
     def lend(self, address: int) -> torch.UntypedStorage:
-        """Owned memory as a storage, for as long as somebody holds it."""
+        """Return owned memory as a storage, for as long as somebody holds it."""
         return self.watch(compat.storage_at(address, self.owned[address], self.device))
 
     def watch(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -125,7 +122,7 @@ class Captured:
         return _layout(kept)(self.lend(address_of(kept)))
 
     def drop(self) -> None:
-        """Its graphs go with it, and not when the garbage collector comes."""
+        """Drop the graphs now, and not when the garbage collector comes."""
         self.function, self.slots = None, SlotPlan()
 
     def fits(self, args: Sequence[Any]) -> bool:
@@ -133,7 +130,7 @@ class Captured:
 
 
 class CapturedCall:
-    """A region's call in a program: captured by its first run, replayed by all others."""
+    """Captures a region's call in its first run, and replays it in all others."""
 
     def __init__(self, name: str, function: Compiled, choice: RegionChoice, captured: Captured) -> None:
         self.name, self.function, self.choice, self.captured = name, function, choice, captured
@@ -185,7 +182,8 @@ class CapturedCall:
         return outputs
 
     def _result(self, value: Any, sources: dict[int, int], saved: set[int]) -> _Result:
-        """``sources``: address of an input → its place; ``saved``: addresses of what outlives the run."""
+        """Make one result. ``sources`` maps addresses of inputs to places; ``saved`` has those of what outlives the
+        run."""
         if not isinstance(value, Tensor) or not address_of(value):
             return lambda inputs, lend: value
         address, layout = address_of(value), _layout(value)
@@ -199,10 +197,8 @@ class CapturedCall:
 
 
 class ProgramGraphs:
-    """Decides for each run of a program whether its CUDA graphs run. ``str`` says what was decided.
-
-    ``user_outputs``: number of outputs that are not saved for backward. ``forward``: of a backward program, its forward
-    program's."""
+    """Decides for each run of a program whether its CUDA graphs run; ``str`` says what was decided. The first
+    ``user_outputs`` outputs are not saved for backward. ``forward`` is the forward program's, of a backward program."""
 
     def __init__(
         self, model: ModelGraphs, graph: Graph, user_outputs: int, forward: ProgramGraphs | None = None
@@ -225,7 +221,7 @@ class ProgramGraphs:
         self.captured = self._slots = None
 
     def note(self, index: int) -> str:
-        """On the region at this place of the program, for its source."""
+        """Return a note on the region at this index, for the program's source."""
         choice = self.choice.regions[index]
         return f"no CUDA graph: {choice.reason}" if choice.reason else "a CUDA graph"
 
@@ -250,7 +246,7 @@ class ProgramGraphs:
             model.running = False
 
     def _why_not(self, args: list[Any]) -> str:
-        """Why this run is an ordinary one; empty if it is not."""
+        """Say why this run is an ordinary one; "" if it is not."""
         if sum(self.runs.values()) < WARM_UP_RUNS:
             return "warming up"
         if self.captured is not None and self.captured.lent:
@@ -269,7 +265,7 @@ class ProgramGraphs:
         return ""
 
     def has_saved(self, values: Iterable[tuple[str, Any]]) -> bool:
-        """Whether these inputs of backward, by name, are what a replay of this program saved."""
+        """Say whether these inputs of backward, by name, are what a replay of this program saved."""
         captured = self.captured
         return captured is not None and all(
             captured.owns(value) for name, value in values if name in captured.saved_names
@@ -336,12 +332,12 @@ class ProgramGraphs:
 
 
 def address_of(value: Tensor) -> int:
-    """Of its storage; 0 if it has no bytes."""
+    """Return the address of a tensor's storage; 0 if it has no bytes."""
     return int(value.untyped_storage().data_ptr())
 
 
 def _like(value: Tensor) -> Tensor:
-    """New memory for a tensor of the same shape and strides."""
+    """Allocate memory for a tensor of the same shape and strides."""
     sizes = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
     with torch.inference_mode(False):
         memory = torch.empty_strided(sizes, value.stride(), dtype=value.dtype, device=value.device)
@@ -349,7 +345,7 @@ def _like(value: Tensor) -> Tensor:
 
 
 def _copy(value: Tensor, to: Tensor) -> Tensor:
-    """``to``, with the values of ``value``."""
+    """Copy ``value`` to ``to``, and return that."""
     source, target = value.detach(), to
     for dim, stride in enumerate(value.stride()):
         if stride == 0 and value.shape[dim] > 1:  # expanded

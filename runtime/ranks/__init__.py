@@ -1,1 +1,1 @@
-"""What ranks tell each other: agreements, order, failures."""
+"""Ranks tell each other what they agree on, in which order they run programs, and why they fail."""

@@ -1,10 +1,7 @@
-"""Ranks compare what they are about to run before they run it.
+"""Ranks compare what they are about to run before they run it: a collective that only some of them start is a hang.
 
-A collective that one rank starts and another does not is a hang. So the first time that a model's ranks are about
-to run a sequence of collectives, each publishes it in the process group's store. The last one to come reads them all,
-compares, and publishes one verdict for all: reads grow with the number of ranks, not with its square. With a timeout,
-and not by a collective, which could hang itself. A sequence that was agreed on before needs nothing: a rank may
-recompile alone as long as its collectives stay the same.
+The first time that ranks are about to run a sequence of collectives, each publishes it in the process group's store.
+The last one to come compares all and publishes one verdict (docs/decisions/ranks_and_collectives.md).
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ Refused: TypeAlias = Callable[[], None]
 
 
 class RankDisagreement(RuntimeError):
-    """Ranks are about to run different collectives, or one of them did not come. Says which ranks, and where."""
+    """Ranks are about to run different collectives, or one did not come. The message says which ranks, and where."""
 
 
 def digest(entries: Sequence[str]) -> str:
@@ -43,7 +40,7 @@ def digest(entries: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class RunnableProgram:
-    """A program as ranks know it, or what else runs collectives. ``collectives``: each with its sizes, in order."""
+    """Describes a program, or something else that runs ``collectives``, which are listed with their sizes, in order."""
 
     model: str
     phase: str
@@ -59,7 +56,7 @@ class RunnableProgram:
 
 
 def is_shared(ranks: Sequence[int]) -> bool:
-    """Whether there is anyone to agree with: several ranks, and not those of a process group that one process plays."""
+    """Say whether there are several ranks, and not those of a process group that one process plays."""
     return len(ranks) > 1 and dist.get_backend() not in _ALONE
 
 
@@ -74,8 +71,7 @@ def agree(
     ``refused`` is called while this rank waits, and may raise.
 
     Raises:
-        RankDisagreement: on every rank, when entries differ, or when a rank did not publish any within ``timeout``
-            seconds.
+        RankDisagreement: on every rank, when entries differ, or when a rank published none within ``timeout`` seconds.
     """
     if not is_shared(ranks):
         return
@@ -111,9 +107,8 @@ def compare(
     refused: Refused | None = None,
 ) -> str:
     """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all, which is not
-    empty. The last one to come makes it with ``judge``: a rank's share of the work does not grow with their number, but
-    for that one. It is ``missing``, of ranks that did not come, where they are not all there after ``timeout`` seconds.
-    A rank that comes at that moment may reach another verdict: the first that is written counts, for every rank."""
+    empty. The last one to come makes it with ``judge``; ``missing`` makes it, of the ranks that did not come, after
+    ``timeout`` seconds. Where two ranks make one at that moment, the first that is written counts."""
     verdict, names = f"{prefix}/verdict", [f"{prefix}/{rank}" for rank in ranks]
     store.set(f"{prefix}/{dist.get_rank()}", mine)
     if store.add(f"{prefix}/arrived", 1) < len(ranks):
@@ -126,7 +121,7 @@ def compare(
 
 
 def write_once(store: dist.Store, name: str, value: str) -> None:
-    """Write ``value``, which is not empty, unless something stands there: of two ranks that write, one does."""
+    """Write ``value``, which is not empty, unless something stands there; of two ranks, one does."""
     store.compare_set(name, "", value)
 
 
@@ -136,11 +131,8 @@ def publish(key: str, value: str, ranks: Sequence[int]) -> None:
 
 
 def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused | None = None) -> str:
-    """Return what the first of ``ranks`` published under ``key``. ``refused``: as above.
-
-    Raises:
-        RankDisagreement: it did not publish anything within ``timeout`` seconds.
-    """
+    """Return what the first of ``ranks`` published under ``key``. ``refused`` is called while this rank waits. Raises
+    RankDisagreement if nothing is published within ``timeout`` seconds."""
     store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
     if wait(store, [name], timeout, refused):
         raise RankDisagreement(_did_not_come(ranks[:1], key, timeout))
@@ -148,7 +140,7 @@ def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, re
 
 
 def read(store: dist.Store, name: str) -> str:
-    """What is published under ``name``; "" where nothing is."""
+    """Return what is published under ``name``; "" where nothing is."""
     return store.get(name).decode() if store.check([name]) else ""
 
 
@@ -158,7 +150,7 @@ def prefix_of(ranks: Sequence[int], key: str) -> str:
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, str, str]:
-    """The first entry in which two sequences differ, and what it is in each."""
+    """Return the first index at which two sequences differ, and the entry of each."""
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
     there, here = ("nothing" if at == len(entries) else entries[at] for entries in (theirs, mine))
     return at, there, here
@@ -178,7 +170,8 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def wait(store: dist.Store, names: list[str], timeout: float, refused: Refused | None = None) -> list[str]:
-    """Wait until every name is set; those that are not when time is up. ``refused`` is called now and then."""
+    """Wait until every name is set; return those that are not after ``timeout`` seconds. ``refused`` is called
+    meanwhile."""
     deadline = time.monotonic() + timeout
     missing = [name for name in names if not store.check([name])]
     while missing and time.monotonic() < deadline:

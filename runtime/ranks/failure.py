@@ -1,16 +1,10 @@
-"""What the ranks of a job tell each other when one of them fails, or waits for long, so that all can name it.
+"""Ranks tell each other when one of them fails, or waits for long, so that all can name it.
 
-A process group says which connection broke, not which rank is the reason, and says nothing about a rank that raised
-and went on to do something else: the others wait for it. So a rank that fails in or before a program writes what
-happened into the store. A rank whose collective ends with an error writes that down too, and calls the roll: it looks
-for a short while who answers. Ranks that raised by themselves are named with their error; of those that do not answer,
-the kernel says whether their process still exists, where it runs on the same host. A rank that waits in a collective
-looks into the store now and then (``lockstep.finish``), and so answers.
-
-A rank that waits for others for long says so, once: in what, and who has not come. Errors come much later: ranks may
-have good reasons to be slow, and process groups wait for minutes.
-
-Nothing of this runs in a step in which nothing fails and nobody waits for long.
+A rank that fails in or before a program writes what happened into the store. A rank whose collective ends with an error
+writes that, too, and calls the roll: it names ranks that raised, with their errors, and those that do not answer, with
+the state of their processes where they run on this host. A rank that waits in a collective looks into the store now and
+then (``lockstep.finish``), and so answers; after long it warns, once. Nothing of this runs in a step in which nothing
+fails and nobody waits for long (docs/decisions/ranks_and_collectives.md, "Failure of a rank").
 """
 
 from __future__ import annotations
@@ -51,12 +45,12 @@ Value = TypeVar("Value")
 
 
 class RankFailure(RuntimeError):
-    """Another rank raised, died or stopped, so that a collective could not end. Names the ranks, and what is known
-    about each. The ranks of the process group cannot go on: start them again."""
+    """Another rank raised, died or stopped, so that a collective could not end. The message names the ranks and what is
+    known about each. The ranks of the process group cannot go on: start them again."""
 
 
 class CollectiveFailed(RuntimeError):
-    """A collective ended with an error of the process group. Becomes a ``RankFailure``."""
+    """A collective ended with an error of the process group. It becomes a ``RankFailure``."""
 
 
 # Errors after which collectives of this rank do not end, or have ended.
@@ -65,8 +59,8 @@ OUT_OF_STEP = (RankDisagreement, RankFailure, CollectiveFailed)
 
 @dataclass(frozen=True)
 class Failure:
-    """``position``: of the program in which a rank failed, or which it had not begun yet. ``of_others``: a collective
-    ended with an error, or did not end because of another rank."""
+    """Describes what happened on a rank. ``position`` is that of the program in which it failed, or which it had not
+    begun yet. ``of_others``: a collective ended with an error, or did not end because of another rank."""
 
     rank: int
     position: int
@@ -88,16 +82,16 @@ def described(error: BaseException) -> str:
 
 
 def is_of_process_group(error: BaseException) -> bool:
-    """Whether a collective ended with it. What compiled code waits for by itself (``regions="whole"``) raises what the
-    process group says, a plain RuntimeError that names gloo's source file."""
+    """Say whether a collective ended with it. A wait in compiled code (``regions="whole"``) raises the process group's
+    own error, a plain RuntimeError that names gloo's source file."""
     if isinstance(error, (CollectiveFailed, dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return type(error) is RuntimeError and ("/gloo/" in str(error) or "Application timeout" in str(error))
 
 
 def place(program: Any, error: BaseException | None = None) -> str:
-    """Where a program (``executor.Program``) raised ``error``, or without one is now, as the caller of this function:
-    the region or collective; "" where that is not known."""
+    """Return the region or collective in which a program (``executor.Program``) raised ``error``, or, without one, in
+    which it is now, as the caller of this function; "" where that is not known."""
     walked = traceback.walk_stack(sys._getframe()) if error is None else traceback.walk_tb(error.__traceback__)
     frames = list(walked) if error is None else reversed(list(walked))  # the innermost first
     code = getattr(getattr(program, "ordinary", None), "__code__", None)
@@ -105,7 +99,7 @@ def place(program: Any, error: BaseException | None = None) -> str:
 
 
 class Failures:
-    """The failures and long waits of some ranks, in the store. ``base`` begins the names of its keys."""
+    """Keeps the failures and long waits of some ranks in the store. ``base`` begins the names of its keys."""
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self.ranks, self.store, self.base = tuple(ranks), store, base
@@ -136,7 +130,7 @@ class Failures:
             _answered(lambda: self.store.set(name, ""))  # not deleted: another rank may be about to read it
 
     def others(self) -> list[Failure]:
-        """What other ranks have announced, and not withdrawn, and has not happened here as well."""
+        """Return what other ranks have announced, not withdrawn, and has not happened here as well."""
         if not self.store.check([f"{self.base}failures"]):
             return []
         texts = [read(self.store, f"{self.base}failure/{rank}") for rank in self.ranks if rank != dist.get_rank()]
@@ -144,7 +138,7 @@ class Failures:
         return [f for f in found if not f.inside or f.of_others or f.position != self._last_own]
 
     def preventing(self, position: int) -> Failure | None:
-        """Of another rank, because of which the program at ``position`` will not end, or begin."""
+        """Return the failure of another rank because of which the program at ``position`` will not begin or end."""
         now = time.monotonic()
         others = self.others()
         # A rank's own error first: those of others follow from it.
@@ -157,7 +151,7 @@ class Failures:
         return None
 
     def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
-        """To be called now and then while this rank waits, in ``what``, at a program's ``position``."""
+        """Warn once of a long wait in ``what`` at a program's ``position``. Called now and then while it lasts."""
         if self._told == position:
             return
         me, name = dist.get_rank(), f"{self.base}waits/"
@@ -177,8 +171,8 @@ class Failures:
         )
 
     def call_the_roll(self, mine: Failure) -> str:
-        """Which ranks are the reason that a collective ended with an error here: an error message. Takes
-        ``ROLL_CALL_SECONDS`` at most."""
+        """Return an error message that says which ranks are the reason that a collective ended with an error here.
+        Takes ``ROLL_CALL_SECONDS`` at most."""
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         what = f"rank {mine.rank}: {mine.where} failed"
         while True:
@@ -213,25 +207,24 @@ class Failures:
 
 
 def interrupted(error: BaseException, what: str) -> None:
-    """Say where this rank was when the user, or a launcher, ended it: nobody may see a traceback of this rank."""
+    """Say where this rank was when the user, or a launcher, ended it: nobody may see its traceback."""
     if isinstance(error, KeyboardInterrupt):
         log.warning(f"rank {dist.get_rank()} was interrupted in {what}")
 
 
 def ended(store: dist.Store, ranks: Sequence[int]) -> str:
-    """Those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
+    """Name those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
     states = {rank: state_of(store, rank) for rank in ranks if rank != dist.get_rank()}
     return in_words({rank: state for rank, state in states.items() if "ended" in state})
 
 
 def in_words(states: Mapping[int, str]) -> str:
-    """The states of ranks, those that are known."""
     return "; ".join(f"rank {rank}: {state}" for rank, state in states.items() if state)
 
 
 def gone(ranks: Sequence[int]) -> str:
-    """``ended`` for an error message about a connection that broke, where the store may be gone, too. The kernel closes
-    the connections of a process shortly before it ends it."""
+    """Call ``ended`` for an error message about a connection that broke, where the store may be gone, too. The kernel
+    closes the connections of a process shortly before it ends it."""
     deadline = time.monotonic() + _END_SECONDS
     while not (found := _answered(lambda: ended(compat.default_store(), ranks))) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -239,7 +232,7 @@ def gone(ranks: Sequence[int]) -> str:
 
 
 def state_of(store: dist.Store, rank: int) -> str:
-    """Of the rank's process; "" where that is on another host, or this host's kernel does not say."""
+    """Return the state of the rank's process; "" where it is on another host, or this host's kernel does not say."""
     if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not (published := read(store, f"{_PROCESS}{rank}")):
         return ""
     *kernel, pid, started = json.loads(published)
@@ -252,7 +245,7 @@ def state_of(store: dist.Store, rank: int) -> str:
 
 
 def _answered(ask: Callable[[], Value]) -> Value | None:
-    """What the store says; None where it is gone: there is another error to report already."""
+    """Return what the store says; None where it is gone: there is another error to report already."""
     try:
         return ask()
     except RuntimeError:
@@ -260,7 +253,7 @@ def _answered(ask: Callable[[], Value]) -> Value | None:
 
 
 def kernel_of_host() -> list[str]:
-    """Processes whose ranks have the same know each other by their numbers. Only on Linux."""
+    """Identify the kernel and its process ids: ranks with equal results can look at each other's. Linux only."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -268,7 +261,7 @@ def kernel_of_host() -> list[str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, from the state on; dead where there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; "X" (dead) where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -276,6 +269,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def started_at(pid: int) -> str:
-    """When a process started, in the kernel's ticks: numbers of processes are used again. "" where that is unknown."""
+    """Return when a process started, in the kernel's ticks, as ids are used again; "" where unknown."""
     fields = _stat(pid)
     return fields[19] if len(fields) > 19 else ""

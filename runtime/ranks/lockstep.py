@@ -1,25 +1,22 @@
 """Ranks run the same programs in the same order, or say so before one of them starts a collective.
 
 [Note: predicted programs]
-A model may have several graphs whose collectives differ: for training and for evaluation, for other branches of its
-Python code, with other parameters frozen. Ranks have agreed to each, but which one runs next is each rank's own
-decision; where two differ, a collective would wait for ever, or exchange data of different parameters.
+A model may have several graphs whose collectives differ: for training and evaluation, other branches of its Python
+code, other frozen parameters. Ranks have agreed to each, but each rank decides which one runs next; where two differ,
+a collective would hang, or exchange data of different parameters. To compare before every program would cost every
+step. So every rank predicts the next program from those that ran before, as a processor predicts branches. It runs the
+predicted program without asking, or compares another one with those of all ranks through the store. Predictions follow
+from the ranks' common past alone, so all predict alike, and nobody runs an unpredicted program alone.
 
-To compare before every program would cost every step. So every rank predicts the next program from those that ran
-before, as a processor predicts branches: it runs the predicted one and asks nobody, or compares another one with those
-of all other ranks, through the store. Predictions follow from the common past alone (of all models on these ranks), so
-all ranks predict alike: all run the predicted program, or all compare, or those who compare find that others do not
-come, and have not started any collective. A training loop is predicted from its fourth program on.
-
-A rank that runs the predicted program while another one compares waits in its first collective. On the CPU such a wait
-looks into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On
-other devices the host does not wait for collectives: there the rank that compares raises after ``TIMEOUT_SECONDS``, and
-the others end by the timeout of their process group, or by their launcher.
+A rank that runs the predicted program while another one compares waits in its first collective. On the CPU it looks
+into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On other
+devices the host does not wait for collectives: the rank that compares raises after ``TIMEOUT_SECONDS``, and the others
+end by the timeout of their process group, or by their launcher.
 
 [Note: programs that raise]
-A rank that raises in the middle of a program says so in the store, and those that wait in the collectives behind that
-place raise a ``RankFailure`` (``failure.py``). Where all ranks raised in the same place they are still in step: before
-its next program, a rank that raised compares that place with the others.
+A rank that raises in a program says so in the store, and those that wait in later collectives raise a ``RankFailure``
+(``failure.py``). Ranks that all raised in the same place are still in step: before its next program, a rank that raised
+compares that place with the others.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _ADVICE = (
 
 
 class Lockstep:
-    """The programs that some ranks run together, one after the other. ``comparisons`` counts those with other ranks."""
+    """Runs programs in the same order on some ranks. ``comparisons`` counts those with other ranks."""
 
     def __init__(self, ranks: Sequence[int], store: dist.Store) -> None:
         self.ranks, self.store = tuple(ranks), store
@@ -81,7 +78,7 @@ class Lockstep:
         return program.key
 
     def begin(self, key: str, program: Any = None) -> None:
-        """To be called before a program starts its first collective.
+        """Begin a program; called before it starts its first collective.
 
         Raises:
             RankDisagreement: other ranks are about to run another program.
@@ -108,7 +105,7 @@ class Lockstep:
         _current = self
 
     def around(self, program: Runnable, key: str) -> Runnable:
-        """``program``, which begins when all ranks are about to run it, and tells them if it raises."""
+        """Wrap ``program``, so that it begins when all ranks are about to run it, and tells them if it raises."""
 
         def run(args: list[Any]) -> Any:
             self.begin(key, program)
@@ -120,11 +117,8 @@ class Lockstep:
 
     @contextlib.contextmanager
     def telling(self, program: Any = None) -> Iterator[None]:
-        """Around what began last, ``program``, or a part of it: where it raises, the other ranks are told.
-
-        Raises:
-            RankFailure: other ranks are the reason that it raised.
-        """
+        """Tell the other ranks if the body raises: ``program``, which began last, or a part of it. Raises RankFailure
+        instead if other ranks are the reason."""
         try:
             yield
         except BaseException as error:
@@ -134,24 +128,24 @@ class Lockstep:
             raise cause from error
 
     def compiling(self) -> None:
-        """To be called before this rank waits for others to compile what they have not run before. Another rank may
-        be in the program that is predicted here, and learns of it."""
+        """Announce that this rank is about to wait for others to compile what they have not run before. Another rank
+        may be in the program that is predicted here, and learns of it."""
         self._raise_again()
         self.store.set(f"{self._base}compiling{self._compiled}", f"{self.position} {dist.get_rank()}")
         self._compiled += 1
         self._compiling_since = time.monotonic()
 
     def check_refused(self) -> None:
-        """While this rank waits: raises RankDisagreement if another one runs a program here, RankFailure if it has
-        failed."""
+        """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if
+        it failed."""
         self._raise_announced(self.position)
         self._raise_failures(self.position, "compile with this rank")
         seconds = time.monotonic() - self._compiling_since
         self.failures.tell(self.position, seconds, lambda: "the wait for others to compile with it")
 
     def look_for_others(self) -> None:
-        """From within a collective that takes long: raises RankDisagreement if another rank does not run it,
-        RankFailure if it failed."""
+        """Raise RankDisagreement if another rank does not run the collective that this one is in, RankFailure if it
+        failed."""
         self._raise_again()
         here = self.position - 1
         found = self.failures.preventing(here)
@@ -167,7 +161,7 @@ class Lockstep:
             self._raise_announced(here)
 
     def waits(self, seconds: float) -> None:
-        """From within a collective, after so many seconds: the user learns of those that take long."""
+        """Tell the user of a collective that has taken ``seconds``, if that is long."""
 
         def what() -> str:
             return self._running_program(failure.place(self._program()))
@@ -175,7 +169,7 @@ class Lockstep:
         self.failures.tell(self.position - 1, seconds, what)
 
     def _other_than_here(self, here: int) -> str:
-        """What another rank does in place of the program that is predicted here; nothing if none does."""
+        """Say what another rank does in place of the program that is predicted here; "" if none does."""
         rank = self._compiling_at(here)
         if rank:
             return f"rank {rank} {_COMPILES}"
@@ -190,12 +184,12 @@ class Lockstep:
         return self._difference(found, key, other, self._running, dist.get_rank())
 
     def _compiling_at(self, position: int) -> str:
-        """A rank that waits there for others, and this one among them, to compile with it; "" if there is none."""
+        """Return a rank that waits there for others, and this one among them, to compile with it; "" if none does."""
         at, _, rank = read(self.store, f"{self._base}compiling{self._compiled}").partition(" ")
         return rank if at == str(position) else ""
 
     def _failed(self, error: BaseException, program: Any) -> RankFailure | None:
-        """Tell the other ranks of an error; what to raise in its place where they are the reason, else None."""
+        """Tell the other ranks of an error; return what to raise in its place where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self._failure is not None:  # others know
             return None
         where = self._running_program(failure.place(program, error))
@@ -214,7 +208,7 @@ class Lockstep:
         return None
 
     def failed_outside(self, error: BaseException, where: str) -> None:
-        """To be called when a forward raised outside of a program: other ranks may run one."""
+        """Tell the other ranks, which may run a program, that a forward raised outside of one."""
         own = self.failures.mine
         if own is not None and own.position == self.position - 1:  # the program has told
             return
@@ -230,14 +224,14 @@ class Lockstep:
             raise type(self._failure)(str(self._failure))
 
     def _raise_failures(self, position: int, to_do: str) -> None:
-        """While this rank waits for others to do something at ``position``: raises RankFailure if one will not."""
+        """Raise RankFailure if a rank will not do ``to_do``, which this one waits for at ``position``."""
         found = self.failures.preventing(position)
         why = self._why(found) if found is not None else failure.ended(self.store, self.ranks)
         if why:
             self._fail(f"the wait for others to {to_do}", why, position)
 
     def _why(self, found: Failure) -> str:
-        """A failure that follows from others names the ranks that have ended, too."""
+        """Describe a failure; one that follows from others names the ranks that have ended, too."""
         dead = failure.gone(self.ranks) if found.of_others else ""
         return f"{found}, and {dead}" if dead else str(found)
 
@@ -250,7 +244,7 @@ class Lockstep:
         self._raise_again()
 
     def _predicted(self) -> str | None:
-        """By the longest past that was met before."""
+        """Predict by the longest past that was met before."""
         return next((self._predictions[past] for past in _ends(self._past) if past in self._predictions), None)
 
     def _learn(self, key: str) -> None:
@@ -259,7 +253,6 @@ class Lockstep:
         self._predictions.update(dict.fromkeys(_ends(self._past), key))
 
     def _compare(self, key: str) -> None:
-        """With all other ranks."""
         self.comparisons += 1
         position, begin, me, program = self.position, time.monotonic(), dist.get_rank(), self._programs[key]
         what = f"the wait for others to run {program}"
@@ -293,8 +286,7 @@ class Lockstep:
             self.failures.withdraw()
 
     def _announce(self, position: int, message: str) -> None:
-        """A verdict for every rank that is, or comes, here; not all of them may go on together, as they may where all
-        came and no rank has started anything."""
+        """Announce a verdict for every rank that is, or comes, here. As not all came, they cannot go on together."""
         agreement.write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
@@ -306,8 +298,8 @@ class Lockstep:
             raise RankDisagreement(message)
 
     def _verdict(self, published: dict[int, str]) -> str:
-        """Whether all ranks may go on, and what is wrong: where ranks raised in different places, or how what they are
-        about to run differs. Called on the last one to come."""
+        """Return whether all ranks may go on, and what is wrong: ranks raised in different places, or are about to run
+        different programs. Called on the last one to come."""
         if self._compared >= 0:  # everyone has read that one
             self._forget(self._compared, "arrived", "verdict")
         values = {rank: value.partition("\n") for rank, value in published.items()}
@@ -325,7 +317,7 @@ class Lockstep:
         return json.dumps([not elsewhere, text])
 
     def _difference(self, ranks: list[int], theirs: str, rank: int, own: str, other: int) -> str:
-        """``ranks`` want to run ``theirs``, as ``rank`` does, and ``other`` runs ``own``."""
+        """Say how ``theirs``, which ``ranks`` want to run, as ``rank`` does, differs from ``own`` of ``other``."""
         a, b = self._programs.get(theirs), self._programs.get(own)
         text = f"ranks {agreement.listed(ranks)} are about to run {a or theirs} where rank {other} runs {b or own}"
         if a is None or b is None or (a.model, a.phase) != (b.model, b.phase):
@@ -343,7 +335,7 @@ class Lockstep:
 
 
 def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Its ends, from all of it to nothing."""
+    """Yield the ends of the past, from all of it to nothing."""
     return (past[begin:] for begin in range(len(past) + 1))
 
 

@@ -1,1 +1,1 @@
-"""Compute regions, and their compilation."""
+"""Compute regions are cut and compiled here."""

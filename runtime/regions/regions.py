@@ -1,12 +1,10 @@
-"""Compute regions: what lies between two communication nodes. Each distinct one is compiled once.
+"""A compute region is what lies between two communication nodes. Each distinct one is compiled once.
 
-Two regions are equal when their graphs are the same up to the names of nodes: same operators, constants, shapes,
-strides, dtypes and devices, same inputs and outputs. Layers of one class give equal regions, so that compile time does
-not grow with depth.
+Two regions are equal when their graphs are the same up to the names of nodes: operators, constants, shapes, strides,
+dtypes, devices, inputs and outputs. Layers of one class give equal regions, so compile time does not grow with depth.
 
-A region that returns less than another one and otherwise computes the same uses the other one's function, and drops
-what it does not return: the last layer's result is read by the head, that of the others by the next layer too. Only
-where the other one runs at least as often, so that nothing is computed in vain in most layers.
+A region that returns less than another one, and otherwise computes the same, uses the other one's function and drops
+the rest, if that runs at least as often: only the head reads the last layer's result, the next layer those before, too.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(eq=False)
 class Region:
-    """``inputs`` and ``outputs`` are nodes of the whole graph; ``module`` takes and returns them in that order.
-    ``nodes`` are those of the region in the graph's order, ``body`` what it computes: constants and views are repeated
-    right before their first use in each region. To hand them over would make the first layer differ from the others."""
+    """Holds nodes of a graph. ``inputs`` and ``outputs`` are the graph's; ``module`` takes and returns them in that
+    order. ``nodes`` are the region's, in the graph's order; ``body`` is what it computes, with constants and views
+    repeated before their first use in each region, so that the first layer does not differ from the others."""
 
     nodes: list[fx.Node]
     body: list[fx.Node]
@@ -57,8 +55,8 @@ class Region:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The region by itself. Made when it is asked for, which is once for all that are equal; and with names that
-        follow from the operators, not from the layer: compilers look graphs up in their caches by their text."""
+        """Make the region's module, once for all equal ones. Names follow from the operators, not from the layer:
+        compilers look graphs up in their caches by their text."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for index, node in enumerate(self.inputs):
@@ -73,8 +71,8 @@ class Region:
 
 
 def unit_of(region: Region) -> str:
-    """The units whose gathered parameters a region computes with, in order; of a region that computes with none, those
-    whose gradients it makes for a reduction. "" where there are none either."""
+    """Name the units whose gathered parameters a region computes with, in order; else those whose gradients it makes
+    for a reduction; else ""."""
     found = _units([*region.inputs, *region.nodes], _PARAMETERS)
     return found or _units([user for node in region.outputs for user in node.users], _REDUCTIONS)
 
@@ -88,7 +86,7 @@ Step = Region | fx.Node  # a region, or a node that the executor runs itself
 
 
 def cut(graph: Graph) -> list[Step]:
-    """The graph as steps in its own order: regions, and the communication nodes between them."""
+    """Cut the graph into steps in its own order: regions, and the communication nodes between them."""
     symbols = _symbol_inputs(graph.placeholders)
     steps: list[list[fx.Node] | fx.Node] = []
     region_of: dict[fx.Node, list[fx.Node]] = {}
@@ -122,7 +120,7 @@ def cut(graph: Graph) -> list[Step]:
 
 
 def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
-    """The compiler of a region reads its symbolic sizes from its inputs: each symbol must be one of them."""
+    """Add inputs for symbols: a region's compiler reads symbolic sizes from its inputs, so each symbol must be one."""
     if not symbols:
         return inputs
     # By name: a set of symbols has an order of each process's own.
@@ -131,7 +129,7 @@ def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any,
 
 
 def _body(nodes: list[fx.Node], outputs: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a region computes, in order, and the inputs of that, in the order of their first use."""
+    """Return what a region computes, in order, and the inputs of that, in the order of their first use."""
     inside = set(nodes)
     body: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -174,7 +172,7 @@ def _symbols(value: Any) -> set[Any]:
 
 
 def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
-    """Symbol → the graph input that is exactly that symbol."""
+    """Map each symbol to the graph input that is exactly that symbol."""
     found = {}
     for node in placeholders:
         value = node.meta.get("val")
@@ -185,8 +183,8 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
 
 @dataclass(frozen=True)
 class RegionKey:
-    """Equal for regions that one compiled function can serve. ``body``: what is computed, of which inputs, as a digest;
-    ``called``: the ids of the operators and constants in it; ``returned``: which nodes of it."""
+    """Is equal for regions that one compiled function can serve. ``body`` is a digest of what is computed from which
+    inputs; ``called`` has the ids of its operators and constants; ``returned`` says which of its nodes are returned."""
 
     kind: str
     body: str
@@ -195,7 +193,7 @@ class RegionKey:
 
     @property
     def digest(self) -> str:
-        """Equal in all processes for equal regions. Regions that differ in their constants alone have the same."""
+        """Return a digest that is equal in all processes for regions that are equal, or differ in constants alone."""
         return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
 
 
@@ -225,7 +223,7 @@ def _value_key(value: Any) -> Hashable:
 
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
-    """For each input the first one that lies in the same storage. Where nothing is written, it does not matter."""
+    """Return for each input the first one in the same storage. Where nothing is written, it does not matter."""
     first: dict[Any, int] = {}
     return tuple(
         first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
@@ -234,11 +232,12 @@ def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
-    """The region as FX runs it, operator by operator, inputs dropped at their last use.
+    """Run the region as FX does, operator by operator, and drop inputs at their last use.
 
-    ``aten.view`` becomes ``aten.reshape``, which is the same where a view is possible. Some kernels lay their results
-    out otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient has its gradient's layout,
-    and is traced with its input's), and what was traced as a view of such a result would raise."""
+    ``aten.view`` becomes ``aten.reshape``, the same where a view is possible. Some kernels lay their results out
+    otherwise than torch's fake ones say (``softplus_backward`` of a transposed gradient), and a traced view would
+    raise.
+    """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     module.graph.set_codegen(_BoxedCodeGen())
@@ -247,8 +246,7 @@ def run_as_graph(module: fx.GraphModule) -> Compiled:
 
 
 class _BoxedCodeGen(fx.graph.CodeGen):
-    """Generated code that takes its inputs in a list and empties it. As arguments, the caller's own references would
-    keep them alive to the end of the call."""
+    """Generates code that takes its inputs in a list and empties it: the caller's references would keep them alive."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         unpack = f"    {', '.join(free_vars)}, = inputs\n" if free_vars else ""
@@ -256,8 +254,8 @@ class _BoxedCodeGen(fx.graph.CodeGen):
 
 
 class RegionCache:
-    """Compiled regions of one model, over all its graphs. ``regions`` counts those in programs, ``compiled`` the
-    functions that were made for them."""
+    """Caches the compiled regions of one model, over all its graphs. ``regions`` counts those in programs, ``compiled``
+    the functions that were made for them."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -267,7 +265,7 @@ class RegionCache:
         self._alive: list[Region] = []  # keys know operators and constants by their ids
 
     def prepare(self, graphs: Iterable[Graph]) -> None:
-        """Compile what the programs of these graphs will ask for, all at once: a backend can then divide the work."""
+        """Compile what the programs of these graphs will ask for, at once, so that a backend can divide the work."""
         found: dict[RegionKey, Region] = {}
         counts: Counter[RegionKey] = Counter()
         for graph in graphs:
@@ -308,8 +306,8 @@ class RegionCache:
 
 
 def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
-    """The region whose function serves this one: itself, or one that returns all that it returns and more. The one
-    that returns most: no other serves that."""
+    """Return the region whose function serves this one: itself, or the one that returns most among those that return
+    all that it returns and run at least as often."""
     serves = [
         other
         for other in counts

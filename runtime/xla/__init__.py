@@ -1,1 +1,1 @@
-"""Scheduled graphs through XLA: one program of all devices, in which every device runs the local view."""
+"""XLA runs a scheduled graph as one program of all devices, in which every device runs the local view."""

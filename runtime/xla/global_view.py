@@ -1,4 +1,4 @@
-"""A scheduled graph as one of the global view, for XLA's partitioner: collectives become constraints.
+"""A scheduled graph is lowered to the global view for XLA's partitioner: collectives become constraints.
 
 | dialect | becomes |
 |---|---|
@@ -10,12 +10,10 @@
 | ``all_reduce_start``, ``all_reduce_shard_start`` | the constraint that is there says it |
 | ``reduce_wait`` | nothing |
 
-The scheduled graph is in the local view: a shard is a device's rows. Here the same input is the whole parameter, of
-which XLA keeps a part on each device. Values that are no shards have the global batch's shape in both. So the mean over
-ranks is already in the loss, and nothing is divided.
-
-Nodes keep their order, but XLA has its own: it runs a gather when it likes, and merges two of one parameter in a graph.
-Forward and backward are programs of their own, so what is gathered again in backward (ZeRO-3) is gathered twice.
+A shard of the scheduled graph is a device's rows; here the same input is the whole parameter, of which XLA keeps a part
+on each device. Other values have the global batch's shape in both, so the mean over ranks is already in the loss, and
+nothing is divided. XLA runs a gather when it likes, and merges two of one parameter in a graph; forward and backward
+are programs of their own, so ZeRO-3 gathers twice.
 """
 
 from __future__ import annotations
@@ -42,15 +40,15 @@ _MESHES: dict[str, Any] = {}
 
 
 def lower_global(graphs: Sequence[Graph], model: ModelSpec, mesh: str, axes: str) -> dict[str, fx.GraphModule]:
-    """Lower graphs that have been through all passes, together: a buffer that forward keeps for backward is other
-    values here. They stay as they are. Phase → lowered graph. ``mesh``: by the name that constraints have for it;
-    ``axes``: those of its axes over which rows of parameters are sharded."""
+    """Lower graphs that have been through all passes, together, as a buffer that forward keeps for backward is other
+    values here; return phase → lowered graph. ``mesh`` is the name that constraints have for it; ``axes`` are those of
+    its axes over which rows of parameters are sharded."""
     reads = {bucket: names for graph in graphs for bucket, names in _read_of_kept(graph).items()}
     return {graph.phase: _Lowering(graph, model, mesh, axes, reads).run() for graph in graphs}
 
 
 def _read_of_kept(graph: Graph) -> dict[str, list[str]]:
-    """Kept bucket → the parameters of it that backward reads."""
+    """Return kept bucket → the parameters of it that backward reads."""
     found: dict[str, list[str]] = {n.meta["fsdp"].bucket: [] for n in graph.with_role(Role.KEPT)}
     for node in graph.with_role(Role.UNPACK):
         if (bucket := node.meta["fsdp"].bucket) in found:
@@ -100,7 +98,7 @@ class _Lowering(whole.Lowering):
     # Nodes
 
     def _copy(self, node: fx.Node) -> Any:
-        """None for what reads a buffer, which does not exist: slices on the way to a parameter or a gradient."""
+        """Return None for what reads a buffer, which does not exist: slices on the way to a parameter or a gradient."""
         if node.op == "output":
             return self._output(node)
         if has_role(node, Role.UNPACK):
@@ -126,7 +124,7 @@ class _Lowering(whole.Lowering):
             self.gradients[name] = self.cast(value, p.dtype)
 
     def _constrain(self, value: fx.Node, p: ParameterSpec, first: str, what: str) -> fx.Node:
-        """``first``: the axes over which rows are sharded."""
+        """Constrain a value to have its rows sharded over the axes ``first``."""
         axes = [first if dim == 0 else "" for dim in range(len(p.shape))]
         return self.call(constrain, value, axes, self.mesh, name=f"{p.name}_{what}".replace(".", "_"))
 
@@ -141,8 +139,8 @@ _LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], None]] = {
 
 
 def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
-    """The name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal meshes
-    have one name."""
+    """Return the name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal
+    meshes have one name."""
     import numpy
 
     array = numpy.array(devices)
@@ -154,12 +152,12 @@ def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
-    """What torch_xla annotates a tensor with. ``axes``: as in ``passes/transforms/constrain.py``."""
+    """Return what torch_xla annotates a tensor with, for ``axes`` as in ``passes/transforms/constrain.py``."""
     return _MESHES[mesh].get_op_sharding(tuple(tuple(a.split(",")) if "," in a else a or None for a in axes))
 
 
 def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
-    """A copy that carries the sharding, which XLA's partitioner keeps to."""
+    """Return a copy that carries the sharding, which XLA's partitioner keeps to."""
     return compat_xla.annotated(value, op_sharding(mesh, tuple(axes)))
 
 

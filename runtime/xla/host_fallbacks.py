@@ -1,9 +1,7 @@
-"""Operators that XLA has no implementation of, which torch_xla runs on the host.
+"""torch_xla runs operators that XLA has no implementation of on the host.
 
-Such an operator ends a program: what it reads is computed and copied to the host. In the part of a program that each
-device runs by itself (see ``operators.py``) that cannot be, and torch_xla aborts the process. So operators are tried
-before, each kind once, by themselves on zeros: nothing is computed of those that XLA has, and torch_xla counts those
-that it runs on the host.
+In the part of a program that each device runs by itself (``operators.py``) that aborts the process. So each kind of
+call is tried before, once, by itself on zeros; torch_xla counts those that run on the host (docs/decisions/devices.md).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class HostFallbackError(NotImplementedError):
 
 @dataclass(frozen=True)
 class HostFallback:
-    """``operator``: torch's name of it. ``module``: name and class of the one that uses it; "" where nothing says."""
+    """Names an operator, as torch does, and the module that uses it, with its class; "" where nothing says."""
 
     operator: str
     module: str
@@ -43,7 +41,7 @@ class HostFallback:
 
 
 def find_host_fallbacks(graph: fx.Graph) -> list[HostFallback]:
-    """Operators of a graph of ATen that would run on the host, in the order of use. Nodes have their fake values."""
+    """Find a graph's ATen operators that would run on the host, in the order of use. Nodes have their fake values."""
     known: dict[Any, list[str]] = {}
     found: dict[HostFallback, None] = {}
     device = compat_xla.device()
@@ -65,7 +63,7 @@ def _kind(node: fx.Node) -> Any:
 
 
 def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
-    """Names of what runs on the host in one call of a node's operator."""
+    """Name what runs on the host in one call of a node's operator."""
 
     def zeros(source: fx.Node) -> Any:
         value = source.meta.get("val")
@@ -80,11 +78,8 @@ def _fallbacks_of(node: fx.Node, device: torch.device) -> list[str]:
 
 
 def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, can_run: bool) -> None:
-    """``can_run``: whether this program could run them at all.
-
-    Raises:
-        HostFallbackError: there are any, and they cannot run or are not to; else a warning.
-    """
+    """Warn of operators that would run on the host. Raises HostFallbackError if they are not to, or if not
+    ``can_run``."""
     if not found:
         return
     listed = "; ".join(map(str, found))
@@ -99,7 +94,7 @@ def report(found: Sequence[HostFallback], on_host_fallback: OnHostFallback, *, c
 
 
 def module_of(node: fx.Node) -> str:
-    """Name and class of the innermost module that a node, or the node that it is the gradient of, was traced in."""
+    """Return name and class of the innermost module that a node, or the node that it differentiates, was traced in."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

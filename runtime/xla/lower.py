@@ -1,4 +1,4 @@
-"""A scheduled graph as one program of all devices: the local view, between ``enter`` and ``exit``.
+"""A scheduled graph is lowered to one program of all devices: the local view, between ``enter`` and ``exit``.
 
 It is lowered as for any compiler that takes a graph whole (``runtime/whole.py``), with XLA's own collectives:
 
@@ -9,9 +9,8 @@ It is lowered as for any compiler that takes a graph whole (``runtime/whole.py``
 | ``wait_tensor`` | nothing: XLA schedules |
 
 [Note: barriers]
-XLA may start a gather as soon as its shard is there, which is when the program begins, and gathers of one shard may be
-merged into one. Both would hold every parameter at the same time. A barrier over a gather's shard and the newest
-activation that was computed before it in the verified order keeps the gather behind that.
+XLA may start a gather when the program begins, and merge gathers of one shard, and so hold every parameter at once. A
+barrier over a gather's shard and the newest activation before it in the verified order keeps the gather behind that.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Crossing:
-    """How an input enters, or an output leaves: sharded so, each value multiplied by ``scale``. Of an output ``mean``:
-    over all devices. ``shape``: outside; None for equal parts put together."""
+    """Says how an input enters, or an output leaves: placed so, with each value multiplied by ``scale``. An output with
+    ``mean`` is averaged over all devices. ``shape`` is the one outside; None for equal parts put together."""
 
     placement: Placement
     scale: float = 1.0
@@ -49,7 +48,7 @@ class Crossing:
 
     @property
     def is_divided(self) -> bool:
-        """Whether devices have other values of it."""
+        """Say whether devices have different values of it."""
         return not self.placement.is_replicated
 
     def shape_outside(self, local: Sequence[int]) -> tuple[int, ...]:
@@ -57,14 +56,14 @@ class Crossing:
 
 
 class Lowered(whole.Lowering):
-    """A graph that has been through all passes, lowered; it stays as it is. ``groups``: of devices, by name.
-    ``entries`` and ``exits``: of its inputs and outputs; None for what is no tensor, or is returned as it came in.
-    ``each``: a part for each device. Without these nothing enters or leaves: the program computes with its inputs as
-    they are.
+    """Lowers a graph that has been through all passes for XLA. ``groups`` are groups of devices by name. ``entries``
+    and ``exits`` are those of its inputs and outputs; None for what is no tensor, or is returned as it came in. Without
+    them nothing enters or leaves. ``each`` has a part for each device.
 
-    ``module`` takes all inputs of the scheduled graph, and, if it is ``seeded``, a seed for each device; it returns
-    what has to be computed of the outputs. ``entries``: how each of its inputs enters, None for what is taken as it is.
-    ``returns`` says of each output where it is: ("input", place), ("result", place) or ("constant", value)."""
+    ``module`` takes all inputs of the scheduled graph, each by its entry, and, if it is ``seeded``, a seed for each
+    device; it returns what has to be computed of the outputs. ``returns`` says of each output where it is: ("input",
+    place), ("result", place) or ("constant", value).
+    """
 
     def __init__(
         self,
@@ -190,15 +189,15 @@ class Lowered(whole.Lowering):
 
 
 def varying_nodes(graph: Graph, entries: Sequence[Crossing | None]) -> set[fx.Node]:
-    """What can differ between devices: all that is computed from inputs that do, but for what is gathered. Random
-    numbers are each device's own."""
+    """Return what can differ between devices: what is computed from inputs that do or random numbers, without
+    gathers."""
     inputs = zip(graph.placeholders, entries, strict=True)
     varying = [node for node, entry in inputs if entry is not None and entry.is_divided]
     return computed_from(graph, [*varying, *filter(is_random, graph.fx_graph.nodes)])
 
 
 def computed_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that is computed from them, but for what is gathered."""
+    """Return these nodes and all that is computed from them, but for what is gathered."""
     found = set(sources)
     for node in graph.fx_graph.nodes:
         if node.op in ("placeholder", "output") or node.target in (dialect.all_gather_start, dialect.all_gather_wait):

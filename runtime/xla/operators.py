@@ -1,4 +1,4 @@
-"""The operators of lowered graphs: how values enter and leave the part of a program that each device runs by itself.
+"""The operators of lowered graphs say how values enter and leave the part that each device runs by itself.
 
 | operator | meaning |
 |---|---|
@@ -10,8 +10,7 @@
 | ``barrier(xs)`` | the same values, none of which is computed further before all are there |
 
 ``groups`` are all groups of devices behind each other, ``size`` devices each. ``devices`` and ``tiles`` are a
-``Placement``: dimension 0 in equal parts over devices, or whole on each. Between ``enter`` and ``exit`` XLA partitions
-nothing by itself.
+``Placement``. Between ``enter`` and ``exit`` XLA partitions nothing by itself.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _TILED = re.compile(
 
 @dataclass(frozen=True)
 class Placement:
-    """``tiles`` parts of dimension 0, each on ``len(devices) // tiles`` devices: those of the first part come first.
-    The last parts may hold fewer rows, or none; on the devices they are padded."""
+    """Places dimension 0 in ``tiles`` parts, each on ``len(devices) // tiles`` devices; those of the first part come
+    first. The last parts may hold fewer rows, or none; on the devices they are padded."""
 
     devices: tuple[int, ...]
     tiles: int = 1
@@ -56,7 +55,7 @@ class Placement:
 
 
 def read_placement(spec: str, devices: tuple[int, ...]) -> Placement | None:
-    """What XLA writes of a tensor's sharding, "" for none; None where another dimension than the first is sharded."""
+    """Read how XLA writes a tensor's sharding, "" for none; None if another dimension than the first is sharded."""
     if spec in ("", "{replicated}") or spec.startswith("{maximal"):
         return Placement(devices)
     found = _TILED.match(spec)
@@ -74,7 +73,7 @@ def read_placement(spec: str, devices: tuple[int, ...]) -> Placement | None:
 
 
 def same_placement(spec: str, other: str) -> bool:
-    """Whether XLA writes of two tensors that they are sharded alike; it has several ways to write some."""
+    """Say whether two shardings, as XLA writes them, are the same; it has several ways to write some."""
     found = read_placement(spec, ())
     return spec == other or (found is not None and found == read_placement(other, ()))
 
@@ -84,7 +83,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(shape: str, permutation: str | None) -> list[int]:
-    """``iota(prod(shape))``, reshaped, transposed, flattened: how XLA writes the devices of large meshes."""
+    """Return ``iota(prod(shape))``, reshaped, transposed, flattened: how XLA writes the devices of large meshes."""
     sizes = _numbers(shape)
     devices = torch.arange(math.prod(sizes)).reshape(sizes)
     order: list[int] = (devices.permute(_numbers(permutation)) if permutation else devices).flatten().tolist()
@@ -95,7 +94,7 @@ _LIBRARY = torch.library.Library("graph_fsdp_xla", "DEF")
 
 
 def define(schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = (), **functions: Any) -> Any:
-    """Define an operator; ``functions``: what runs it, by dispatch key. ``fake``: likewise without values."""
+    """Define an operator. ``functions`` run it, by dispatch key; ``fake`` does so without values."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)
     torch.library.register_fake(f"graph_fsdp_xla::{name}", fake, lib=_LIBRARY)
@@ -105,7 +104,7 @@ def define(schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = 
 
 
 def _in_groups(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` is given a list for each group."""
+    """Wrap ``function`` to be given a list for each group."""
 
     def run(x: Tensor, groups: Sequence[int], size: int, *channel: int) -> Any:
         return function(x, [list(groups[i : i + size]) for i in range(0, len(groups), size)], *channel)

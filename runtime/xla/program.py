@@ -1,28 +1,25 @@
-"""A lowered graph, compiled once by XLA and replayed.
+"""XLA compiles a lowered graph once, and replays it.
 
 [Note: compiled once]
-torch_xla makes programs of what is pending on lazy tensors, and knows an argument again by the id of its memory. An
-argument that shares memory with another live tensor (after ``clone``, ``copy_`` or a replay that returned it) may not
-be found, and would be baked into the program as a constant: training would go on silently with its first value. So a
-graph is run lazily on fresh tensors that nothing else refers to, of the same shapes, types and shardings; and what it
-is found to be computed from must be these.
+torch_xla makes programs of what is pending on lazy tensors, and knows an argument by the id of its memory. One that
+shares memory with another live tensor (after ``clone``, ``copy_`` or a replay that returned it) may become a constant
+of the program, and training would go on with its first value. So a graph is run lazily on fresh tensors of the same
+shapes, dtypes and shardings; and what it is found to be computed from must be these.
 
-XLA decides itself what becomes of a graph's collectives: it merges, moves and replaces them. What it ran is therefore
-read in its optimized program (HLO), after the partitioner and all of its own passes, as one device executes it.
+XLA merges, moves and replaces a graph's collectives. What it ran is therefore read in its optimized program (HLO),
+after the partitioner and all of its passes, as one device executes it.
 
 A graph is one program of all devices, or, with ``ReplicaProgram``, that of one replica: a process, or on XLA's CPU
-client a thread, with one device. Nothing enters or leaves that: a replica's tensors are those of a graph's local view.
+client a thread, with one device. Nothing enters or leaves that: its tensors are those of the local view.
 
 [Note: threads]
-On XLA's CPU client the replicas are threads of one process, and torch_xla's ``launch`` starts them so. Dynamo's
-configuration, AOTAutograd's state and torch_xla's counters and modes belong to the process, so threads take turns where
-they trace and where they compile. A thread whose turn it is must not wait for the others, which may be waiting for
-their turn: before it gets one, its device finishes all that it has to do. In a turn a device starts programs and does
-not wait for their results.
+On XLA's CPU client the replicas are threads of one process, whose Dynamo configuration, AOTAutograd state and torch_xla
+counters they share, so they take turns to trace and to compile. A thread in its turn must not wait for the others:
+before its turn its device finishes all work, and in it a device starts programs and does not wait for results.
 
 The CPU client ends the process when the devices of a collective come more than ten seconds after each other. So no
-thread runs a new program before all have compiled it. In a turn, which forward has, the call in which it was compiled
-ends in ``Compiled``, and is made again after the turn, when all threads are there.
+thread runs a new program before all have compiled it: the call in which it was compiled ends in ``Compiled``, and is
+made again after the turn, when all threads are there (docs/decisions/devices.md, "XLA replicas").
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ FOR_ITS_TEXT = "its HLO was asked for"
 
 @dataclass(frozen=True)
 class Compilation:
-    """One compilation of a captured graph by XLA. ``cause``: why; ``seconds``: how long it took, tracing included."""
+    """Records a compilation of a captured graph by XLA: its ``cause``, and its ``seconds``, tracing included."""
 
     cause: str
     seconds: float
@@ -77,10 +74,10 @@ class Compilation:
 
 
 class XlaProgram(WholeProgram):
-    """Call it with the list of the graph's inputs, which it empties. ``source``: the lowered graph as Python.
-    ``compilations``: those by XLA, in order. ``on_host``: what becomes of operators that would run on the host; a graph
-    with such is not compiled but runs lazily, each time anew, if it ``can_run_on_host``: what each device runs by
-    itself cannot."""
+    """Runs a graph by XLA. Call it with the list of the graph's inputs, which it empties. ``source`` is the lowered
+    graph as Python, ``compilations`` those by XLA, in order. ``on_host`` says what becomes of operators that would run
+    on the host; if it ``can_run_on_host``, a graph with such runs lazily, each time anew (not where devices run by
+    themselves)."""
 
     def __init__(
         self,
@@ -127,8 +124,8 @@ class XlaProgram(WholeProgram):
         return compiled(inputs)
 
     def _seeds(self) -> Tensor:
-        """One number for each device that draws by itself, from the CPU's generator. Consecutive ones are as good as
-        any: hashed. So replicas that have called ``torch.manual_seed`` alike draw differently."""
+        """Return a number for each device that draws by itself, from the CPU's generator, so that replicas that have
+        called ``torch.manual_seed`` alike draw differently. They are hashed, so consecutive ones will do."""
         entry = self.lowered.entries[-1]
         each = torch.arange(len(entry.placement.devices)) if entry is not None else compat_xla.ordinal()
         numbers = (torch.randint(2**31 - 1, ()) + each).to(torch.int32).to(compat_xla.device())
@@ -137,7 +134,7 @@ class XlaProgram(WholeProgram):
         return numbers
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
-        """In memory, and sharded as the program takes them."""
+        """Put the inputs in memory, sharded as the program takes them."""
         tensors = {place: value for place, value in enumerate(inputs) if isinstance(value, Tensor)}
         if compat_xla.pending([*tensors.values()]):  # all of it, or an optimizer's state would be computed once more
             compat_xla.sync(wait=True)
@@ -153,7 +150,7 @@ class XlaProgram(WholeProgram):
     # --- compiling
 
     def fresh_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Tensors like the program's inputs that share memory with nothing, sharded as they enter, or else as these."""
+        """Return tensors like the inputs that share memory with nothing, sharded as they enter, or else as these."""
         described = compat_xla.descriptions(inputs)
         for place, entry in enumerate(self.lowered.entries):
             if entry is not None:
@@ -183,7 +180,7 @@ class XlaProgram(WholeProgram):
         return lambda given: compat_xla.run_compiled(key, [given[p] if isinstance(p, int) else p for p in places])
 
     def hlo(self) -> OptimizedHlo:
-        """What XLA made of the graph, compiled once more for its text."""
+        """Return XLA's optimized program of the graph, compiled once more for its text."""
         if not self.compilations:
             raise RuntimeError(f"the {self.graph.phase} graph has not run yet; run the model, then ask for its HLO")
         begin = time.perf_counter()
@@ -192,8 +189,8 @@ class XlaProgram(WholeProgram):
         return replace(found, scheduled=scheduled_collectives(self.graph))
 
     def _matched(self, fresh: Sequence[Any], outputs: Sequence[Tensor]) -> list[int | Tensor]:
-        """What each parameter of the XLA program is: the place of an input, or a constant of the graph (XLA makes
-        parameters of numbers, so that graphs that differ in them are one program). See [Note: compiled once]."""
+        """Return for each parameter of the XLA program the place of an input, or a constant of the graph (numbers, so
+        that graphs that differ in them are one program). See [Note: compiled once]."""
         place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
         sources = zip(*compat_xla.graph_inputs(outputs), strict=True)
         found: list[int | Tensor] = [place_of.get(tensor_id, value) for tensor_id, value in sources]
@@ -211,7 +208,7 @@ class XlaProgram(WholeProgram):
 
 
 def _is_like(constant: Tensor, fresh: Tensor) -> bool:
-    """Whether a constant may be this input: fresh ones are zeros. (XLA reads some inputs not at all: the weight of the
+    """Say whether a constant may be this input: fresh ones are zeros. (XLA does not read some inputs: the weight of the
     mean in ``nll_loss_backward``.)"""
     alike = constant.shape == fresh.shape and constant.dtype == fresh.dtype
     return alike and not bool(constant.cpu().any())
@@ -228,21 +225,19 @@ _OPCODE = re.compile(rf"=\s+(?:\([^=]*\)|\S+)\s+(?P<kind>{'|'.join(KINDS)})(?:-s
 
 @dataclass(frozen=True)
 class OptimizedHlo:
-    """``text``: of the program that each device runs, in XLA's own notation. ``scheduled``: messages of the scheduled
-    graph's collectives, by kind."""
+    """Holds XLA's ``text`` of the program of each device, and counts the ``scheduled`` graph's messages by kind."""
 
     text: str
     scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def collectives(self) -> dict[str, int]:
-        """Collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without kinds that do not
-        occur."""
+        """Count collective instructions by kind (``"all-gather"``), in the order of ``KINDS``, without absent kinds."""
         found = Counter(match["kind"] for match in _OPCODE.finditer(self.text))
         return {kind: found[kind] for kind in KINDS if found[kind]}
 
     def table(self) -> str:
-        """What XLA runs beside what the schedule has."""
+        """Show what XLA runs beside what the schedule has."""
         found, scheduled = self.collectives, self.scheduled
         kinds = [kind for kind in KINDS if kind in found or kind in scheduled]
         width = max(map(len, ["collective", *kinds]))
@@ -255,7 +250,7 @@ class OptimizedHlo:
 
 
 def scheduled_collectives(graph: Graph) -> dict[str, int]:
-    """Messages of a scheduled graph's collectives, by the kinds that XLA has for them."""
+    """Count messages of a scheduled graph's collectives, by the kinds that XLA has for them."""
     found: Counter[str] = Counter()
     for node in graph.fx_graph.nodes:
         if node.target is dialect.all_gather_start:
@@ -268,14 +263,8 @@ def scheduled_collectives(graph: Graph) -> dict[str, int]:
 
 
 def optimized_hlo(function: Callable[..., Any], inputs: Sequence[Any]) -> OptimizedHlo:
-    """Compile ``function`` of XLA tensors once more, without running it, and return XLA's optimized program.
-
-    ``inputs``: only shapes, dtypes and shardings of tensors count. They are replaced by zeros of their own, one after
-    the other as large as the inputs: a tensor that shares data with a live one would be a constant of the program.
-
-    Raises:
-        RuntimeError: XLA gave the program as it was before its passes; see ``compat_xla.optimized_text``.
-    """
+    """Compile ``function`` of XLA tensors once more, without running it, and return XLA's optimized program. Only
+    shapes, dtypes and shardings of ``inputs`` count. Raises RuntimeError as ``compat_xla.optimized_text`` does."""
     return OptimizedHlo(compat_xla.optimized_text(function, compat_xla.fresh_inputs(inputs)))
 
 
@@ -288,13 +277,13 @@ _PATIENCE_SECONDS = 300.0
 
 @functools.cache
 def are_threads() -> bool:
-    """Whether there are several replicas in this process."""
+    """Say whether there are several replicas in this process."""
     return bool(compat_xla.runtime().addressable_runtime_device_count() > 1)
 
 
 @contextlib.contextmanager
 def own_turn() -> Iterator[None]:
-    """No other replica of this process traces or compiles for this time; see the note above."""
+    """For a time, let no other replica of this process trace or compile; see [Note: threads]."""
     if not are_threads():
         yield
         return
@@ -321,11 +310,8 @@ def _all_threads() -> threading.Barrier:
 
 
 def all_here() -> None:
-    """Wait for the other threads of this process, where there are any, before a collective.
-
-    Raises:
-        RankDisagreement: one of them did not come.
-    """
+    """Wait for this process's other threads, if any, before a collective. Raises RankDisagreement if one does not
+    come."""
     if not are_threads():
         return
     try:
@@ -338,7 +324,7 @@ def all_here() -> None:
 
 
 class ReplicaProgram(XlaProgram):
-    """What one replica runs. All replicas run it at the same time."""
+    """Runs a graph on one replica. All replicas run it at the same time."""
 
     def _placed(self, inputs: list[Any]) -> list[Any]:
         if are_threads():  # with Python's lock held, a replica would stop the others

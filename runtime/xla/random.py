@@ -1,9 +1,9 @@
-"""Random numbers that differ by device, and that backward computes again.
+"""Random numbers differ by device here, and backward computes them again.
 
-In a program of all devices, torch_xla's own random numbers are the same on every device, and those of a graph that is
-replayed are new in every run: a mask that backward computes again would be another one. So the joint graph gets one
-``seed`` and each operator that draws becomes a function of the seed and of its own number, before it is partitioned.
-Forward is given a seed per device, from the CPU's generator (``torch.manual_seed``); backward gets it saved.
+In a program of all devices, torch_xla's random numbers are the same on every device, and new in every replay: a mask
+that backward recomputes would be another one. So the joint graph gets one ``seed`` before it is partitioned, and each
+operator that draws becomes a function of the seed and its own number. Forward is given a seed per device, from the
+CPU's generator (``torch.manual_seed``); backward gets it saved.
 
 Numbers are a hash of the element's index: two rounds of MurmurHash3's finaliser, each with a key of its own.
 """
@@ -32,7 +32,7 @@ def _int32(value: int) -> int:
 
 
 def _shifted(h: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (h >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -43,7 +43,7 @@ def _mixed(h: Tensor) -> Tensor:
 
 
 def bits(seed: Tensor, number: int, numel: int) -> Tensor:
-    """``numel`` integers, all bits of them random."""
+    """Return ``numel`` random 32-bit integers."""
     key = _mixed(seed + _int32(0x9E3779B9 * (2 * number + 1)))
     other = _mixed(key ^ _int32(0x7F4A7C15))
     index = torch.arange(numel, dtype=torch.int32, device=seed.device)
@@ -51,7 +51,7 @@ def bits(seed: Tensor, number: int, numel: int) -> Tensor:
 
 
 def _fractions(seed: Tensor, number: int, numel: int) -> Tensor:
-    """float32, from 0 to below 1, multiples of 2**-24."""
+    """Return float32 numbers from 0 to below 1, multiples of 2**-24."""
     return _shifted(bits(seed, number, numel), 8).to(torch.float32) * 2.0**-24
 
 
@@ -60,7 +60,7 @@ def _uniform(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype
 
 
 def _normal(seed: Tensor, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """By Box and Muller."""
+    """Draw by Box and Muller."""
     numel = math.prod(shape)
     radius = (-2 * torch.log(1 - _fractions(seed, 2 * number, numel))).sqrt()
     angle = 2 * math.pi * _fractions(seed, 2 * number + 1, numel)
@@ -82,11 +82,8 @@ normal = define(f"normal{_DRAWS}", _like, XLA=_normal, CPU=_normal)
 
 
 def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
-    """Operators that draw random numbers become functions of one seed and of their place among each other.
-
-    Raises:
-        NotImplementedError: an operator draws in a way that is not known here.
-    """
+    """Make each operator that draws random numbers a function of one seed and of its number among them. Raises
+    NotImplementedError if one draws in a way that is not known here."""
     drawing = [node for node in module.graph.nodes if node.op == "call_function" and is_random(node)]
     if not drawing:
         return module
@@ -110,7 +107,7 @@ def number_random_operators(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _call(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call in the place of a part of what ``node`` does."""
+    """Add a call that does a part of what ``node`` does."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args, kwargs)
     made.meta = dict(node.meta)
@@ -125,7 +122,7 @@ def _drawn(operator: Any, node: fx.Node, seeds: fx.Node, number: int) -> fx.Node
 
 
 def _bernoulli(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
-    """Of a tensor of probabilities, or of a tensor of the result's shape and one probability."""
+    """Draw of a tensor of probabilities, or of a tensor of the result's shape and one probability."""
     drawn = _call(node, uniform, seeds, number, list(node.meta["val"].shape), torch.float32)
     probability = node.args[1] if len(node.args) > 1 else node.args[0]
     less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
@@ -133,7 +130,7 @@ def _bernoulli(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
 
 
 def _between(node: fx.Node, seeds: fx.Node, number: int) -> fx.Node:
-    """``uniform(x, low, high)``."""
+    """Replace ``uniform(x, low, high)``."""
     given: Any = node.args[1:]
     low, high = given if len(given) == 2 else (given[0] if given else 0.0, 1.0)
     scaled = _call(node, aten.mul.Tensor, _drawn(uniform, node, seeds, number), high - low)
