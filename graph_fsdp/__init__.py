@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism by FX graph passes on torch.compile.
+"""graph_fsdp trains models fully sharded data parallel, by FX graph passes on torch.compile.
 
 [Note: imported when asked for]
 A name of ``__all__`` imports its module, and with it torch, when it is first asked for (PEP 562). Type checkers read

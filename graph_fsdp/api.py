@@ -74,8 +74,7 @@ def compile(
             replicates and the second shards (HSDP). Further dimensions are recognised by name: ``("dp_replicate",
             "dp_shard", "tp")``; see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device
             (a model on the meta device goes to the accelerator if torch finds one and the process group is not gloo,
-            else to the CPU); or one process, whose parameters stay plain tensors. Gradients are means over all ranks of
-            the mesh.
+            else to the CPU); or one process, whose parameters stay plain tensors. Gradients are means over the mesh.
         auto_wrap_policy: says which parameters are gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
             (ZeRO-2), None keeps only the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
@@ -89,8 +88,7 @@ def compile(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it.
-        ignored_params: parameters, or modules with all theirs, that are not sharded and whose gradients are not
-            reduced.
+        ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None
             for dimension 0. Any other dimension must be divisible by the number of ranks that shard.
         activation_checkpointing: says what becomes of the activations that backward needs. ``"unit"`` saves only the
@@ -98,8 +96,9 @@ def compile(
             results of matrix multiplications, convolutions and attention; a collection of operators, such as
             ``[torch.ops.aten.mm]``, saves theirs instead. A number from 0 to 1 is the partitioner's memory budget, as a
             part of what it saves by itself. ``"offload"`` recomputes nothing, and copies what units save to the CPU and
-            back. :class:`ActivationCheckpointing` combines offloading with one of the others.
-            ``torch.utils.checkpoint`` in the model works with all of these, and alone.
+            back. :class:`ActivationCheckpointing` combines offloading with one of the others. A
+            bucket is gathered no more than once in forward and once in backward. ``torch.utils.checkpoint`` in the
+            model works with all of these, and alone.
         sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank; of a parameter
             each rank is sent its shard. On the other ranks all or parts of the model may be on the meta device.
         param_init_fn: initialises one module of a model on the meta device (a Hugging Face model's is
@@ -122,8 +121,7 @@ def compile(
             this process (on XLA's CPU client: thread) is one of ``torch_xla.launch``'s, with one device: parameters
             become its rows, plain tensors padded with zeros to ``ceil(rows / n)``.
         shard_output: for ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced, to
-            mark what is to be sharded with torch_xla's ``mark_sharding``. None shards every output that has the batch's
-            rows.
+            mark what is to be sharded with torch_xla's ``mark_sharding``. None shards outputs with the batch's rows.
         fullgraph, dynamic: as in ``torch.compile``. For a tensor-parallel model, and with ``cuda_graphs``,
             ``dynamic=None`` means False: each size of inputs has a graph of its own.
         cuda_graphs: on CUDA, run each compute region as a CUDA graph, captured in the third run of a program and
@@ -238,7 +236,6 @@ def _model_spec(
 def _cost_model(
     pipeline: PassPipeline, groups: Mapping[str, GroupShape], device: torch.device, backend: str
 ) -> CostModel:
-    """Return the cost model (seconds of kernels and collectives) of the pipeline's hardware, or else of
-    ``device``'s."""
+    """Return the cost model (seconds of kernels and collectives) of the pipeline's hardware, or of ``device``'s."""
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
     return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

@@ -88,7 +88,7 @@ class Mesh(Protocol):
 
 @dataclass(frozen=True)
 class DataParallelMesh(Mesh):
-    """A mesh of one or two dimensions says which of them shards and which replicates; None where none does."""
+    """Says which dimension of a mesh of one or two shards, and which replicates; None where none does."""
 
     mesh: DeviceMesh
     shard_dim: int | None
@@ -258,8 +258,7 @@ def world_size_of_environment() -> int:
 
 
 def _data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the data-parallel dimensions of the mesh; of a mesh of one dimension all. Raises MeshError if names do not
-    say."""
+    """Return the data-parallel dimensions of the mesh (of a single one: all). Raises MeshError if names do not say."""
     names = mesh.mesh_dim_names
     if mesh.ndim == 1 or names is None:
         return mesh
@@ -299,8 +298,7 @@ _calls = itertools.count()
 
 
 def _first_ranks_device_type(device: torch.device | None) -> str:
-    """Return the type of the ``device`` of the first rank's model; a rank with its model on the meta device cannot
-    tell."""
+    """Return the type of ``device`` on the first rank; a rank with its model on the meta device cannot tell."""
     own = device.type if device is not None else _default_device_type()
     ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
     if not is_shared(ranks):

@@ -145,8 +145,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
 
 
 def _device_of(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
-    """Return the device of the parameters with values, or of buffers where there are no parameters; None if none has
-    any."""
+    """Return the device of parameters with values, or of buffers where there are no parameters; None if none has."""
     devices: dict[torch.device, str] = {}
     has_parameters = next(model.parameters(), None) is not None
     for name, p in model.named_parameters() if has_parameters else model.named_buffers():

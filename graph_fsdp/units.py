@@ -108,8 +108,7 @@ def _tied_elsewhere(
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all qualified names of each parameter (tied ones have several), in registration order, the canonical
-    first."""
+    """Return all qualified names of each parameter (tied ones have several) as registered, the canonical first."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

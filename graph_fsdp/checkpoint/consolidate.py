@@ -172,8 +172,7 @@ def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
 
 
 def _write_pt(source: _Source, target: Path) -> None:
-    """Write what ``torch.load`` reads as a dict of tensors, without CRC32 (``torch.load`` ignores it, ``unzip``
-    complains)."""
+    """Write what ``torch.load`` reads as a dict of tensors. There is no CRC32, which ``torch.load`` ignores."""
     shapes = {name: (entry.size, entry.properties.dtype) for name, entry in source.entries.items()}
     with _appearing(target) as stream:
         source.write(stream, compat.lay_out(stream.name, shapes))

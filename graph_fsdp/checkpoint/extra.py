@@ -91,8 +91,7 @@ def extra_tree(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_extra(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return a checkpoint's ``extra`` without its tensors, and name → path of these; both empty where none was
-    saved."""
+    """Return a checkpoint's ``extra`` without its tensors, and name → path of these; both empty if none was saved."""
     key = f"{EXTRA}.structure"
     if key not in checkpoint.entries:
         return {}, {}

@@ -92,8 +92,7 @@ def series(name: str) -> str:
 
 
 def begin(path: Path) -> Path:
-    """Make the temporary folder of a checkpoint, for the user alone, and remove what interrupted saves of its series
-    left."""
+    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.iterdir():
         found = _PARTIAL.match(other.name)

@@ -76,12 +76,11 @@ class Ranks:
         self.agree(facts, problem)
 
     def agree(self, facts: Sequence[str], problem: Exception | None, value: str = "") -> str:
-        """Raise this rank's ``problem``, or tell of another's; return the first rank's ``value``. ``facts`` have to be
-        the same on all ranks.
+        """Raise this rank's ``problem``, or tell of another's; return the first rank's ``value``. All give the same
+        ``facts``.
 
         Raises:
-            CheckpointError: another rank has a problem or other facts, or did not answer. Its own problem is raised as
-                it is.
+            CheckpointError: another rank has a problem or other facts, or did not answer.
         """
         mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", value)
         everyone = [mine for _ in self.ranks]

@@ -62,8 +62,7 @@ def load(
 
     Args:
         optimizer: one, or several, as was saved. None: its state stays unread.
-        extra: by the names with which they were saved, what gets its state by ``load_state_dict()``, and DTensors that
-            are read into.
+        extra: by the names with which they were saved, objects with a ``load_state_dict()``, and DTensors to read into.
         random_states: set torch's, Python's and NumPy's random states to this rank's when it was saved. A rank that was
             not there then keeps its own.
         verify: compare what this rank will read with its saved sums before anything is changed, which reads memory
@@ -161,8 +160,7 @@ def match_model(model: nn.Module, checkpoint: Checkpoint, key: str, others: Sequ
 
 
 class OptimizerValues:
-    """Matches optimizers with a checkpoint, when made without changing them. Raises CheckpointError if it is of
-    others."""
+    """Matches optimizers with a checkpoint when made. Raises CheckpointError if it is of others."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, key: str) -> None:
         self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, joined(key, "state")
@@ -220,8 +218,7 @@ class OptimizerValues:
         return [self.names[parameter] for parameter in parameters]
 
     def _read_groups(self, key: str) -> list[dict[str, Any]]:
-        """Return the saved groups, each with its "params" by name. Of a flattened state dict, each parameter is a
-        group."""
+        """Return the saved groups, each with its "params" by name; one per parameter of a flattened state dict."""
         found: dict[str, dict[str, Any]] = {}
         for path, entry in self.checkpoint.under(key).items():
             rest, _, option = path.rpartition(".")
@@ -251,8 +248,7 @@ class OptimizerValues:
             raise CheckpointError(f"{self.checkpoint.path} is of another optimizer: {'; '.join(problems)}")
 
     def _saved_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group of an optimizer with what was saved of it; options that only this version of torch has
-        stay."""
+        """Return a group of an optimizer with what was saved of it; options of newer torch versions stay."""
         names = self._names(group["params"])
         saved = next((g for g in self._groups if not names or names[0] in g["params"]), {})
         return {**group, **saved, "params": names}

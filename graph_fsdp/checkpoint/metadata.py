@@ -151,8 +151,7 @@ class Checkpoint:
         return by_file(map(self.place, self.metadata.storage_data))
 
     def check_files(self) -> None:
-        """Check, without reading them, that all files are there and long enough. Raises CheckpointError with those that
-        are not."""
+        """Check that all files are there and long enough. Raises CheckpointError with those that are not."""
         problems = []
         for name, places in self.places().items():
             file, last = self.path / name, places[-1]
@@ -164,8 +163,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}")
 
     def check_sums(self, places: Iterable[Place]) -> None:
-        """Check the sums of entries, where graph_fsdp wrote them. Raises CheckpointError with the first file that has
-        changed."""
+        """Check the sums that graph_fsdp wrote of entries. Raises CheckpointError with the first changed file."""
         if not self.checksums:
             return
         damaged = []

@@ -25,7 +25,7 @@ from graph_fsdp.initialise.safetensors_files import AnyPath
 
 
 class PendingSave:
-    """A save that was begun. It is done already unless it is ``asynchronous``."""
+    """Holds a save that was begun. It is done already unless it is ``asynchronous``."""
 
     def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
         self.path, self._future = path, future

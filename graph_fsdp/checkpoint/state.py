@@ -1,4 +1,4 @@
-"""A training is the tree that ``torch.distributed.checkpoint`` writes.
+"""A training is saved as the tree that ``torch.distributed.checkpoint`` writes.
 
     model.NAME                          parameters and buffers, by the model's own names
     optimizer.state.NAME.exp_avg        as ``get_optimizer_state_dict`` gives it

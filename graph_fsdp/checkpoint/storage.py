@@ -120,8 +120,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint that was opened. Sums are compared when the plan is made, before any rank reads into its
-    tensors."""
+    """Reads a checkpoint that was opened. Sums are compared when the plan is made, before any rank's tensors change."""
 
     def __init__(self, checkpoint: Checkpoint, verify: bool) -> None:
         super().__init__(checkpoint.path)

@@ -7,7 +7,7 @@ import re
 
 
 def parse_bytes(text: str, hint: str) -> int:
-    """Return the bytes that ``text`` means. Raises ArgumentTypeError, with ``hint`` on what to give, where it is no
+    """Return the bytes that ``text`` means. Raises ArgumentTypeError, with ``hint`` on what to give, if it is no
     size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(?:([KMGT])(I?))?B)?", text.strip().upper())
     if found is None or not float(found[1]):

@@ -1,5 +1,4 @@
-"""Define the functions that enter compiled code: a model's forward, a unit's, and registered methods. Dynamo's errors
-are made readable."""
+"""Define the functions that enter compiled code, of models, units and registered methods, and readable errors."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _forwards = itertools.count()
 
 @dataclass(frozen=True)
 class Entry:
-    """Names a compiled function of a model or unit, which takes the module first. Each entry has graphs and plans of
-    its own."""
+    """Names a compiled function of a model or unit, which takes the module first and has graphs and plans of its
+    own."""
 
     unit: str
     name: str
@@ -49,8 +48,7 @@ class Entry:
 
 
 class Entered:
-    """Holds the number of the engine whose compiled code runs or is traced; functions of its model then are the plain
-    ones."""
+    """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones."""
 
     engine = -1
 

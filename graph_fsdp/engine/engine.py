@@ -236,8 +236,7 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
     ) -> Callable[..., Any]:
-        """Compile a graph whose equal layers are traced once. ``trace``: makes the ``AotTrace``, given its
-        ``prepare``."""
+        """Compile a graph whose equal layers are traced once. ``trace``: makes an ``AotTrace``, given ``prepare``."""
         groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
         for _ in range(_ATTEMPTS):
             if not groups:
@@ -291,6 +290,5 @@ class Engine:
         return self.kept_buckets.around(in_step, graph, self.spec)
 
     def before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
-        """Return what a piece's variants are made of; None for a graph of ``python_reads.py``, whose buckets no piece
-        frees."""
+        """Return what a piece's variants are made of; None for graphs of ``python_reads.py``, which no piece shares."""
         return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None

@@ -44,7 +44,7 @@ Runnable: TypeAlias = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _Step:
-    """A piece that ran in a forward call, with the buckets that it wants."""
+    """Records a piece that ran in a forward call, with the buckets that it wants."""
 
     kind: str
     wants: Wants
@@ -53,8 +53,7 @@ class _Step:
 @dataclass
 class _Piece:
     """Holds what variants of a piece are made of: its graph before the passes, and the context. ``variants``: a
-    program, which takes the buckets of the first list behind its other inputs, and returns those of the second behind
-    its outputs."""
+    program, the buckets that it takes behind its other inputs, and those that it returns behind its outputs."""
 
     snapshot: Snapshot
     owner: fx.GraphModule

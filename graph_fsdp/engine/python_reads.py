@@ -58,8 +58,7 @@ class PythonReads:
     # --- from outside
 
     def refusal(self, names: Sequence[str]) -> str:
-        """Give these parameters memory, now that code outside of graphs reads them, and return ""; or say why it cannot
-        be."""
+        """Give parameters that code outside of graphs reads memory, and return ""; or say why it cannot be."""
         if not self._watches:
             return "that is for fullgraph=False, and not for backend='xla'"
         for name in dict.fromkeys(names):

@@ -61,8 +61,7 @@ def substitute_shards(
 
 
 class TracedGraph:
-    """Holds a graph of Dynamo's, before the passes, and its programs by the names of the parameters that they run
-    with."""
+    """Holds a graph of Dynamo's, before the passes, and its programs by the names of their parameters."""
 
     def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Shards) -> None:
         """Copy the graph. Called in a Dynamo backend, before ``module`` is changed."""

@@ -48,8 +48,7 @@ def match_keys(
         unfit: key and parameter or buffer → why it cannot be loaded, besides its shape.
 
     Raises:
-        CheckpointError: worded as by ``nn.Module.load_state_dict``. A shape that differs is an error without ``strict``
-            too.
+        CheckpointError: worded as by ``nn.Module.load_state_dict``. Without ``strict`` too if a shape differs.
     """
     registered = {*model.parameters(), *model.buffers()}
     key_of: dict[Tensor, str] = {}

@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
 
         Raises:
             ValueError: there are several models; a model comes without its optimizer; an optimizer has state already.
-                All that ``graph_fsdp.compile`` raises. Nothing is changed then.
+            All that ``graph_fsdp.compile`` raises. Nothing is changed then.
         """
         models = [item for item in args if isinstance(item, nn.Module) and not isinstance(item, FSDPModule)]
         if not models:

@@ -33,8 +33,7 @@ _ENDS_BY_ITSELF = (
 
 
 class CommunicationMethods:
-    """Adds these methods to the classes of models and units (``module.py``). ``recurse`` is that of
-    ``unit_methods.py``."""
+    """Adds these methods to the classes of models and units. ``recurse`` is that of ``unit_methods.py``."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Say whether the gradients of later forwards are reduced. If not, each rank adds up its own, whole, in
@@ -212,7 +211,7 @@ class CommunicationMethods:
             _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer, and gathers here share
+        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer; gathers here share
         slots."""
         raise UnsupportedError(
             "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots "

@@ -26,8 +26,7 @@ from graph_fsdp.units import Unit
 
 
 class _NotStatically(property):
-    """Is false as an object: Dynamo since torch 2.15 takes the property, uncalled, for FSDP1's flag, and would
-    refuse."""
+    """Is false as an object: Dynamo since torch 2.15 takes the property, uncalled, for FSDP1's flag."""
 
     def __bool__(self) -> bool:
         return False

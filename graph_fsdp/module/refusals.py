@@ -88,8 +88,7 @@ def _already(by: str) -> str:
 
 
 def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model's ``save_pretrained`` that refuses to save shards, since others read its files as whole
-    tensors."""
+    """Return a model's ``save_pretrained`` that refuses to save shards: others read its files as whole tensors."""
 
     @functools.wraps(save_pretrained)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -50,8 +50,7 @@ class Structure:
 
     @property
     def has_hooks(self) -> bool:
-        """Say whether there are hooks on modules within the model. Those on the model itself run outside of its
-        graphs."""
+        """Say whether modules within the model have hooks. Those on the model itself run outside of its graphs."""
         return any(self._hooks)
 
     def hooks(self, *kinds: str) -> list[str]:

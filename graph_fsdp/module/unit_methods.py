@@ -125,8 +125,8 @@ class UnitMethods:
         change(engine, **{field: tuple(sorted(lists.items()))})
 
     def reset_iter_state(self) -> None:
-        """Reshard what ``unshard()`` gathered, as in FSDP2, after an exception in a forward or backward. There is no
-        other state to reset."""
+        """Reshard what ``unshard()`` gathered, as FSDP2 does after a forward or backward raised. No other state
+        remains."""
         engine, unit = place(self)
         if unit:
             raise RuntimeError(f"reset_iter_state() is to be called on the model, and this is its unit {unit!r}")
