@@ -65,7 +65,7 @@ def is_complete(path: Path) -> bool:
 
 def complete(folder: AnyPath) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their
-    names and clocks. Those of other programs come first, by the time of their files."""
+    names and hosts' clocks. Those of other programs come first, by the time of their files."""
     root = Path(folder)
     found = [path for path in root.iterdir() if is_complete(path)] if root.is_dir() else []
     return sorted(found, key=lambda path: (_sequence(path), (path / METADATA).stat().st_mtime_ns, path.name))

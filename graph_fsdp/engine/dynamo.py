@@ -25,7 +25,7 @@ _forwards = itertools.count()
 
 @dataclass(frozen=True)
 class Entry:
-    """Names a compiled function of a model or unit, which takes the module first and has graphs and plans of its
+    """Names a compiled function of a model or unit, which takes the module first. Each has graphs and plans of its
     own."""
 
     unit: str

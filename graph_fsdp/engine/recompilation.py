@@ -58,8 +58,7 @@ class Cause:
     ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise), "piece" (what follows a
     graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives what other pieces gather),
     "parameters" (compiled code runs with other parameters), "python" (code outside of graphs reads a parameter),
-    "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in torch's logs and in tlparse,
-    "0/1".
+    "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in torch's logs, "0/1".
     """
 
     kind: CauseKind

@@ -90,8 +90,8 @@ class SafetensorsFiles:
                     self.entries[key] = SafetensorsEntry(file, tuple(part.get_shape()), part.get_dtype())
 
     def unfit(self, key: str, value: Tensor) -> str | None:
-        """Return why a value cannot be loaded: floating point goes into floating point, of any width, and nothing
-        else."""
+        """Return why a value cannot be loaded: floating point, and nothing else, goes into floating point of any
+        width."""
         dtype = self.entries[key].dtype
         if dtype.startswith(("F", "BF")) != value.is_floating_point() or dtype.startswith("C") != value.is_complex():
             return f"{dtype} in the file cannot be loaded into {str(value.dtype).removeprefix('torch.')}"

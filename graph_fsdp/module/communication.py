@@ -66,7 +66,7 @@ class CommunicationMethods:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Set ``set_requires_gradient_sync(False)`` within, as FSDP1's does. Forward and backward have to be within."""
+        """Leave out gradient reductions, as FSDP1's does, for forwards and their backwards within the block."""
         engine, _ = place(self)
         before = engine.settings
         self.set_requires_gradient_sync(False)
@@ -211,8 +211,7 @@ class CommunicationMethods:
             _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer; gathers here share
-        slots."""
+        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer; gathers share slots."""
         raise UnsupportedError(
             "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots "
             "that they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own "

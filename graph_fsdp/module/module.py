@@ -26,7 +26,7 @@ from graph_fsdp.units import Unit
 
 
 class _NotStatically(property):
-    """Is false as an object: Dynamo since torch 2.15 takes the property, uncalled, for FSDP1's flag."""
+    """Is false as an object: since torch 2.15 Dynamo reads the property uncalled, and refuses what FSDP1 manages."""
 
     def __bool__(self) -> bool:
         return False

@@ -125,8 +125,7 @@ class UnitMethods:
         change(engine, **{field: tuple(sorted(lists.items()))})
 
     def reset_iter_state(self) -> None:
-        """Reshard what ``unshard()`` gathered, as FSDP2 does after a forward or backward raised. No other state
-        remains."""
+        """Reshard what ``unshard()`` gathered, as FSDP2 does after a run that raised. No other state remains."""
         engine, unit = place(self)
         if unit:
             raise RuntimeError(f"reset_iter_state() is to be called on the model, and this is its unit {unit!r}")

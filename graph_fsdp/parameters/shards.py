@@ -8,15 +8,14 @@
 - The *input* is the padded local shard, as the graph takes it, of equal shape on all ranks.
 
 [Note: storages over storages]
-The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor, as a
-gradient, has a torch storage of its own over the same bytes, which keeps the buffer alive:
-docs/decisions/parameters.md. Where torch moves that to shared memory, for other processes, the buffer takes its values
-before each forward (``refresh``).
+The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor
+(and a gradient's) has a torch storage of its own over the same bytes, which keeps the buffer alive. Where torch moves
+it to shared memory, the buffer takes its values before each forward (``refresh``). See docs/decisions/parameters.md.
 
 [Note: data of a DTensor]
 ``parameter.data = …`` exchanges what the DTensor itself has, and its local tensor stays: no shard changes, in FSDP2
-neither, and what was assigned cannot be found. That something was, shows the storage of the DTensor itself, which has
-no bytes, and is another one then.
+neither, and what was assigned cannot be found. The DTensor's own storage, which has no bytes, is then another one, by
+which an assignment is noticed.
 """
 
 from __future__ import annotations
