@@ -1,9 +1,8 @@
-"""Fully sharded data parallelism by FX graph passes on torch.compile.
+"""graph_fsdp trains models fully sharded data parallel, by FX graph passes on torch.compile.
 
 [Note: imported when asked for]
-Importing this package imports neither torch nor any other part of itself: a name of ``__all__`` brings the module that
-has it when it is asked for (PEP 562), and with it Dynamo, which takes as long as torch. A worker of a DataLoader that
-imports the training script does not wait for it, nor does ``graph-fsdp --help``. Type checkers read the imports below.
+A name of ``__all__`` imports its module, and with it torch, when it is first asked for (PEP 562). Type checkers read
+the imports below. Why: docs/decisions/package_and_libraries.md.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What is public, by the module that has it.
+# Module → the public names that it defines.
 _NAMES = {
     "api": ("compile",),
     "errors": (
@@ -73,15 +72,14 @@ _NAMES = {
     "report.report": ("GraphReport", "inspect"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-# Packages and modules that are public as such.
+# Public packages and modules.
 _SUBMODULES = ("checkpoint", "errors", "integrations", "passes", "planning")
 
 __all__ = sorted(["checkpoint", "passes", *_MODULES])
 
 
 def _bring(name: str) -> Any:
-    """The public object or submodule of this name, imported. Raises AttributeError for other names, and ImportError
-    where torch is too old or missing."""
+    """Import and return the public object or submodule of this name. Raises AttributeError for other names."""
     if name not in __all__ and name not in _SUBMODULES:
         module = sys.modules[__name__]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=module)
@@ -103,5 +101,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
-if not TYPE_CHECKING:  # or a type checker would take any name for one that is there
+if not TYPE_CHECKING:  # a type checker would accept any name
     __getattr__ = _bring

@@ -1,4 +1,4 @@
-"""``python -m graph_fsdp``."""
+"""Run the command line: ``python -m graph_fsdp``."""
 
 from graph_fsdp.cli.main import main
 

@@ -1,4 +1,4 @@
-"""``graph_fsdp.compile``."""
+"""``compile`` is the entry point of the package."""
 
 from __future__ import annotations
 
@@ -59,82 +59,78 @@ def compile(
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
-    The same object comes back. Its parameters become DTensors sharded on dimension 0 (scalars are replicated), under
-    unchanged names; those that ``parallelize_module`` has made DTensors over another dimension of the mesh become
-    DTensors over both. Make the optimizer afterwards. Its class becomes a subclass of its own class and of
+    The model is changed in place and returned. Its parameters become DTensors sharded on dimension 0 (scalars are
+    replicated) under unchanged names; DTensors that ``parallelize_module`` made over another dimension of the mesh
+    become DTensors over both. Make the optimizer afterwards. The model's class becomes a subclass of its own and of
     ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
 
     Args:
-        model: with its values, on the mesh's device or on the CPU; or, all or parts of it, on the meta device. What is
-            there is initialised on the mesh's device, by each module's ``reset_parameters()`` or by ``param_init_fn``,
-            and cut to shards unit by unit, with the random numbers of the mesh's first rank: given its seed, the same
-            values whatever the number of ranks. What has values keeps them.
+        model: has its values on the mesh's device or on the CPU; all or parts of it may be on the meta device. What is
+            there is initialised unit by unit on the mesh's device, by each module's ``reset_parameters()`` or by
+            ``param_init_fn``, with the random numbers of the mesh's first rank: one seed gives the same values on any
+            number of ranks. What has values keeps them.
         mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension shards parameters,
             or, if its name is "replicate" or "dp_replicate", replicates them (DDP); of two dimensions the first
-            replicates and the second shards (HSDP). Dimensions that are for something else are left out where names
-            tell: ``("dp_replicate", "dp_shard", "tp")``; see :mod:`graph_fsdp.mesh`. None: all ranks of ``torchrun``,
-            or one process, whose parameters then stay plain tensors; where the model is, or, if all of it is on the
-            meta device, on the accelerator if torch finds one and the process group is not gloo, else on the CPU.
-            Gradients are means over all ranks of the mesh.
-        auto_wrap_policy: what is gathered together; see :func:`graph_fsdp.units.find_units`.
+            replicates and the second shards (HSDP). Further dimensions are recognised by name: ``("dp_replicate",
+            "dp_shard", "tp")``; see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device
+            (a model on the meta device goes to the accelerator if torch finds one and the process group is not gloo,
+            else to the CPU); or one process, whose parameters stay plain tensors. Gradients are means over the mesh.
+        auto_wrap_policy: says which parameters are gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
-            (ZeRO-2), None keeps the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
-            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``. An int, as in FSDP2: after
-            forward each rank keeps one part in so many of every unit, and backward gathers it over as many
-            consecutive ranks; it divides the number of ranks that shard (all of them means True, 1 means False).
-        mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype``,
-            ``cast_forward_inputs``, of the model and of each unit, as in the installed torch's FSDP2. Shards and
-            optimizer state keep the parameters' dtype, buffers their own: cast those before. A dict from module
-            classes to policies, or a function of a module that returns its policy or None, gives modules policies of
-            their own: see :mod:`graph_fsdp.parameters.mixed_precision`.
+            (ZeRO-2), None keeps only the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
+            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``. An int n, as in FSDP2, divides
+            the number of ranks that shard: after forward each rank keeps 1/n of every unit, and backward gathers it
+            over n consecutive ranks (all ranks means True, 1 means False).
+        mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype`` and
+            ``cast_forward_inputs``, for the model and each unit, as in the installed torch's FSDP2. Shards, optimizer
+            state and buffers keep their dtype. A dict from module classes to policies, or a function from a module to
+            its policy or None, gives modules policies of their own: see :mod:`graph_fsdp.parameters.mixed_precision`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
             in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
             reduced. ``pin_memory`` page-locks the CPU's memory for it.
-        ignored_params: parameters, or modules with all their parameters, that are left as they are: not sharded,
-            gradients not reduced.
-        shard_placement_fn: of a parameter, says on which dimension it is sharded: ``Shard(dim)``, or None for
-            dimension 0. Any other dimension must be divisible by the number of ranks that shard.
-        activation_checkpointing: what becomes of the activations that backward needs. ``"unit"``: of each unit but the
-            root only what goes into it is saved, and the rest is computed again when backward comes to it.
-            ``"selective"``: likewise, but the results of matrix multiplications, convolutions and attention are saved
-            too; a collection of operators saves theirs instead, such as ``[torch.ops.aten.mm]``. A number from 0 to 1:
-            the partitioner chooses what to save within this part of what it saves by itself. ``"offload"``: nothing is
-            computed again; what is saved of units is copied to the CPU and back. :class:`ActivationCheckpointing`
-            combines offloading with one of the others. A bucket is gathered no more than once in forward and once in
-            backward. ``torch.utils.checkpoint`` in the model works with all of these, and alone.
-        sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank, each
-            parameter's shards to the ranks that hold them. On the other ranks the model may be on the meta device, all
-            or parts of it; nothing is initialised there.
-        param_init_fn: of a model on the meta device, initialises one module: called, as by ``nn.Module.apply``, on each
-            module with anything on the meta device in it or below it, children first (a Hugging Face model's is
-            ``model._init_weights``). It finds the module on the mesh's device, with what is below it in its unit, and
-            must write to all of it with torch's operators.
-        checkpoint: safetensors files that have the values: a path, or a
-            :class:`graph_fsdp.checkpoint.Safetensors`. Each rank reads its own rows. Of a model on the meta device,
-            only what the files do not have is initialised (buffers that are in no state dict).
+        ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
+        shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None
+            for dimension 0. Any other dimension must be divisible by the number of ranks that shard.
+        activation_checkpointing: says what becomes of the activations that backward needs. ``"unit"`` saves only the
+            inputs of each unit but the root, and recomputes the rest in backward. ``"selective"`` also saves the
+            results of matrix multiplications, convolutions and attention; a collection of operators, such as
+            ``[torch.ops.aten.mm]``, saves theirs instead. A number from 0 to 1 is the partitioner's memory budget, as a
+            part of what it saves by itself. ``"offload"`` recomputes nothing, and copies what units save to the CPU and
+            back. :class:`ActivationCheckpointing` combines offloading with one of the others. A
+            bucket is gathered no more than once in forward and once in backward. ``torch.utils.checkpoint`` in the
+            model works with all of these, and alone.
+        sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank; of a parameter
+            each rank is sent its shard. On the other ranks all or parts of the model may be on the meta device.
+        param_init_fn: initialises one module of a model on the meta device (a Hugging Face model's is
+            ``model._init_weights``). As by ``nn.Module.apply`` it is called on each module with anything on the meta
+            device in it or below it, children first. It finds the module on the mesh's device, with what is below it in
+            its unit, and must write to all of it with torch's operators.
+        checkpoint: safetensors files with the values: a path, or a :class:`graph_fsdp.checkpoint.Safetensors`. Each
+            rank reads its own rows. Of a model on the meta device, only what the files lack is initialised (buffers
+            that are in no state dict).
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
-        backend: ``"inductor"``; ``"eager"``: the same graphs, operator by operator; or ``"xla"``: each graph as one
-            program of all devices of an XLA mesh, a torch_xla ``Mesh`` with an axis named ``fsdp`` (docs/xla.md).
-        regions: what is compiled by itself. ``"cut"``: what lies between two collectives, each distinct piece once;
-            collectives run between the pieces. ``"whole"``: each graph in one piece, with functional collectives in
-            the same order, which takes Inductor, longer with every layer, and leaves buffers to it.
-        sharding: with ``backend="xla"``: ``"manual"``, each device runs the graph of its rows, with our collectives in
-            the verified order; ``"auto"``, XLA's partitioner divides the graph of the global batch, as torch_xla's
-            FSDPv2 lets it, under constraints in the places of the collectives; ``"replicas"``, SPMD is off and this
-            process (on XLA's CPU client: thread) is one of ``torch_xla.launch``'s, with one device: parameters then
-            become its rows, plain tensors filled up with zeros to ``ceil(rows / n)``.
-        shard_output: with ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced,
-            marks what it wants sharded with torch_xla's ``mark_sharding``. None: every output that has the batch's
-            rows is sharded over them.
-        fullgraph, dynamic: as in ``torch.compile``; of a tensor-parallel model, and with ``cuda_graphs``,
-            ``dynamic=None`` means False: a graph for each size of inputs.
-        cuda_graphs: on CUDA, run each compute region as a CUDA graph: captured in the third run of a program, replayed
-            in later ones. Regions that draw random numbers, communicate, call other graphs or make the host wait are
-            left out; ``inspect`` says which. Memory of gathered parameters, of activations and of copies of the inputs
-            is then kept between runs. A forward whose predecessor's activations are still alive runs as it does
-            without. Never run on CUDA so far.
-        on_host_fallback: of ``backend="xla"``: what an operator is that XLA does not have, and that would run on the
-            host in every step: ``"error"``, or ``"warn"`` to run it so.
+        backend: ``"inductor"``; ``"eager"``, which runs the same graphs operator by operator; or ``"xla"``, which runs
+            each graph as one program of all devices of an XLA mesh, a torch_xla ``Mesh`` with an axis named ``fsdp``
+            (docs/xla.md).
+        regions: ``"cut"`` compiles what lies between two collectives, each distinct piece once; collectives run between
+            the pieces. ``"whole"`` compiles each graph in one piece, with functional collectives in the same order; it
+            needs Inductor, takes longer with every layer, and leaves buffers to Inductor.
+        sharding: for ``backend="xla"``. With ``"manual"`` each device runs the graph of its rows, with our collectives
+            in the verified order. With ``"auto"`` XLA's partitioner divides the graph of the global batch, as for
+            torch_xla's FSDPv2, under constraints in the places of the collectives. With ``"replicas"`` SPMD is off and
+            this process (on XLA's CPU client: thread) is one of ``torch_xla.launch``'s, with one device: parameters
+            become its rows, plain tensors padded with zeros to ``ceil(rows / n)``.
+        shard_output: for ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced, to
+            mark what is to be sharded with torch_xla's ``mark_sharding``. None shards outputs with the batch's rows.
+        fullgraph, dynamic: as in ``torch.compile``. For a tensor-parallel model, and with ``cuda_graphs``,
+            ``dynamic=None`` means False: each size of inputs has a graph of its own.
+        cuda_graphs: on CUDA, run each compute region as a CUDA graph, captured in the third run of a program and
+            replayed in later ones. Regions that draw random numbers, communicate, call other graphs or make the host
+            wait are left out; ``inspect`` says which. The memory of gathered parameters, of activations and of copies
+            of the inputs is then kept between runs. A forward whose predecessor's activations are still alive runs
+            without CUDA graphs. Never run on CUDA so far.
+        on_host_fallback: for ``backend="xla"``: an operator that XLA lacks would run on the host in every step.
+            ``"error"`` refuses it, ``"warn"`` runs it.
 
     Raises:
         MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
@@ -204,9 +200,8 @@ def _model_spec(
     policies: ModulePolicies,
     shard_dims: Mapping[str, int],
 ) -> ModelSpec:
-    """The parameters of ``units``, in order of registration, which is about the order of use. ``names``: parameter →
-    its names. ``mesh``: None for one process. ``shard_dims``: name → the dimension that is sharded, where it is not
-    the first."""
+    """Return the spec of the parameters of ``units``, in order of registration, which is about the order of use.
+    ``names``: parameter → its names. ``shard_dims``: name → the sharded dimension, where it is not the first."""
     world_size = mesh.world_size if mesh is not None else 1
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
@@ -227,7 +222,7 @@ def _model_spec(
                     is_extended(p),
                 )
             )
-    # What lies in several modules of one unit is gathered as one: where its first parameter is.
+    # The modules of one unit are gathered as one, where its first parameter is.
     several = {unit.name for unit in units if len(unit.modules) > 1}
     first = {spec.unit: index for index, spec in reversed(list(enumerate(specs)))}
     places = [first[spec.unit] if spec.unit in several else index for index, spec in enumerate(specs)]
@@ -241,6 +236,6 @@ def _model_spec(
 def _cost_model(
     pipeline: PassPipeline, groups: Mapping[str, GroupShape], device: torch.device, backend: str
 ) -> CostModel:
-    """Seconds of kernels and collectives on the hardware that the pipeline names, or else on the ``device`` found."""
+    """Return the cost model (seconds of kernels and collectives) of the pipeline's hardware, or of ``device``'s."""
     hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
     return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

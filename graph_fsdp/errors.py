@@ -1,4 +1,4 @@
-"""What can go wrong, one class per kind. Each message names what was wrong and what to do."""
+"""Each kind of failure has an exception class here. Messages name what was wrong and what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AlreadyCompiledError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """An option or method that this version does not have. Nothing is ignored silently."""
+    """This version does not have an option or method. Nothing is ignored silently."""
 
 
 class GraphBreakError(RuntimeError):

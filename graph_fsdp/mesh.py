@@ -1,4 +1,4 @@
-"""How a device mesh is used: which of its dimensions shards parameters, and which replicates the shards.
+"""A device mesh has one dimension that shards parameters, one that replicates the shards, or both.
 
 | mesh | strategy | placements of a parameter |
 |---|---|---|
@@ -6,8 +6,8 @@
 | two dimensions, of any names | hybrid (HSDP): the first replicates, the second shards | ``Replicate(), Shard(0)`` |
 | one dimension named ``replicate`` or ``dp_replicate`` | replicated (DDP, FSDP1's ``NO_SHARD``) | ``Replicate()`` |
 
-These are the meshes that ``fully_shard`` takes. Scalars are replicated over all dimensions. ``shard_placement_fn`` says
-another ``Shard``. Which dimensions of a larger mesh are for data parallelism, their names say:
+Scalars are replicated over all dimensions, and ``shard_placement_fn`` may choose another ``Shard``. In a larger mesh,
+names tell which dimensions are for data parallelism:
 
 | names | use |
 |---|---|
@@ -15,9 +15,8 @@ another ``Shard``. Which dimensions of a larger mesh are for data parallelism, t
 | ``replicate``, ``dp_replicate`` | replicates |
 | ``tp``, ``tensor``, ``model``, ``pp``, ``ep`` | none here: its ranks are not for data parallelism |
 
-These are torchtitan's names, those of torch's tutorials, and those of torch_xla's FSDPv2. A dimension of any other name
-is taken as FSDP2 takes it, by its place, except that one of size 1 is for nothing beside a dimension of the first two
-rows.
+These are the names of torchtitan, torch's tutorials and torch_xla's FSDPv2. A dimension of any other name is taken by
+its place, as by FSDP2; one of size 1 is left out beside a dimension of the first two rows.
 """
 
 from __future__ import annotations
@@ -50,46 +49,46 @@ _TORCHRUN = "torchrun --nproc-per-node N script.py"
 
 
 class Mesh(Protocol):
-    """What shares a model: ``DataParallelMesh``, of ranks, and ``XlaMesh`` (``graph_fsdp/xla/mesh.py``)."""
+    """A mesh shares a model: ``DataParallelMesh`` over ranks, ``XlaMesh`` (``xla/mesh.py``) over XLA devices."""
 
     @property
     def world_size(self) -> int:
-        """Ranks over which a parameter is sharded."""
+        """Return the number of ranks over which a parameter is sharded."""
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard."""
+        """Return the number of ranks that hold the same shard."""
 
     @property
     def group(self) -> str:
-        """Name of the group that shards, "" if nothing does."""
+        """Return the name of the group that shards, "" if nothing does."""
 
     @property
     def replicate_group(self) -> str:
-        """Name of the group of replicas, "" if there are none."""
+        """Return the name of the group of replicas, "" if there are none."""
 
     def group_shapes(self) -> dict[str, GroupShape]:
-        """Group name → where its ranks lie, for the cost model."""
+        """Return group name → where its ranks lie, for the cost model."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the processes that agree on what they do."""
+        """Return the global ranks of the processes that agree on what they do."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the values that ``broadcast`` gives to all."""
+        """Say whether ``broadcast`` sends the values of this process."""
 
     def broadcast(self, value: Tensor) -> None:
         """Overwrite ``value``, contiguous, by that of the mesh's first rank."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """A time in which no other rank runs in this process, which as a rule has one."""
+        """Return a context in which no other rank of this process runs (XLA's replicas may be threads of one)."""
         return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
 class DataParallelMesh(Mesh):
-    """A mesh of one or two dimensions, and what each is for; None where no dimension is for it."""
+    """Says which dimension of a mesh of one or two shards, and which replicates; None where none does."""
 
     mesh: DeviceMesh
     shard_dim: int | None
@@ -97,7 +96,7 @@ class DataParallelMesh(Mesh):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
-        """What of ``mesh`` is for data parallelism. Raises MeshError where that is no one or two dimensions."""
+        """Return the data-parallel part of ``mesh``. Raises MeshError unless that is one or two dimensions."""
         mesh = _data_parallel_slice(mesh)
         names = mesh.mesh_dim_names or ()
         if mesh.ndim == 2:
@@ -134,13 +133,12 @@ class DataParallelMesh(Mesh):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the whole mesh."""
         return tuple(self.mesh.mesh.flatten().tolist())
 
     def subgroup(self, size: int, use: str = "gathers") -> dist.ProcessGroup:
-        """A group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
-        ``_get_post_forward_mesh_info``). Every rank of the mesh makes one, which all models on these ranks share for
-        one use: a process group lives until the program ends."""
+        """Return a group of ``size`` consecutive ranks of the dimension that shards, this one among them (as FSDP2's
+        ``_get_post_forward_mesh_info``). Every rank makes one, shared by all models of one ``use``: groups are never
+        freed."""
         assert self.shard_dim is not None
         ranks = dist.get_process_group_ranks(self.mesh.get_group(self.shard_dim))
         begin = self.shard_rank - self.shard_rank % size
@@ -152,7 +150,6 @@ class DataParallelMesh(Mesh):
         return _subgroups[key]
 
     def group_shapes(self) -> dict[str, GroupShape]:
-        """Group name → where its ranks lie, for the cost model; a group of one rank where nothing shards."""
         shapes = {} if self.shard_dim is not None else {"": GroupShape(1)}
         for dim in range(self.mesh.ndim):
             line = self.mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(dim))[0].tolist()
@@ -161,25 +158,22 @@ class DataParallelMesh(Mesh):
         return shapes
 
     def placements(self, shard_dim: int | None) -> list[Placement]:
-        """Where a parameter lies, per dimension of the mesh; ``shard_dim``: of the parameter, None for a scalar."""
+        """Return a parameter's placement per dimension of the mesh. ``shard_dim``: None for a scalar."""
         sharded = None if shard_dim is None else self.shard_dim
         return [Replicate() if dim != sharded else Shard(shard_dim or 0) for dim in range(self.mesh.ndim)]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the mesh's first one."""
         return dist.get_rank() == self.ranks[0]
 
     def broadcast(self, value: Tensor) -> None:
-        """Overwrite ``value``, contiguous, by that of the mesh's first rank: along one dimension after the other, from
-        the ranks that have it already."""
         for dim in range(self.mesh.ndim):
             self._broadcast(value, dim)
 
     def scatter(self, shard: Tensor, full: Tensor | None) -> None:
-        """Fill each rank's ``shard``, contiguous and of one shape on all ranks, with its rows of ``full``, a tensor of
-        the mesh's first rank that has up to as many rows as all shards together. No other rank holds more than its
-        shard: the first line of ranks shards, and the others get theirs from it."""
+        """Fill each rank's ``shard``, contiguous and of one shape, with its rows of the first rank's ``full``, which
+        may have fewer rows than all shards. The first line of ranks shards it, and passes the shards on to the
+        replicas."""
         if self.shard_dim is None:
             if full is not None:
                 shard.copy_(full)
@@ -200,11 +194,10 @@ class DataParallelMesh(Mesh):
 
 
 def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh | None, torch.device]:
-    """What of ``mesh``, or of all ranks where it is None, is for data parallelism, and the device of a rank's shards.
-    ``device``: of the model; None if it is on the meta device.
+    """Return the data-parallel part of ``mesh`` (None: of all ranks), and the device of a rank's shards.
 
-    Raises:
-        MeshError, TypeError: it is no mesh of this rank, or not one for a model on this device.
+    ``device``: the model's; None if it is on the meta device. Raises MeshError or TypeError where ``mesh`` is no mesh
+    of this rank, or not one for this device.
     """
     if mesh is None:
         if not dist.is_initialized() and world_size_of_environment() > 1:
@@ -217,7 +210,7 @@ def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh 
 
 
 def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:
-    """``device`` if it is of this type, else the process's current one of the type."""
+    """Return ``device`` if it is of this type, else the process's current device of the type."""
     if device is not None and device.type == device_type:
         return device
     return torch.empty(0, device=device_type).device  # with its index
@@ -247,10 +240,8 @@ def _check_mesh(mesh: Any, device: torch.device | None) -> None:
 
 
 def world_size_of_environment() -> int:
-    """Ranks that torchrun started this process with; 1 without a launcher.
-
-    A launcher that set no rendezvous (SLURM) is an error: each process would train a model of its own.
-    """
+    """Return the number of ranks that torchrun started; 1 without a launcher. Raises MeshError under a launcher that
+    set no rendezvous (SLURM), where each process would train a model of its own."""
     found = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1"))
     if not found.isdigit():
         raise MeshError(f"the environment variable WORLD_SIZE (or SLURM_NTASKS) is {found!r}, not a number of ranks")
@@ -267,12 +258,7 @@ def world_size_of_environment() -> int:
 
 
 def _data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh without the dimensions that are not for data parallelism. Of two that are left the first replicates and
-    the second shards. A mesh of one dimension is what it is, whatever its name.
-
-    Raises:
-        MeshError: the names do not say which dimensions those are.
-    """
+    """Return the data-parallel dimensions of the mesh (of a single one: all). Raises MeshError if names do not say."""
     names = mesh.mesh_dim_names
     if mesh.ndim == 1 or names is None:
         return mesh
@@ -300,7 +286,7 @@ _subgroups: dict[tuple[tuple[int, ...], tuple[int, ...], str], dist.ProcessGroup
 
 
 def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether it has not been destroyed, as all groups are with the default one."""
+    """Say whether the group has not been destroyed, as all groups are with the default one."""
     try:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
@@ -312,8 +298,7 @@ _calls = itertools.count()
 
 
 def _first_ranks_device_type(device: torch.device | None) -> str:
-    """Of a mesh of all ranks: the type of the ``device`` that the first rank's model is on. A rank whose own is on the
-    meta device (None) could not tell."""
+    """Return the type of ``device`` on the first rank; a rank with its model on the meta device cannot tell."""
     own = device.type if device is not None else _default_device_type()
     ranks, key = range(dist.get_world_size()), f"device_type{next(_calls)}"
     if not is_shared(ranks):
@@ -324,7 +309,7 @@ def _first_ranks_device_type(device: torch.device | None) -> str:
 
 
 def _default_device_type() -> str:
-    """Where a model goes that is on the meta device, when no mesh says."""
+    """Return the type of device that a model on the meta device goes to when no mesh says."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return "cpu"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -332,12 +317,12 @@ def _default_device_type() -> str:
 
 
 def _bytes(value: Tensor) -> Tensor:
-    """What a process group sends of any dtype."""
+    """View ``value`` as bytes, which a process group sends whatever the dtype."""
     return value.view(-1).view(torch.uint8)
 
 
 def _padded(full: Tensor, rows: int) -> Tensor:
-    """A contiguous tensor of so many rows that begins with those of ``full``."""
+    """Return a contiguous tensor of ``rows`` rows that begins with those of ``full``."""
     if full.shape[0] == rows:
         return full.contiguous()
     padded = full.new_zeros(rows, *full.shape[1:])

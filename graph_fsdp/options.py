@@ -1,4 +1,4 @@
-"""The options of ``graph_fsdp.compile`` as one value, checked before anything is changed."""
+"""``CompileOptions`` holds the options of ``graph_fsdp.compile``, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graph_fsdp.units import AutoWrapPolicy
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What ``graph_fsdp.compile`` is given beside the model and the mesh, by the names that it has there.
+    """Holds the arguments of ``graph_fsdp.compile`` besides the model and the mesh, under the same names.
 
     Raises:
         ValueError, TypeError, UnsupportedError: an option cannot be, or not together with another one.
@@ -60,37 +60,32 @@ class CompileOptions:
 
     @property
     def checkpointing(self) -> ActivationCheckpointing | None:
-        """``activation_checkpointing``, whichever way it was written."""
+        """Return ``activation_checkpointing``, whichever way it was written."""
         return ActivationCheckpointing.of(self.activation_checkpointing)
 
     @property
     def files(self) -> Safetensors | None:
-        """``checkpoint``, whichever way it was written."""
+        """Return ``checkpoint``, whichever way it was written."""
         return self.checkpoint if isinstance(self.checkpoint, Safetensors | None) else Safetensors(self.checkpoint)
 
     @property
     def pipeline(self) -> PassPipeline:
-        """The passes that run, those of ``activation_checkpointing`` among them."""
+        """Return the pipeline with the passes of ``activation_checkpointing`` in it."""
         pipeline = self.passes if self.passes is not None else default_pipeline()
         return pipeline if self.checkpointing is None else with_activation_checkpointing(pipeline, self.checkpointing)
 
     @property
     def reshards_to_groups(self) -> bool:
-        """Whether ``reshard_after_forward`` is a number of ranks."""
         return isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool)
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are kept on the CPU."""
         return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     def reshard_size(self, world_size: int) -> tuple[Any, int]:
-        """``reshard_after_forward`` without its numbers, and the size of the groups that parameters are resharded to;
-        0 for no such groups. ``world_size``: of the dimension that shards. The rules are FSDP2's.
-
-        Raises:
-            ValueError: it is a number of ranks that does not divide ``world_size``.
-        """
+        """Return ``reshard_after_forward`` as a value that is no number, and the size of the groups to reshard to (0:
+        none). The rules are FSDP2's. Raises ValueError for a number that does not divide ``world_size``, the ranks that
+        shard."""
         value: Any = self.reshard_after_forward
         if not self.reshards_to_groups:
             return value, 0
@@ -110,7 +105,7 @@ class CompileOptions:
         return (True, 0) if value == world_size else (True, value)
 
     def offload(self, device: torch.device) -> Offload | None:
-        """What ``offload_policy`` asks for, of a model on ``device``. Warns of copies to the CPU that save nothing."""
+        """Return what ``offload_policy`` asks for on ``device``. Warns of copies to the CPU that save nothing."""
         policy = self.offload_policy
         if self.checkpointing is not None and self.checkpointing.offload and device.type == "cpu":
             warnings.warn(
@@ -197,7 +192,7 @@ class CompileOptions:
             )
 
     def _check_xla(self) -> None:
-        """What only ``backend="xla"`` has."""
+        """Check the options that only ``backend="xla"`` has."""
         backend, sharding, fallback = self.backend, self.sharding, self.on_host_fallback
         if fallback not in ("error", "warn"):
             raise ValueError(f"on_host_fallback must be 'error' or 'warn', got {fallback!r}")

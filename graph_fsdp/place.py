@@ -1,4 +1,4 @@
-"""Where a model is compiled for, and whether it can be: found and checked before anything of the model is changed."""
+"""A ``Place`` says where a model is compiled for. It is found and checked before anything of the model is changed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ _NO_FORWARD = tuple(container.forward for container in (nn.Module, *_CONTAINERS)
 
 @dataclass(frozen=True)
 class Place:
-    """The devices that share a model, and what keeps its shards and runs it there. ``graph_fsdp/xla/compile.py`` makes
-    the one of XLA.
+    """Holds the devices that share a model and the storage and engine there (XLA's: ``graph_fsdp/xla/compile.py``).
 
     ``device``: of gathered parameters. ``values_on``: where what is on the meta device is given values, before it is
-    sharded. ``shard_dims``: parameter name → the dimension that is sharded, where it is not the first.
-    ``before_compiled``: called with the model when nothing can fail any more, before it gets its new class.
+    sharded. ``shard_dims``: parameter name → the sharded dimension, where it is not the first. ``before_compiled``:
+    called with the model when nothing can fail any more, before it gets its new class.
     """
 
     mesh: Mesh | None
@@ -60,7 +59,7 @@ def place_on_ranks(
     ignored: set[nn.Parameter],
     options: CompileOptions,
 ) -> Place:
-    """The ranks of ``mesh``, for a model with parameters of these names, or this process alone.
+    """Return the place of a model with parameters of these names: the ranks of ``mesh``, or this process alone.
 
     Raises:
         MeshError, UnsupportedError, ValueError, TypeError: the mesh, the options or the parameters do not fit.
@@ -121,7 +120,7 @@ def check_model(model: Any) -> None:
 
 
 def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Module] | None) -> set[nn.Parameter]:
-    """Those that are given, and those of the modules that are."""
+    """Return the given parameters, and those of the given modules."""
     parameters, modules = set(model.parameters()), set(model.modules())
     if isinstance(ignored, (torch.Tensor, nn.Module)):
         kind = "Parameter" if isinstance(ignored, torch.Tensor) else f"module ({type(ignored).__name__})"
@@ -146,7 +145,7 @@ def ignored_parameters(model: nn.Module, ignored: Iterable[nn.Parameter | nn.Mod
 
 
 def _device_of(model: nn.Module, ignored: set[nn.Parameter]) -> torch.device | None:
-    """Of the parameters that have values, or of buffers where there are no parameters; None if none has any."""
+    """Return the device of parameters with values, or of buffers where there are no parameters; None if none has."""
     devices: dict[torch.device, str] = {}
     has_parameters = next(model.parameters(), None) is not None
     for name, p in model.named_parameters() if has_parameters else model.named_buffers():

@@ -1,12 +1,12 @@
-"""Units: which parameters are gathered together.
+"""Units say which parameters are gathered together.
 
-A unit is a submodule; it owns the parameters below it that no unit inside it owns. The root unit holds what
-is left. Units decide only the grouping: when a unit is gathered and freed is decided on the graph.
+A unit is a submodule; it owns the parameters below it that no unit inside it owns. The root unit holds what is left.
+When a unit is gathered and freed is decided on the graph.
 
 [Note: tied parameters]
-A parameter with several names has several owners, and its gathered value must be alive where any of them is
-used. It therefore belongs to the innermost unit that contains all of its owners: often the root, but the unit
-itself when both owners lie inside it, or when one module with the parameter is registered twice.
+A parameter with several names has several owners, and its gathered value must be alive where any of them is used. It
+therefore belongs to the innermost unit that contains all of its owners: often the root, but the unit itself when both
+owners lie inside it, or when one module with the parameter is registered twice.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ _ACCEPTED = (
 
 @dataclass(frozen=True)
 class Unit:
-    """A group of parameters that is gathered, freed and reduced as one.
+    """A unit is a group of parameters that is gathered, freed and reduced as one.
 
-    ``name`` is the fully qualified name of its first module (the first name, if it is registered twice), ``""`` for
-    the root; ``modules`` has that one, and further ones of the unit, by name. ``parameters`` holds canonical parameter
-    names in registration order (see :func:`parameter_names`). ``gathered_by``: where all of the module's parameters are
-    tied to some of other units, the name of one that has them; ``parameters`` is then empty.
+    ``name``: the qualified name of its first module, ``""`` for the root. ``modules``: its modules by name.
+    ``parameters``: canonical names in registration order (see :func:`parameter_names`). ``gathered_by``: where all
+    parameters of the module are tied to other units', the name of a unit that has them; ``parameters`` is then empty.
     """
 
     name: str
@@ -59,15 +58,14 @@ def find_units(
 ) -> list[Unit]:
     """Divide the model's parameters into units.
 
-    Without a policy, repeated blocks are units: the children of a ``ModuleList``, ``Sequential`` or
-    ``ModuleDict`` that share their class with a sibling, have submodules and hold parameters; of nested ones
-    only the outermost. With a policy, units may be nested. Policies mean what they mean to
-    :class:`torch.distributed.fsdp.FullyShardedDataParallel`.
+    Without a policy, repeated blocks are units: the children of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` that
+    share their class with a sibling, have submodules and hold parameters; of nested ones only the outermost. With a
+    policy, which means what it means to :class:`torch.distributed.fsdp.FullyShardedDataParallel`, units may be nested.
 
     Returns:
-        The root unit first, then in the order of ``model.named_modules()``. Each parameter that is not
-        ignored is in exactly one unit; units left without parameters are dropped, the root's too. A chosen module
-        whose parameters are tied to others outside of it stays, without parameters: it can be called by itself.
+        The root unit first, then units in the order of ``model.named_modules()``. Each parameter that is not ignored is
+        in exactly one. Units without parameters are dropped, except chosen modules whose parameters are tied to others
+        outside of them, since they can be called by themselves.
 
     Raises:
         TypeError: ``auto_wrap_policy`` is nothing that can select modules.
@@ -103,17 +101,14 @@ def find_units(
 def _tied_elsewhere(
     module: nn.Module, name: str, owner: dict[str, nn.Module], names: dict[nn.Module, str]
 ) -> str | None:
-    """The unit that has a parameter of ``module``, where it has none of its own; None where units below have them."""
+    """Return the unit that has a parameter of ``module``, where ``module`` and the units below it have none."""
     below = set(module.modules())
     found = (owner.get(own) for own, _ in module.named_parameters(name, remove_duplicate=False))
     return next((names[unit] for unit in found if unit is not None and unit not in below), None)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All fully qualified names of each parameter, in registration order; the first is its canonical name.
-
-    Tied parameters, and parameters of a module that is registered twice, have several.
-    """
+    """Return all qualified names of each parameter (tied ones have several) as registered, the canonical first."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -133,7 +128,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, ...]]:
-    """The modules that the policy chooses, by unit; the root is among them if the policy says so."""
+    """Return the modules that the policy chooses, by unit; the root is among them if the policy says so."""
     if policy is None:
         return [(block,) for block in _repeated_blocks(model)]
     if isinstance(policy, _Policy):
@@ -152,7 +147,7 @@ def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]
 
 
 def _select_listed(model: nn.Module, listed: tuple[Any, ...]) -> list[tuple[nn.Module, ...]]:
-    """Classes, modules, and tuples or lists of modules. A module that was listed goes before its class."""
+    """Return the units of listed classes, modules, and tuples or lists of modules; a module goes before its class."""
     classes: list[type[nn.Module]] = []
     groups: list[tuple[nn.Module, ...]] = []
     for value in listed:
@@ -197,8 +192,8 @@ def _select_by_function(
 ) -> int:
     """Ask a policy function bottom-up, and return how many elements of ``module`` are in a unit.
 
-    These are the rules of torch's ``_recursive_wrap``, whose arithmetic size-based policies rely on: on the
-    way down a policy sees all elements, on the way up only those that no unit below has taken.
+    These are the rules of torch's ``_recursive_wrap``: on the way down a policy sees all elements, on the way up only
+    those that no unit below has taken.
     """
     numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -211,7 +206,7 @@ def _select_by_function(
 
 
 def _check_signature(policy: Callable[..., bool]) -> None:
-    """Say what is missing before a first call fails inside torch (a forgotten ``functools.partial``)."""
+    """Raise TypeError with what is missing before a call fails inside torch (a forgotten ``functools.partial``)."""
     try:
         signature = inspect.signature(policy)
     except ValueError:  # builtins have none
@@ -225,14 +220,13 @@ def _check_signature(policy: Callable[..., bool]) -> None:
 
 
 def _owning_unit(model: nn.Module, names: list[str], first_of: dict[nn.Module, nn.Module]) -> nn.Module:
-    """The innermost unit on the path to every one of a parameter's names (see [Note: tied parameters]), as its first
-    module."""
+    """Return the first module of the innermost unit that is on the path to every name ([Note: tied parameters])."""
     paths = [[first_of[m] for m in modules_on_path(model, name.rpartition(".")[0]) if m in first_of] for name in names]
     return next(unit for unit in reversed(paths[0]) if all(unit in path for path in paths))
 
 
 def modules_on_path(model: nn.Module, name: str) -> list[nn.Module]:
-    """The modules from ``model`` down to the one of this name, both among them."""
+    """Return the modules from ``model`` down to the one of this name, both included."""
     path = [model]
     for part in name.split(".") if name else ():
         path.append(path[-1].get_submodule(part))
@@ -244,7 +238,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _describe(policy: object) -> str:
-    """A policy as the user wrote it: without the memory addresses that reprs of functions carry."""
+    """Return a policy as the user wrote it, without the memory addresses in the reprs of functions."""
     if isinstance(policy, functools.partial):
         keywords = [f"{key}={_describe(value)}" for key, value in policy.keywords.items()]
         arguments = [_describe(policy.func), *map(_describe, policy.args), *keywords]

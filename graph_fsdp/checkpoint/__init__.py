@@ -1,10 +1,10 @@
-"""Saving a training and resuming it, and loading weights from elsewhere.
+"""Save a training and resume it, and load weights from elsewhere.
 
-- :func:`save` and :func:`load`: a checkpoint of ``torch.distributed.checkpoint`` with model, optimizer, random states
-  and whatever else a training has to remember. It resumes on any number of ranks.
-- :func:`latest`, :func:`complete`: the checkpoints in a folder.
-- ``graph_fsdp.compile(model, checkpoint=…)`` takes a model's values from safetensors files from the start: on the meta
-  device, nothing that the files have is initialised. :func:`load_safetensors` does so at any later time.
+- :func:`save` and :func:`load` write and read a checkpoint of ``torch.distributed.checkpoint`` with model, optimizer,
+  random states and whatever else a training has to remember. It resumes on any number of ranks.
+- :func:`latest` and :func:`complete` find the checkpoints in a folder.
+- ``graph_fsdp.compile(model, checkpoint=…)`` starts with a model's values from safetensors files;
+  :func:`load_safetensors` loads them at any later time.
 - :func:`load_full_state_dict` takes a whole state dict that one rank has.
 """
 

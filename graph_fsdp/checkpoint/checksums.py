@@ -1,9 +1,8 @@
-"""Sums of the bytes of a checkpoint's files, one per entry.
+"""A checkpoint has a sum of the bytes of each entry of its files.
 
-The sum of an entry is that of its bytes as little-endian words of 64 bits, modulo 2^64; words are those of the file, so
-that an entry may begin in the middle of one. It is as fast as reading memory, and any one changed byte changes it.
-(Two changes may cancel each other out: the CRC32 that ``torch.save`` puts beside each tensor is stronger, and slower.
-``graph-fsdp inspect-checkpoint`` checks both.)
+An entry's bytes are added as little-endian words of 64 bits, modulo 2^64. Words are those of the file, so that an entry
+may begin in the middle of one. It is as fast as reading memory and finds any one changed byte; two changes may cancel
+out, which the CRC32 of ``torch.save``, stronger and slower, finds. ``graph-fsdp inspect-checkpoint`` checks both.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 class Place(NamedTuple):
-    """Where the bytes of an entry are."""
+    """Says where the bytes of an entry are."""
 
     file: str
     offset: int
@@ -35,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What is known of an entry that was written."""
+    """Says what is known of an entry that was written."""
 
     total: int  # the sum of its bytes, and of ``data``: a change of either is noticed
     data: int = 0  # where in the file the bytes of a contiguous tensor begin; 0: it is something else
@@ -46,7 +45,7 @@ class Written(NamedTuple):
 
 
 def by_file(places: Iterable[Place]) -> dict[str, list[Place]]:
-    """File → the entries in it, in order, each once."""
+    """Return file → the entries in it, in order, each once."""
     return {file: list(found) for file, found in itertools.groupby(sorted(set(places)), lambda place: place.file)}
 
 
@@ -81,17 +80,14 @@ def _sum(content: Tensor, offset: int, length: int) -> int:
 
 
 def as_text(checksums: Mapping[Place, Written]) -> str:
-    """The text of the file: file → [offset, bytes, sum, where a tensor's own bytes begin] of its entries."""
+    """Return the text of the file: file → [offset, bytes, sum, where a tensor's own bytes begin] of its entries."""
     files = by_file(checksums).items()
     return json.dumps({file: [[*place[1:], *checksums[place]] for place in places] for file, places in files})
 
 
 def read(folder: Path) -> dict[Place, Written]:
-    """Nothing, of a checkpoint that something else has written. Rows of format 1 end with the sum.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Read the sums of a checkpoint; empty where another program wrote it. Rows of format 1 end with the sum. Raises
+    CheckpointError if the file is damaged."""
 
     def made_of(found: dict[str, list[list[int]]]) -> dict[Place, Written]:
         rows = ((file, row) for file, rows in found.items() for row in rows)

@@ -1,8 +1,8 @@
-"""A model's values out of a checkpoint into files that other programs read, one tensor in memory at a time.
+"""Write a checkpoint's model into files that other programs read, one tensor in memory at a time.
 
-No process group, no device and no model is needed. ``.safetensors`` files are written by this module, after the
-format's description (https://huggingface.co/docs/safetensors): a library that is handed all tensors at once has to hold
-them. ``.pt`` files are laid out by ``torch.save`` with ``torch.serialization.skip_data``, and filled.
+No process group, device or model is needed. ``.safetensors`` files are written here, by the format's description
+(https://huggingface.co/docs/safetensors), since the library needs all tensors in memory at once. ``.pt`` files are laid
+out by ``torch.save`` with ``torch.serialization.skip_data``, and filled.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def consolidate(
         progress: called with the bytes of each tensor that was written.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, a file is damaged, or it has no model there.
+        CheckpointError: the checkpoint is not complete, a file is damaged, or there is no model under ``model_key``.
         ValueError: ``out`` or ``shard_size`` cannot be.
     """
     target = Path(out)
@@ -139,7 +139,7 @@ def _write_safetensors(source: _Source, target: Path, shard_size: int | None) ->
 
 
 def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:
-    """In the order of names, each as full as may be."""
+    """Divide the names, in order, into files that are each as full as may be."""
     shards: list[list[str]] = [[]]
     held = 0
     for name in source.entries:
@@ -153,7 +153,7 @@ def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:
 
 
 def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
-    """Wide dtypes come first, so that each tensor begins at a multiple of its width."""
+    """Write one file. Wide dtypes come first, so that each tensor begins at a multiple of its width."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
@@ -172,8 +172,7 @@ def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
 
 
 def _write_pt(source: _Source, target: Path) -> None:
-    """What ``torch.load`` reads as a dict of tensors. The CRC32 of the records stay empty: ``torch.load`` does not look
-    at them, and ``unzip`` complains."""
+    """Write what ``torch.load`` reads as a dict of tensors. There is no CRC32, which ``torch.load`` ignores."""
     shapes = {name: (entry.size, entry.properties.dtype) for name, entry in source.entries.items()}
     with _appearing(target) as stream:
         source.write(stream, compat.lay_out(stream.name, shapes))
@@ -181,7 +180,7 @@ def _write_pt(source: _Source, target: Path) -> None:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there when it is complete, or not at all."""
+    """Open a file that is there when it is complete, or not at all."""
     partial = hidden(path, "partial")
     try:
         with written(partial) as stream:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and whether it is whole."""
+"""Read what is in a checkpoint, and check whether it is whole."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class TensorEntry:
 @dataclass(frozen=True)
 class Contents:
     path: str
-    ranks: int | None  # that saved it; None: something else than graph_fsdp has
+    ranks: int | None  # that saved it; None: another program wrote it
     torch: str | None  # the version that wrote it
     files: dict[str, int]  # name → bytes
     tensors: list[TensorEntry]
     values: int  # entries that are no tensors
-    extra: dict[str, Any]  # what else was saved: numbers and text, or of what type it is
-    random_states: int  # of so many ranks
+    extra: dict[str, Any]  # numbers and text as they are, of all else the type
+    random_states: int  # the number of ranks whose states are there
     step: int | None  # what was saved as ``extra["step"]``
 
     def __str__(self) -> str:
@@ -61,11 +61,8 @@ class Contents:
 
 
 def contents(path: AnyPath) -> Contents:
-    """Read the description of a checkpoint, and nothing of its tensors.
-
-    Raises:
-        CheckpointError: it is not complete, or its description is damaged.
-    """
+    """Read the description of a checkpoint, and nothing of its tensors. Raises CheckpointError if it is not complete or
+    its description is damaged."""
     checkpoint = Checkpoint.open(path)
     header = checkpoint.header
     extra, _ = saved_extra(checkpoint)
@@ -89,16 +86,12 @@ def contents(path: AnyPath) -> Contents:
 class Checked:
     bytes: int  # that were read
     entries: int
-    sums: int  # entries whose sum is known and right; of what something else has written none is
+    sums: int  # entries whose sum is known and right; 0 where another program wrote them
 
 
 def check(path: AnyPath) -> Checked:
-    """Read all of a checkpoint: its files are there and as long as they should be, and what is in them has the sums
-    that graph_fsdp, and the CRC32 that ``torch.save``, wrote with it.
-
-    Raises:
-        CheckpointError: with all that is damaged.
-    """
+    """Read all of a checkpoint: check the lengths of its files, graph_fsdp's sums and the CRC32 of ``torch.save``.
+    Raises CheckpointError with all that is damaged."""
     checkpoint = Checkpoint.open(path)
     checkpoint.check_files()
     problems = []
@@ -125,7 +118,7 @@ def check(path: AnyPath) -> Checked:
 
 
 def _check_crc(checkpoint: Checkpoint, place: Place) -> None:
-    """An entry is a ZIP file, as ``torch.save`` writes it."""
+    """Check the CRC32 of an entry, a ZIP file as ``torch.save`` writes it."""
     try:
         with zipfile.ZipFile(checkpoint.read(place)) as archive:
             for record in archive.infolist():

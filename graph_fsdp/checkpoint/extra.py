@@ -1,8 +1,8 @@
-"""What a training has to remember beside model and optimizer: numbers, text, their lists and dicts, tensors, and
-whatever has a ``state_dict()``.
+"""``extra`` is what a training has to remember beside model and optimizer: numbers, text, their lists and dicts,
+tensors, and whatever has a ``state_dict()``.
 
-A value's tensors become entries of their own, so that a sharded one is written by the ranks that have its parts. What
-is left of it, with the types of its keys and containers, is one entry of bytes.
+A value's tensors become entries of their own, so that a sharded one is written by the ranks that have its parts. The
+rest of it, with the types of its keys and containers, is one entry of bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 
 
 def take_apart(value: Any, name: str) -> tuple[Any, dict[Path, Tensor]]:
-    """A copy of a value with None in place of its tensors, and these by their paths in it. ``name``: of the value.
-
-    Raises:
-        TypeError: something of it could not be loaded without unpickling objects of any class.
-    """
+    """Return a copy of a value with None in place of its tensors, and these by their paths in it. Raises TypeError for
+    what could not be loaded without unpickling objects of any class. ``name``: the value's."""
     tensors: dict[Path, Tensor] = {}
     try:
         return _take_apart(value, (), tensors), tensors
@@ -76,8 +73,8 @@ def put_together(value: Any, tensors: Mapping[Path, Tensor], path: Path = ()) ->
 
 
 def extra_tree(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``extra``: as bytes, what is left of its values, with name → path of its tensors; and these, by
-    their names. A name is the parts of a path joined by dots, and a number where two would be the same.
+    """Return the entries of ``extra``: the values without tensors, as bytes that also have name → path of the tensors;
+    and the tensors by name. A name is a path joined by dots, or a number where two would be the same.
 
     Raises:
         TypeError: something of it could not be loaded again.
@@ -94,8 +91,7 @@ def extra_tree(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_extra(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Path]]:
-    """What is left of ``extra`` in a checkpoint without its tensors, and name → path of these; nothing where none was
-    saved."""
+    """Return a checkpoint's ``extra`` without its tensors, and name → path of these; both empty if none was saved."""
     key = f"{EXTRA}.structure"
     if key not in checkpoint.entries:
         return {}, {}
@@ -108,8 +104,8 @@ def saved_extra(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Path]
 
 
 class ExtraValues:
-    """What was saved as ``extra``, matched when made with what the caller has under the same names. ``wanted``: tensors
-    that are read into. The caller's DTensors are; of all else each rank gets a copy of its own."""
+    """Holds what was saved as ``extra``, matched when made with what the caller has under the same names. ``wanted``:
+    the tensors to read into, which are the caller's DTensors, and for all else a copy per rank."""
 
     def __init__(self, given: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         self.given = given
@@ -133,7 +129,7 @@ class ExtraValues:
             self.tensors[path] = self.wanted[at] = mine
 
     def finish(self) -> dict[str, Any]:
-        """After the tensors were read into: what has a state gets it. All that was saved."""
+        """Give each object with a state its state, after the tensors were read; return all that was saved."""
         found: dict[str, Any] = put_together(self.structure, self.tensors)
         for name, value in self.given.items():
             if _is_stateful(value):
@@ -142,7 +138,7 @@ class ExtraValues:
 
 
 def _state_of(value: Any) -> Any:
-    """What is saved of a value: its ``state_dict()``, if it has one and takes one."""
+    """Return what is saved of a value: its ``state_dict()``, if it has one and takes one."""
     return value.state_dict() if _is_stateful(value) else value
 
 
@@ -151,5 +147,5 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _shown(path: Path) -> str:
-    """As in Python: ['loader'][0]."""
+    """Return a path as Python writes it: ['loader'][0]."""
     return "".join(f"[{part!r}]" for part in path)

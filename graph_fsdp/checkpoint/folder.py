@@ -1,10 +1,9 @@
-"""Checkpoints as folders: made under a temporary name, renamed when complete, the last few kept.
+"""Checkpoints are folders, made under a temporary name and renamed when complete; the last few are kept.
 
 [Note: what is complete]
-A checkpoint is written to ``.NAME.TOKEN.partial`` beside its place and renamed by one rank, once all ranks have written
-and what they wrote is on the disk. So a folder with ``.metadata`` that does not begin with a dot is complete, whenever
-the program was stopped. What an interrupted save has left is removed by the next save of the same series: names that
-differ in their numbers only.
+A checkpoint is written to ``.NAME.TOKEN.partial`` and renamed by one rank, once what all ranks wrote is on the disk. So
+a folder with ``.metadata`` whose name begins with no dot is complete. What an interrupted save has left is removed by
+the next save of its series: names that differ in their numbers only.
 """
 
 from __future__ import annotations
@@ -65,21 +64,21 @@ def is_complete(path: Path) -> bool:
 
 
 def complete(folder: AnyPath) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their names
-    and the clocks of their hosts. Those that something else has written come first, by the time of their files."""
+    """Return the complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their
+    names and hosts' clocks. Those of other programs come first, by the time of their files."""
     root = Path(folder)
     found = [path for path in root.iterdir() if is_complete(path)] if root.is_dir() else []
     return sorted(found, key=lambda path: (_sequence(path), (path / METADATA).stat().st_mtime_ns, path.name))
 
 
 def latest(folder: AnyPath) -> Path | None:
-    """The newest complete checkpoint in a folder; None where there is none, or no folder."""
+    """Return the newest complete checkpoint in a folder; None where there is none, or no folder."""
     found = complete(folder)
     return found[-1] if found else None
 
 
 def _sequence(path: Path) -> int:
-    """0 where nothing says it, or what does is damaged, of which ``load`` speaks."""
+    """Return the header's sequence; 0 where there is none or it is damaged, which ``load`` reports."""
     try:
         header = Header.read(path)
     except CheckpointError:
@@ -88,18 +87,17 @@ def _sequence(path: Path) -> int:
 
 
 def series(name: str) -> str:
-    """What the names of a training's checkpoints have in common: all but their numbers."""
+    """Return what the names of a training's checkpoints have in common: all but their numbers."""
     return re.sub(r"\d+", "#", name)
 
 
 def begin(path: Path) -> Path:
-    """Make the temporary folder of a checkpoint, for the user alone, and remove what interrupted saves of its series
-    have left."""
+    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.iterdir():
         found = _PARTIAL.match(other.name)
         if found and series(found[1]) == series(path.name):
-            shutil.rmtree(other, ignore_errors=True)  # it is in nobody's way
+            shutil.rmtree(other, ignore_errors=True)
     temporary = hidden(path, "partial")
     temporary.mkdir(mode=0o700)
     return temporary
@@ -124,14 +122,14 @@ def commit(temporary: Path, path: Path, keep: int | None) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that nobody thinks that it is complete when half of it is removed."""
+    """Rename a checkpoint, so that it is not taken for complete while it is removed."""
     aside = hidden(path, "replaced")
     path.rename(aside)
     return aside
 
 
 def hidden(path: Path, kind: str) -> Path:
-    """A name for what stands beside a path for a while."""
+    """Return a name for what stands beside a path for a while."""
     return path.parent / f".{path.name}.{secrets.token_hex(8)}.{kind}"
 
 
@@ -146,7 +144,7 @@ def sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A new file that only the user can read, to be written; it is on the disk afterwards."""
+    """Open a new file for writing, readable by the user alone; it is on the disk afterwards."""
     with open(path, "w+b", opener=private) as stream:
         yield stream
         stream.flush()

@@ -1,4 +1,4 @@
-"""Loading weights from elsewhere into compiled models: safetensors files, or a whole state dict that one rank has."""
+"""Load weights into compiled models, from safetensors files or from a whole state dict that one rank has."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graph_fsdp.module.module import GraphFSDPModule
 def load_safetensors(
     model: nn.Module, path: AnyPath | Sequence[AnyPath], *, strict: bool = True, rename: Rename | None = None
 ) -> IncompatibleKeys:
-    """Load safetensors files into a compiled model. Every rank reads its own rows, and all ranks call it.
+    """Load safetensors files into a compiled model. All ranks call it, and each reads its own rows.
 
-    Floating-point values are cast to the shards' dtype. Arguments as of :class:`Safetensors`. Returns what
+    Floating-point values are cast to the shards' dtype. Takes the arguments of :class:`Safetensors`, and returns what
     ``load_state_dict`` returns.
 
     Raises:
@@ -39,9 +39,8 @@ def load_safetensors(
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None, *, strict: bool = True
 ) -> IncompatibleKeys:
-    """Load whole tensors that rank 0 has into a compiled model, and any other rank's ``state_dict`` is not looked at
-    (None). All ranks call it. Tensors go from rank 0 to the others whole, one after the other, by
-    ``torch.distributed.checkpoint``.
+    """Load whole tensors of rank 0 into a compiled model. All ranks call it; the ``state_dict`` of others is not looked
+    at (None). Tensors go whole to all ranks, one after the other, by ``torch.distributed.checkpoint``.
 
     Raises:
         CheckpointError: on rank 0, before anything is written: the keys or shapes do not fit the model.
@@ -72,8 +71,8 @@ def load_full_state_dict(
 def _fitting(
     model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool
 ) -> tuple[dict[str, Tensor], IncompatibleKeys]:
-    """What of a whole state dict goes into the model, under the first of a tied parameter's names: of a module that is
-    registered twice, torch.distributed.checkpoint knows no other, and would leave it without a DTensor."""
+    """Return what of a whole state dict goes into the model, under the first of a tied parameter's names, the only one
+    that torch.distributed.checkpoint knows of a module that is registered twice."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict of whole tensors on rank 0, got {type(state_dict).__name__}")
     wrong = next((key for key, value in state_dict.items() if type(value) not in (Tensor, nn.Parameter)), None)

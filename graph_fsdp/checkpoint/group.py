@@ -1,7 +1,6 @@
-"""The ranks that save and load together, and how they tell each other what is wrong.
+"""The ranks that save and load together tell each other what is wrong.
 
-They talk over a gloo group of their own. A save that goes on in the background would otherwise mix its messages with
-those of the training.
+They talk over a gloo group of their own, apart from the training's messages: a save may go on in the background.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.failure import gone
 
-# For a rank to come and to write its part: another one waits that long, and then fails.
+# How long a rank waits for another to come and to write its part, and then fails.
 TIMEOUT_SECONDS = 1800.0
 NOT_DISTRIBUTED = "torch.distributed is disabled"  # torch.distributed.checkpoint warns of a process that is alone
 
@@ -30,15 +29,15 @@ _groups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The global ranks that save and load together; ``group`` is None where this process is alone."""
+    """Holds the global ranks that save and load together; ``group`` is None where this process is alone."""
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
 
     @classmethod
     def of(cls, model: nn.Module) -> Ranks:
-        """All ranks that hold a part of the model's parameters; all ranks there are, if nothing is a DTensor. The first
-        call for some ranks makes their group: each of them has to come.
+        """Return the ranks that hold parts of the model's parameters, or all ranks if nothing is a DTensor. All of them
+        call this, as the first call for some ranks makes their group.
 
         Raises:
             UnsupportedError: the model is one of XLA's replicas, whose parts nothing says the places of.
@@ -59,7 +58,7 @@ class Ranks:
 
     @property
     def index(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's place among them."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
@@ -68,7 +67,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreeing(self, facts: Sequence[str]) -> Iterator[None]:
-        """Whatever is raised within is told to the other ranks: see :meth:`agree`."""
+        """Tell the other ranks of whatever is raised within: see :meth:`agree`."""
         problem: Exception | None = None
         try:
             yield
@@ -77,12 +76,11 @@ class Ranks:
         self.agree(facts, problem)
 
     def agree(self, facts: Sequence[str], problem: Exception | None, value: str = "") -> str:
-        """Raise this rank's problem, or tell of another's; return the first rank's ``value``. ``facts`` have to be the
-        same on all.
+        """Raise this rank's ``problem``, or tell of another's; return the first rank's ``value``. All give the same
+        ``facts``.
 
         Raises:
-            CheckpointError: another rank has a problem, or other facts, or did not answer. Its own problem is raised as
-                it is.
+            CheckpointError: another rank has a problem or other facts, or did not answer.
         """
         mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", value)
         everyone = [mine for _ in self.ranks]
@@ -105,7 +103,7 @@ class Ranks:
         return first[2]
 
     def told(self, error: BaseException) -> CheckpointError:
-        """An error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
+        """Return an error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
         if not isinstance(error, CheckpointException):
             return no_answer(error, self.ranks) if isinstance(error, RuntimeError) else CheckpointError(describe(error))
         failures = {self.ranks[index]: failure[0] for index, failure in sorted(error.failures.items())}
@@ -137,6 +135,6 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     known = _groups.setdefault(world, {})
     if ranks not in known:
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        # Made by its own ranks alone: those of another mesh may never come here.
+        # Its own ranks alone make it: those of another mesh may never come here.
         known[ranks] = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
     return known[ranks]

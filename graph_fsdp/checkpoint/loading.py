@@ -1,10 +1,9 @@
-"""Loading a training: first all that can be known without changing anything, then the values.
+"""Load a training: check first all that can be known without changing anything, then read the values.
 
 [Note: states that are not there yet]
-An optimizer makes a parameter's state when it first steps with a gradient. So a new one is given its states, by
-``get_optimizer_state_dict``, which has it take a step with gradients of zero and a learning rate of zero; what the
-checkpoint has is read into them; and states that the checkpoint does not have, as of an expert that had had no
-gradient, are taken away again.
+An optimizer makes a parameter's state when it first steps with a gradient. A new one is given states by
+``get_optimizer_state_dict``, which takes a step with gradients and a learning rate of zero. What the checkpoint has is
+read into them, and states that it lacks (of an expert that had no gradient) are removed again.
 """
 
 from __future__ import annotations
@@ -55,22 +54,21 @@ def load(
     model_key: str = MODEL,
     optimizer_key: str = OPTIMIZER,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a model, an optimizer and whatever else has a state. All ranks of the model call it, as
-    many as there are: they, the mesh, the buckets and the dtypes may be others than those that saved. Each rank reads
-    what it holds. Whatever ``torch.distributed.checkpoint`` has written can be loaded, as from FSDP2.
+    """Load a checkpoint into a model, an optimizer and whatever else has a state. All ranks of the model call it, and
+    each reads what it holds. Ranks, mesh, buckets and dtypes may differ from those that saved. Whatever
+    ``torch.distributed.checkpoint`` has written can be loaded, as from FSDP2.
 
     Nothing in the checkpoint is run: what is not a tensor is loaded with ``weights_only=True``.
 
     Args:
         optimizer: one, or several, as was saved. None: its state stays unread.
-        extra: by the names with which they were saved, what gets its state by ``load_state_dict()``, and DTensors that
-            are read into.
-        random_states: set torch's, Python's and NumPy's random states to this rank's when it was saved. A rank that
-            there was not then keeps its own.
-        verify: compare what this rank will read with the sums that were saved with it, before anything is changed.
-            It costs reading memory once. Checkpoints that something else has written have none.
-        model_key, optimizer_key: where the two are in a checkpoint that something else has written; ``model_key=""``:
-            the model's names are the keys.
+        extra: by the names with which they were saved, objects with a ``load_state_dict()``, and DTensors to read into.
+        random_states: set torch's, Python's and NumPy's random states to this rank's when it was saved. A rank that was
+            not there then keeps its own.
+        verify: compare what this rank will read with its saved sums before anything is changed, which reads memory
+            once. Checkpoints of other programs have no sums.
+        model_key, optimizer_key: where the two are in a checkpoint of another program; ``model_key=""``: the model's
+            names are the keys.
 
     Returns:
         What was saved as ``extra``: of what has a ``load_state_dict()``, its state.
@@ -104,7 +102,7 @@ def load(
     except BaseException:
         optimizer_values.undo()
         raise
-    set_model_state_dict(model, state, options=StateDictOptions(strict=False))  # what modules do when one is loaded
+    set_model_state_dict(model, state, options=StateDictOptions(strict=False))  # runs the modules' load hooks
     optimizer_values.finish()
     found = extra_values.finish()
     if random_values:
@@ -113,8 +111,8 @@ def load(
 
 
 class StateMatch:
-    """A nested state dict beside the entries below a key: ``wanted`` tensors are to be read, and what is no tensor, of
-    which there may be several entries, is in the state when this is made. ``entries``: by their names in the state."""
+    """Matches a nested state dict with the entries below a key. ``entries``: by their names in the state. ``wanted``:
+    the tensors to read into; what is no tensor is read into the state when this is made."""
 
     def __init__(self, state: Any, entries: Entries, key: str, checkpoint: Checkpoint) -> None:
         self.wanted: dict[str, Tensor] = {}  # key of the checkpoint → what is read into
@@ -162,8 +160,7 @@ def match_model(model: nn.Module, checkpoint: Checkpoint, key: str, others: Sequ
 
 
 class OptimizerValues:
-    """Matched when made, as far as that goes without changing the optimizers: CheckpointError if the checkpoint is of
-    others."""
+    """Matches optimizers with a checkpoint when made. Raises CheckpointError if it is of others."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint, key: str) -> None:
         self.model, self.optimizers, self.checkpoint, self.key = model, optimizers, checkpoint, joined(key, "state")
@@ -183,11 +180,8 @@ class OptimizerValues:
         self._saved = self._owned & {name for path in self._states for name in _beginnings(path)}
 
     def prepare(self) -> None:
-        """Make the states that the checkpoint has; ``wanted`` is complete afterwards.
-
-        Raises:
-            CheckpointError: the checkpoint's are of another kind of optimizer. Call ``undo`` then.
-        """
+        """Make the states that the checkpoint has; ``wanted`` is complete afterwards. Raises CheckpointError, after
+        which ``undo`` is to be called, if they are another kind of optimizer's."""
         for optimizer in self.optimizers:
             here = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
             held = {parameter for parameter, state in optimizer.state.items() if state}
@@ -204,13 +198,13 @@ class OptimizerValues:
             raise CheckpointError(f"{self.checkpoint.path} is of another optimizer:\n\t{lines}")
 
     def undo(self) -> None:
-        """Optimizers are as before ``prepare``."""
+        """Make the optimizers what they were before ``prepare``."""
         for optimizer, state in self._before:
             optimizer.state.clear()
             optimizer.state.update(state)
 
     def finish(self) -> None:
-        """After the tensors were read into."""
+        """Give the optimizers what was read. Called after the tensors were read into."""
         for optimizer in self.optimizers:
             groups = [self._saved_group(group) for group in optimizer.param_groups]
             names = [name for group in groups for name in group["params"]]
@@ -224,7 +218,7 @@ class OptimizerValues:
         return [self.names[parameter] for parameter in parameters]
 
     def _read_groups(self, key: str) -> list[dict[str, Any]]:
-        """The saved groups, each with its "params", by name. Of a flattened state dict, each parameter is a group."""
+        """Return the saved groups, each with its "params" by name; one per parameter of a flattened state dict."""
         found: dict[str, dict[str, Any]] = {}
         for path, entry in self.checkpoint.under(key).items():
             rest, _, option = path.rpartition(".")
@@ -238,7 +232,7 @@ class OptimizerValues:
         return [{**options, "params": [name]} for name, options in found.items()]
 
     def _match_parameters(self) -> None:
-        """The same parameters have the same options together."""
+        """Check that the checkpoint has the optimizers' parameters, and that the same ones are in a group together."""
         saved = {name for group in self._groups for name in group["params"]}
         problems: list[str] = []
         if missing := sorted(self._owned - saved):
@@ -254,19 +248,19 @@ class OptimizerValues:
             raise CheckpointError(f"{self.checkpoint.path} is of another optimizer: {'; '.join(problems)}")
 
     def _saved_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group of an optimizer with what was saved of it; options that torch has only now stay."""
+        """Return a group of an optimizer with what was saved of it; options of newer torch versions stay."""
         names = self._names(group["params"])
         saved = next((g for g in self._groups if not names or names[0] in g["params"]), {})
         return {**group, **saved, "params": names}
 
 
 def _beginnings(path: str) -> set[str]:
-    """What stands before each dot of a path, and all of it: one is the name of the parameter whose state it is."""
+    """Return what stands before each dot of a path, and all of it: one is the name of the state's parameter."""
     return set(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _initialise(model: nn.Module, optimizer: Optimizer) -> None:
-    """Every trainable parameter gets a new state. Gradients stay, as they would keep torch from making states."""
+    """Give every trainable parameter a new state. Gradients stay, as they would keep torch from making states."""
     optimizer.state.clear()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [(p, p.grad) for p in parameters]

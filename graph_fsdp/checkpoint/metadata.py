@@ -1,7 +1,7 @@
-"""What is in a checkpoint, without running anything that it says.
+"""Read what is in a checkpoint, without running anything that it says.
 
-``torch.distributed.checkpoint`` pickles its description of a checkpoint and the values that are not tensors. Here the
-description is unpickled with its own few classes allowed and nothing else, and values with ``weights_only=True``.
+``torch.distributed.checkpoint`` pickles its description of a checkpoint and the values that are not tensors. Here only
+its own few classes are unpickled, and values are loaded with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -87,11 +87,8 @@ def unfit(name: str, entry: TensorStorageMetadata, value: Tensor) -> str | None:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Read the description of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it asks for something that it does not need.
-    """
+    """Read the description of a checkpoint. Raises CheckpointError if there is none, it is damaged, or it asks for a
+    class that it does not need."""
     file = path / METADATA
     if not file.is_file():
         what = "has no .metadata" if path.is_dir() else "is no folder"
@@ -108,12 +105,12 @@ def read_metadata(path: Path) -> Metadata:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was opened: its description, and nothing else of it is in memory."""
+    """Holds the description of a checkpoint that was opened, and nothing else of it."""
 
     path: Path
     metadata: Metadata
-    header: Header | None  # None: something else has written it
-    checksums: Mapping[Place, Written]  # nothing, likewise
+    header: Header | None  # None: another program wrote it
+    checksums: Mapping[Place, Written]  # empty, likewise
 
     @classmethod
     def open(cls, path: AnyPath) -> Checkpoint:
@@ -123,7 +120,7 @@ class Checkpoint:
 
     @property
     def entries(self) -> Entries:
-        """Key, as "model.blocks.0.weight" → what is there."""
+        """Return key, as "model.blocks.0.weight" → what is there."""
         return self.metadata.state_dict_metadata
 
     @functools.cached_property
@@ -132,11 +129,11 @@ class Checkpoint:
 
     @property
     def roots(self) -> list[str]:
-        """What keys begin with, as "model"."""
+        """Return what keys begin with, as "model"."""
         return sorted({key.split(".")[0] for key in self.entries})
 
     def under(self, prefix: str) -> Entries:
-        """The entries below a key, by the rest of their keys. Below "" are all."""
+        """Return the entries below a key, by the rest of their keys. Below "" are all."""
         start = joined(prefix, "")
         return {key.removeprefix(start): entry for key, entry in self.entries.items() if key.startswith(start)}
 
@@ -150,15 +147,11 @@ class Checkpoint:
         return Place(name, info.offset, info.length)
 
     def places(self) -> dict[str, list[Place]]:
-        """File → the entries in it, in order."""
+        """Return file → the entries in it, in order."""
         return by_file(map(self.place, self.metadata.storage_data))
 
     def check_files(self) -> None:
-        """Every file is there and as long as it should be. Nothing of them is read.
-
-        Raises:
-            CheckpointError: with all files that are not.
-        """
+        """Check that all files are there and long enough. Raises CheckpointError with those that are not."""
         problems = []
         for name, places in self.places().items():
             file, last = self.path / name, places[-1]
@@ -170,11 +163,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}")
 
     def check_sums(self, places: Iterable[Place]) -> None:
-        """What was written is still there. Nothing is known of checkpoints that something else has written.
-
-        Raises:
-            CheckpointError: with the first file that has changed.
-        """
+        """Check the sums that graph_fsdp wrote of entries. Raises CheckpointError with the first changed file."""
         if not self.checksums:
             return
         damaged = []
@@ -196,12 +185,9 @@ class Checkpoint:
             return io.BytesIO(file.read(place.length))
 
     def value(self, key: str) -> Any:
-        """Return what is under a key: a value that is no tensor, or a tensor that was saved in one piece.
-
-        Raises:
-            CheckpointError: it is damaged, or holds objects of other classes than numbers, text, their lists and dicts,
-                and tensors.
-        """
+        """Return what is under a key: a value that is no tensor, or a tensor that was saved in one piece. Raises
+        CheckpointError if it is damaged, or has objects of other classes than numbers, text, their lists and dicts, and
+        tensors."""
         entry = self.entries[key]
         offset = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
         place = self.place(MetadataIndex(key, offset))

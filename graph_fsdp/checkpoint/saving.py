@@ -1,4 +1,4 @@
-"""Saving a training: at once, or in the background."""
+"""Save a training, at once or in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graph_fsdp.initialise.safetensors_files import AnyPath
 
 
 class PendingSave:
-    """A save that was begun. One that is not ``asynchronous`` is done already."""
+    """Holds a save that was begun. It is done already unless it is ``asynchronous``."""
 
     def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
         self.path, self._future = path, future
@@ -36,7 +36,7 @@ class PendingSave:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait for the end of the save; return the folder of the checkpoint, which is complete then.
+        """Wait for the end of the save, and return the folder of the checkpoint, which is complete then.
 
         Raises:
             CheckpointError: it failed, on all ranks alike. What was there before is as it was.
@@ -79,14 +79,14 @@ def save(
             first rank's is saved, and all ranks' parts of DTensors.
         asynchronous: copy the values to the CPU's memory, and return while they are written. One save is under way at a
             time: another, or a load, first waits for it, and raises its error if ``result()`` has not.
-        keep: remove all but so many of the newest checkpoints, this one included, that graph_fsdp has written and whose
-            names differ from this one's in their numbers only. After this one is complete.
+        keep: once this checkpoint is complete, remove all but so many of the newest, this one included, that graph_fsdp
+            has written and whose names differ from this one's in their numbers only.
         overwrite: replace a checkpoint of this name, once the new one is complete.
 
     Raises:
         CheckpointError: on all ranks, when one could not write its part, or ``path`` is there already. What was there
             is as before.
-        TypeError, ValueError: a wrong argument; before anything is written.
+        TypeError, ValueError: an argument is wrong; before anything is written.
     """
     global _last
     finish_pending()

@@ -1,4 +1,4 @@
-"""A training as the tree that ``torch.distributed.checkpoint`` writes.
+"""A training is saved as the tree that ``torch.distributed.checkpoint`` writes.
 
     model.NAME                          parameters and buffers, by the model's own names
     optimizer.state.NAME.exp_avg        as ``get_optimizer_state_dict`` gives it
@@ -37,7 +37,7 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """The names by which optimizers' states are saved: those of the model without what wrappers put into them."""
+    """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them."""
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name.replace("_orig_mod.", "").removeprefix("module.")
@@ -51,11 +51,8 @@ def training_state(
     rank: int,
     to_write: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
-    """Return the tree that this rank writes, in containers of its own: those of the optimizer change in the next step.
-
-    Raises:
-        TypeError, ValueError: there is something in it that could not be loaded again.
-    """
+    """Return the tree that this rank writes, in containers of its own: the optimizer's change in the next step. Raises
+    TypeError or ValueError for what could not be loaded again."""
     tree: dict[str, Any] = {MODEL: get_model_state_dict(model)}
     if optimizers:
         tree[OPTIMIZER] = _optimizer_state(model, optimizers)
@@ -90,7 +87,7 @@ def states_by_name(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[st
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[Any, Any, Any, str]]:
-    """What torch.distributed.checkpoint has as entries: (container, place in it, value, path)."""
+    """Yield what torch.distributed.checkpoint has as entries: (container, place in it, value, path)."""
     items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
     for place, item in items:
         key = f"{path}.{place}" if path else str(place)

@@ -1,11 +1,10 @@
-"""How checkpoints are written and read: the files of ``torch.distributed.checkpoint``, private to the user, with sums
-of their bytes, under a temporary name until all ranks have written.
+"""Write and read the files of ``torch.distributed.checkpoint``, private to the user, with sums of their bytes, under a
+temporary name until all ranks have written.
 
 [Note: where a checkpoint becomes one]
 All that follows the writing of the parts happens in ``Writer.finish``, which torch.distributed.checkpoint calls on the
-first rank, after all ranks have written and before any of them returns. So an error there is an error on all ranks, a
-save in the background needs no more messages than one in the foreground, and there is one place where a program that
-dies leaves a temporary folder and nothing else.
+first rank, after all ranks have written and before any of them returns. So an error there is an error on all ranks, and
+a save in the background needs no further messages.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from graph_fsdp.errors import CheckpointError
 
 
 class PrivateFiles(FileSystem):
-    """Files and folders that only the user can read."""
+    """Makes files and folders that only the user can read."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -64,7 +63,7 @@ class PrivateFiles(FileSystem):
 
 @dataclass(frozen=True)
 class SummedResult(WriteResult):
-    """What a rank has written of an entry, with the sum of its bytes and where those of a tensor are."""
+    """Says what a rank has written of an entry, with the sum of its bytes and where those of a tensor are."""
 
     entry: Written
 
@@ -111,7 +110,7 @@ class Writer(FileSystemWriter):
         folder.commit(self.temporary, self.final, self.keep)
 
     def _check_visible(self, written: Iterable[Place]) -> None:
-        """What the other ranks wrote is where this one renames."""
+        """Check that what the other ranks wrote is visible to this one."""
         for name, places in by_file(written).items():
             file, last = self.temporary / name, places[-1]
             if not file.is_file() or file.stat().st_size != last.offset + last.length:
@@ -121,8 +120,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint that was opened. What a rank will read is compared with its sums when the plan is made: before
-    any rank reads into its tensors."""
+    """Reads a checkpoint that was opened. Sums are compared when the plan is made, before any rank's tensors change."""
 
     def __init__(self, checkpoint: Checkpoint, verify: bool) -> None:
         super().__init__(checkpoint.path)
@@ -143,8 +141,8 @@ class Reader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=left), planner)
 
     def copied(self, item: ReadItem, place: Place, content: Tensor, planner: LoadPlanner) -> bool:
-        """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor; else
-        ``torch.load`` has to read it."""
+        """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor. If not, return
+        False: ``torch.load`` has to read it."""
         entry = self.checkpoint.checksums.get(place)
         if entry is None or not entry.data or sys.byteorder != "little":
             return False
@@ -174,11 +172,8 @@ class FillPlanner(DefaultLoadPlanner):
 
 
 def read(checkpoint: Checkpoint, wanted: Mapping[str, Tensor], ranks: Ranks = ALONE, verify: bool = True) -> None:
-    """Read into tensors, by their keys in the checkpoint; all ranks call it.
-
-    Raises:
-        CheckpointError: on all ranks, a file of theirs is damaged.
-    """
+    """Read into tensors, by their keys in the checkpoint; all ranks call it. Raises CheckpointError on all ranks if a
+    file of theirs is damaged."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", NOT_DISTRIBUTED)
@@ -201,20 +196,20 @@ def read_tensors(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Tenso
 
 
 class TensorAccess:
-    """What torch.distributed.checkpoint is given for a model's tensors: themselves. An engine whose tensors it cannot
-    write or fill has a method ``checkpoint_access()`` that returns an object of a class derived from this one."""
+    """Gives torch.distributed.checkpoint a model's tensors as they are. An engine whose tensors it cannot write or fill
+    has a method ``checkpoint_access()`` that returns an object of a derived class."""
 
     def to_write(self, tensor: Tensor, copy: bool = False) -> Tensor:
-        """What is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a part.
-        With ``copy``, of its values now."""
+        """Return what is written for a tensor: one on the CPU with its values, or a DTensor of which this rank has a
+        part. With ``copy``, a copy."""
         return tensor.detach().to("cpu", copy=True) if copy else tensor
 
     def to_fill(self, tensor: Tensor) -> Tensor:
-        """What is read into for a tensor; then comes ``filled``."""
+        """Return what is read into for a tensor; ``filled`` is called afterwards."""
         return tensor
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:
-        """``value``, of ``to_fill(tensor)``, holds what was read."""
+        """Take over ``value``, which ``to_fill(tensor)`` returned and which holds what was read."""
 
 
 def access_of(model: nn.Module) -> TensorAccess:
@@ -224,7 +219,7 @@ def access_of(model: nn.Module) -> TensorAccess:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes of a tensor's memory are its values, in order."""
+    """Say whether the bytes of a tensor's memory are its values, in order."""
     return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -1,1 +1,1 @@
-"""One module per subcommand of ``graph-fsdp``: ``SUMMARY`` for the list of commands, ``add(parser)`` for the rest."""
+"""Each subcommand of ``graph-fsdp`` is a module with ``SUMMARY`` for the list of commands and ``add(parser)``."""

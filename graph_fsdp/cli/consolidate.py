@@ -1,4 +1,4 @@
-"""``graph-fsdp consolidate``: a model out of a checkpoint."""
+"""``graph-fsdp consolidate`` writes the model of a checkpoint as one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``graph-fsdp inspect-checkpoint``: what is in a checkpoint, and whether it is whole."""
+"""``graph-fsdp inspect-checkpoint`` shows what is in a checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``graph-fsdp``, and ``python -m graph_fsdp``.
-
-Neither this module nor those of the commands import torch before a command runs: ``--help`` does not wait for it.
-"""
+"""Run ``graph-fsdp``, also as ``python -m graph_fsdp``. ``--help`` imports no torch."""
 
 from __future__ import annotations
 

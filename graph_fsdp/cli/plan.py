@@ -1,4 +1,4 @@
-"""``graph-fsdp plan``: a training step on a cluster that is not there."""
+"""``graph-fsdp plan`` predicts a training step on a cluster that is not there."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _search(chosen: argparse.Namespace, island: int) -> Any:
 
 
 def _common(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Options of a plan and of a search."""
+    """Return the options that a plan and a search share."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

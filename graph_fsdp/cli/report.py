@@ -1,4 +1,4 @@
-"""``graph-fsdp report``: a report from a file, printed or as a page."""
+"""``graph-fsdp report`` prints a report from a file, or saves it as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes on the command line: ``4096``, ``80GB``, ``1.5GiB``."""
+"""Read sizes on the command line: ``4096``, ``80GB``, ``1.5GiB``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 
 
 def parse_bytes(text: str, hint: str) -> int:
-    """The bytes that ``text`` means. Raises ArgumentTypeError, with ``hint`` on what to give, where it is no size."""
+    """Return the bytes that ``text`` means. Raises ArgumentTypeError, with ``hint`` on what to give, if it is no
+    size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(?:([KMGT])(I?))?B)?", text.strip().upper())
     if found is None or not float(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or {hint}")

@@ -1,1 +1,1 @@
-"""A forward call becomes programs: Dynamo, AOTAutograd, recompilation, and what ranks agree on."""
+"""The engine makes programs of forward calls: Dynamo, AOTAutograd, recompilation, and what ranks agree on."""

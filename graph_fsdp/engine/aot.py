@@ -1,4 +1,4 @@
-"""AOTAutograd's side of a capture: joint graph, partition, passes, and the programs of forward and backward."""
+"""Follow a captured graph through AOTAutograd: joint graph, partition, passes, and programs of forward and backward."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class AotTrace:
-    """One of Dynamo's graphs on its way through AOTAutograd, which calls the steps: ``partition``, ``compile_forward``
-    and, when a backward asks for it, ``compile_backward``; or ``compile_inference`` where nothing needs a gradient.
+    """Takes one of Dynamo's graphs through AOTAutograd, which calls the steps: ``partition``, ``compile_forward`` and,
+    when a backward asks for it, ``compile_backward``; or ``compile_inference`` where nothing needs a gradient.
 
-    torch 2.9 keeps what it was given for good, so the engine is referred to weakly. ``prepare``: makes the traced graph
-    whole, where equal layers were traced once, and fit for the backend.
+    The reference to the engine is weak, as torch 2.9 keeps what it was given for good. ``prepare`` makes the traced
+    graph whole, where equal layers were traced once, and fit for the backend.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AotTrace:
         return forward, backward
 
     def compile_forward(self, forward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        # Backward's regions too, though AOTAutograd asks for its program later: ranks divide them all at once.
+        # Compiles backward's regions too, so that ranks divide all regions at once.
         return self._first_program(forward, "forward", "backward")
 
     def compile_backward(self, backward: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -125,7 +125,7 @@ class AotTrace:
         return pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
 
     def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
-        """The program of a graph that the passes have gone over. Its module may be a copy of AOTAutograd's by now."""
+        """Return the program of a graph after the passes. Its module may be a copy of AOTAutograd's by now."""
         graph = self.context.graphs[phase]
         graph.module = module
         return self.engine.program(graph, self.context, self.captured)

@@ -1,5 +1,4 @@
-"""The functions that enter compiled code, as Dynamo is given them: a model's forward, that of one of its units, and
-registered methods. Dynamo's errors are made readable."""
+"""Define the functions that enter compiled code, of models, units and registered methods, and readable errors."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ _forwards = itertools.count()
 
 @dataclass(frozen=True)
 class Entry:
-    """``function`` takes the module first. Each entry has graphs and plans of its own."""
+    """Names a compiled function of a model or unit, which takes the module first. Each has graphs and plans of its
+    own."""
 
     unit: str
     name: str
@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def suffix(self) -> str:
-        """What the kinds of its graphs end with; equal on all ranks."""
+        """Return the suffix of its graphs' kinds, equal on all ranks."""
         return "" if (self.unit, self.name) == ("", "forward") else f"/{self.unit}.{self.name}"
 
     @property
@@ -48,17 +48,16 @@ class Entry:
 
 
 class Entered:
-    """Names the engine, by number, whose compiled code runs or is traced: its model's functions are then its own."""
+    """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones."""
 
     engine = -1
 
 
 def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType:
-    """A function that calls ``forward``, with a code object and a name of its own.
+    """Return a function that calls ``forward``, with a code object, a name and globals of its own.
 
-    Dynamo caches by code object and limits recompilations of one, and by a function's place and name it remembers
-    which sizes have changed: two models must share none of that. Globals are its own too, because Dynamo puts what it
-    compiles into them, where it would outlive the model.
+    Two models must not share them: Dynamo caches and limits recompilations by code object, remembers by name and place
+    which sizes have changed, and puts what it compiles into the globals, where it would outlive the model.
     """
 
     def graph_fsdp_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,17 +76,16 @@ def own_code(forward: Callable[..., Any], fullgraph: bool) -> types.FunctionType
 
 
 def forget_programs(function: types.FunctionType) -> None:
-    """Dynamo takes what it has put into a function's globals out again when the code that it has made of the function
-    goes. That may stay long after the model: a process group remembers the stacks of its last 2,000 collectives
-    (``TORCH_FR_BUFFER_SIZE``), with the code that ran."""
+    """Clear a function's globals, where Dynamo has put what it compiled. Dynamo does so when the code object goes, but
+    a process group keeps that with the stacks of its last 2,000 collectives (``TORCH_FR_BUFFER_SIZE``)."""
     scope = function.__globals__
     for name in scope:
         scope[name] = None
 
 
 def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = None) -> Any:
-    """Outputs whose backward refuses ``create_graph=True``: what it recorded could not be differentiated. ``before``:
-    called when their backward begins."""
+    """Have the backward of ``outputs`` refuse ``create_graph=True``: what it recorded could not be differentiated.
+    ``before``: called when their backward begins."""
     if torch.is_grad_enabled():
         tensors: list[Tensor] = []
         compat.tree_map_only(Tensor, tensors.append, outputs)
@@ -109,11 +107,7 @@ def _refuse_second_derivative(gradients: Any) -> None:
 
 
 def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: Structure) -> GraphBreakError:
-    """What to raise for ``error``.
-
-    Raises:
-        TypeError: arguments were wrong, and the error is none of the model's.
-    """
+    """Return what to raise for ``error``. Raises TypeError if wrong arguments were the cause."""
     inspect.signature(call.function).bind(call.module, *call.args, **call.kwargs)
     stack = [frame for frame in (getattr(error, "real_stack", None) or []) if not frame.name.startswith(_FORWARD)]
     if stack and stack[-1].filename == nn.modules.module.__file__ and (hooks := structure.hooks(*OF_BACKWARD)):
@@ -136,7 +130,7 @@ def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: 
 
 
 def traced_too_often(structure: Structure) -> GraphBreakError:
-    """Of a model with hooks, which Dynamo has traced again and again."""
+    """Return the error for a model with hooks, which Dynamo has traced again and again."""
     return GraphBreakError(
         f"{', '.join(structure.hooks())}: torch.compile has traced the model as often as it does "
         "(torch._dynamo.config.recompile_limit) and gives up. What a hook reads and writes in Python is traced too: "
@@ -147,8 +141,7 @@ def traced_too_often(structure: Structure) -> GraphBreakError:
 
 def trace_composable_checkpoints(model: nn.Module) -> None:
     """Have torch's composable ``checkpoint(module)``, applied before ``compile``, traced as ``torch.utils.checkpoint``
-    is. It puts a generator between hooks of a module, which Dynamo does not trace. The module's forward gets a
-    checkpoint around it instead, with what the user has set, and the hooks go."""
+    is: the module's forward gets such a checkpoint instead of the hooks, whose generator Dynamo does not trace."""
     for module in model.modules():
         options = compat.take_composable_checkpoint(module)
         if options is not None:

@@ -1,8 +1,8 @@
-"""From a forward call to running programs: torch.compile with a backend of ours.
+"""Turn a forward call into running programs, by torch.compile with a backend of ours.
 
-Dynamo traces the plain model with placeholder parameters. Our backend finds them among the graph's inputs by
-identity, lets the passes turn them into shards and gathers, hands the graph to AOTAutograd, and runs the passes on
-what comes back: the joint graph, then the forward and backward graph, or the inference graph.
+Dynamo traces the plain model with placeholder parameters. The backend finds these among the graph's inputs by identity,
+has the passes turn them into shards and gathers, hands the graph to AOTAutograd, and runs the passes on the joint
+graph, then on the forward and backward graph, or on the inference graph.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Traces of a model whose equal layers are traced once: the second without the layer that turned out to be unequal.
+# Attempts to trace equal layers once: the second leaves out the layer that turned out to be unequal.
 _ATTEMPTS = 2
 
 # Dynamo wraps what a backend raises; these stay what they are.
@@ -72,7 +72,7 @@ _engines = itertools.count()
 
 
 class Engine:
-    """What a compiled model owns: its storage, passes, backend, and every graph captured so far."""
+    """Holds what a compiled model owns: its storage, passes, backend, and every graph captured so far."""
 
     def __init__(
         self,
@@ -116,14 +116,12 @@ class Engine:
         self.comms = Comms()
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
-        # What torch remembers of fake tensors, for good, keeps symbols of graphs, and so sizes, guards and sources: a
-        # program that makes model after model would grow.
+        # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a function of ``module``, the model or one of its units. Parameters are placeholders for its time, what
-        they were again whatever happens."""
+        """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""
         if self.storage.active:
             raise RuntimeError(
                 "the forward of a graph_fsdp model was called from within itself; call submodules instead"
@@ -169,11 +167,11 @@ class Engine:
                 self._inputs, self._call = {}, None
 
     def _function_compiled(self, key: CaptureKey) -> Callable[..., Any]:
-        """An entry's function under the settings of now. Graphs of each are apart: Dynamo knows nothing of settings,
-        and of hooks only where there are some (``structure.py``).
+        """Return an entry's function, compiled for the present settings. Each of these has graphs of its own, as Dynamo
+        has no guards on settings, and on hooks only where there are some (``structure.py``).
 
-        What Dynamo keeps of a compilation lives as long as the code object that it belongs to, where the garbage
-        collector does not see it. So it must not keep the engine, which has that code object.
+        What Dynamo keeps of a compilation lives as long as the function's code object, where the garbage collector does
+        not see it. So it must not keep the engine, which has that code object.
         """
         if key not in self._compiled:
             backend = functools.partial(type(self)._compile_graph, weakref.proxy(self), key)
@@ -185,8 +183,7 @@ class Engine:
     def _compile_graph(
         self, key: CaptureKey, module: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see
-        ``_function_compiled``."""
+        """The Dynamo backend: called once per captured graph. ``self`` is a weak proxy, see ``_function_compiled``."""
         cause = why_captured(self.graphs, key, self._call, breaks=not self._fullgraph)
         parameters = find_parameters(module, self.storage)
         names = tuple(p.spec.name for p in parameters.values())
@@ -210,7 +207,7 @@ class Engine:
         inputs: list[Any],
         parameters: dict[int, ShardedParameter],
     ) -> Callable[..., Any]:
-        """A graph of Dynamo's with these parameters among its inputs, by their places."""
+        """Compile a graph of Dynamo's for these parameters, by the places of their inputs."""
         spec, settings = self.spec, key.settings
         if settings.own_reduce_group:
             spec = dataclasses.replace(spec, own_reduce_group=self.own_reduce_group)
@@ -239,7 +236,7 @@ class Engine:
     def _through_aot_autograd(
         self, module: fx.GraphModule, inputs: list[Any], trace: Callable[..., AotTrace]
     ) -> Callable[..., Any]:
-        """``trace``: makes the steps of AOTAutograd, given what prepares the graph that it traces."""
+        """Compile a graph whose equal layers are traced once. ``trace``: makes an ``AotTrace``, given ``prepare``."""
         groups = find_repeats(module.graph, self.spec) if self.repeat_traces else []
         for _ in range(_ATTEMPTS):
             if not groups:
@@ -284,7 +281,7 @@ class Engine:
         return program
 
     def _runnable(self, program: Program | WholeProgram, context: PassContext) -> Callable[[list[Any]], Any]:
-        """``program``, with what has to be done before and after a run of it."""
+        """Return ``program`` with what has to be done before and after each run."""
         graph = program.graph
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
@@ -293,5 +290,5 @@ class Engine:
         return self.kept_buckets.around(in_step, graph, self.spec)
 
     def before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
-        """What a piece's variants are made of. What code outside of graphs reads is its own, and no piece frees it."""
+        """Return what a piece's variants are made of; None for graphs of ``python_reads.py``, which no piece shares."""
         return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None

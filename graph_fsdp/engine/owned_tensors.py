@@ -1,4 +1,4 @@
-"""``cuda_graphs=True`` is checked against the other options here, and the tensors that a model owns are listed."""
+"""Check ``cuda_graphs=True`` against the other options, and list the tensors that a model owns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_cuda_graphs(options: CompileOptions, device: torch.device) -> None:
-    """Raise for what ``cuda_graphs=True`` cannot go with."""
+    """Raise for options and devices that do not go with ``cuda_graphs=True``."""
     if not isinstance(options.cuda_graphs, bool):
         raise TypeError(f"cuda_graphs must be True or False, got {options.cuda_graphs!r}")
     if not BACKENDS[options.backend].captures_regions:
@@ -58,8 +58,7 @@ def check_cuda_graphs(options: CompileOptions, device: torch.device) -> None:
 
 
 def model_graphs(model: nn.Module, storage: Storage, counter: GatheredBytes) -> ModelGraphs:
-    """What the CUDA graphs of a model share. Dynamo keeps it, so it must not keep the model, nor the storage, which
-    refers to the model."""
+    """Return what the CUDA graphs of a model share. Dynamo keeps it, so it keeps neither the model nor the storage."""
     model_reference, storage_reference, device = weakref.ref(model), weakref.ref(storage), storage.device
 
     def state() -> Iterator[Tensor]:
@@ -78,7 +77,7 @@ def model_graphs(model: nn.Module, storage: Storage, counter: GatheredBytes) -> 
 
 
 def program_graphs(engine: Engine, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:
-    """The CUDA graphs of a graph's program; None without ``cuda_graphs=True``, and for a model that is whole.
+    """Return the CUDA graphs of a graph's program; None without ``cuda_graphs=True``, and for a model that is whole.
 
     Raises:
         UnsupportedError: none of the regions of a forward graph can be captured: the option would do nothing.

@@ -1,15 +1,15 @@
-"""The pieces of a model that breaks into several graphs (``fullgraph=False``): what one gathers, later ones use.
+"""The pieces of a model that breaks into several graphs (``fullgraph=False``) share what they gather.
 
 [Note: what a piece gives]
-When a piece is compiled nobody knows what comes after it. So the first forward call gathers a bucket in every piece
-that uses it, and is remembered: the kinds of its graphs with the buckets that each gathers, in order. As long as a
-later call runs the same kinds, a piece gives what a later one of that sequence will want, and the later one takes it.
-Each pair of what is taken and given is a variant of the piece, with a graph and a plan of its own. Where the sequence
-turns out to be another one, what was given is held in vain, to the end of the call.
+When a piece is compiled nobody knows what comes after it. So in the first forward call each piece gathers its own
+buckets, and the call is remembered: the kinds of its graphs with the buckets of each, in order. As long as a later call
+runs the same kinds, a piece gives what a later one of that sequence wants. Each pair of what is taken and given is a
+variant of the piece, with a graph and a plan of its own. If the sequence changes, what was given is held to the end of
+the call.
 
-Ranks run pieces that gather in the same order, or say so (``runtime/ranks/lockstep.py``), so all ranks remember alike,
-share alike, and compile the same variants at the same time. Backward gathers a shared bucket again for each piece, or
-has kept it for each: kept twice, it is one buffer.
+All ranks remember, share and compile alike, as they run pieces that gather in the same order, or say so
+(``runtime/ranks/lockstep.py``). Backward gathers a shared bucket again for each piece, or has kept it in one buffer.
+See docs/decisions/pieces.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Runnable: TypeAlias = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _Step:
-    """A piece that ran in a forward call."""
+    """Records a piece that ran in a forward call, with the buckets that it wants."""
 
     kind: str
     wants: Wants
@@ -52,9 +52,8 @@ class _Step:
 
 @dataclass
 class _Piece:
-    """What variants of a piece are made of: its graph before the passes, and what the passes knew. ``variants``: what
-    runs one, which takes the buckets of the first list behind its other inputs, and returns those of the second behind
-    its other outputs."""
+    """Holds what variants of a piece are made of: its graph before the passes, and the context. ``variants``: a
+    program, the buckets that it takes behind its other inputs, and those that it returns behind its outputs."""
 
     snapshot: Snapshot
     owner: fx.GraphModule
@@ -65,7 +64,7 @@ class _Piece:
 
 
 class Pieces:
-    """The pieces of one model, and the buckets that they share."""
+    """Holds the pieces of one model, and the buckets that they share."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine  # a weak proxy
@@ -76,7 +75,7 @@ class Pieces:
 
     @contextlib.contextmanager
     def forward_call(self) -> Iterator[None]:
-        """Whatever happens in a call, nothing is held after it."""
+        """Drop what is held at the end of a call, whatever happens in it."""
         self._now = []
         try:
             yield
@@ -87,13 +86,13 @@ class Pieces:
                 self._before[now[0].kind] = now
 
     def snapshot(self, graph: Graph) -> Snapshot | None:
-        """Of a forward or inference graph before the passes; None where nothing can be shared."""
+        """Return a forward or inference graph as it is before the passes; None where nothing can be shared."""
         spec = self._engine.spec
         possible = spec.world_size > 1 and not spec.reshard_size and spec.offload is None
         return Snapshot(graph.fx_graph) if possible else None
 
     def sharing(self, base: Runnable, graph: Graph, snapshot: Snapshot, context: PassContext, kind: str) -> Runnable:
-        """``base``, which runs ``graph``, or in its place the variant that the call needs."""
+        """Return a function that runs ``base``, the program of ``graph``, or the variant that the call needs."""
         wants = _wants(graph)
         if not wants or context.budget is not None:  # which no graph could keep for what is held beside it
             return base
@@ -108,7 +107,7 @@ class Pieces:
         return run
 
     def _decide(self, step: _Step) -> Sharing:
-        """What a piece that runs now takes and gives."""
+        """Decide what a piece that runs now takes and gives."""
         if self._now is None:  # run by autograd (a checkpoint's recomputation)
             return Sharing()
         self._now.append(step)
@@ -167,7 +166,7 @@ class Pieces:
 
 
 def _wants(graph: Graph) -> Wants:
-    """What a graph gathers, with the parameters whose shards go in."""
+    """Return what a graph gathers, with the parameters whose shards go in."""
     found: dict[str, frozenset[str]] = {}
     for gather in graph.gathers:
         if gather.start is not None:

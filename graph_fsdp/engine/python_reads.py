@@ -1,18 +1,16 @@
-"""Parameters that code outside of graphs reads: their units are gathered whole for it.
+"""Parameters that code outside of graphs reads are gathered for it, unit by unit.
 
 [Note: code outside of graphs]
-With ``fullgraph=False`` Dynamo leaves to Python what it cannot trace: functions that ask for it, the body of a loop
-with a graph break in it, code that it has traced too often, what autograd calls. The first operator of such code that
-reads a placeholder has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place:
-whatever holds the parameter already, an ``autograd.Function`` or a list, has its values too.
+With ``fullgraph=False`` Dynamo leaves to Python what it cannot trace. The first operator of such code that reads a
+placeholder has the parameter's unit gathered, and the placeholder gets the whole parameter's memory, in place: whatever
+holds the parameter already, an ``autograd.Function`` or a list, has its values too.
 
-The gather is a graph as any other, whose inputs are a unit's shards and whose outputs its parameters: all options act
-on it, the verifier looks at it, ranks run it in step, and the report has it. To autograd a placeholder is a leaf, which
-lets it get memory late: its gradient arrives there, whole, and when the backward has ended it goes through the backward
-of the gather's graph, which is the reduction, to the shard.
+The gather is a graph as any other, from a unit's shards to its parameters: all options act on it, the verifier checks
+it, ranks run it in step, and the report has it. To autograd a placeholder is a leaf, whose whole gradient goes through
+the backward of the gather's graph, the reduction, when the model's backward has ended.
 
 A unit stays whole to the end of the backward, since autograd has saved what it will read; without gradients, until
-another unit is read, and to the end of the forward. A backward that comes after that has the unit gathered again.
+another unit is read or the forward ends. A later backward has the unit gathered again. See docs/decisions/pieces.md.
 """
 
 from __future__ import annotations
@@ -42,15 +40,13 @@ READ_BY_PYTHON = "read outside of graphs"
 
 
 class PythonReads:
-    """The units of one model that are whole for code outside of graphs."""
+    """Holds the units of one model that are whole for code outside of graphs."""
 
     def __init__(self, engine: Engine, fullgraph: bool) -> None:
         self._engine = engine  # a weak proxy
-        # Unit, in the order in which they were gathered → the whole parameters, connected to the shards, and what their
-        # placeholders had before.
+        # Unit, in the order of gathers → whole parameters, connected to the shards, and the placeholders' data before.
         self._whole: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        # Of the forward that runs, or ran last: whether it has a backward; the units that it read, and their shards'
-        # versions when it did.
+        # Of the last forward: whether it has a backward, and the units that it read with their shards' versions then.
         self._grad = False
         self._units: dict[str, tuple[int, ...]] = {}
         self._programs: dict[tuple[Settings, str, bool, tuple[bool, ...]], Callable[..., Any]] = {}
@@ -62,7 +58,7 @@ class PythonReads:
     # --- from outside
 
     def refusal(self, names: Sequence[str]) -> str:
-        """Give these parameters memory, now that code outside of graphs reads them; why not, if it cannot be."""
+        """Give parameters that code outside of graphs reads memory, and return ""; or say why it cannot be."""
         if not self._watches:
             return "that is for fullgraph=False, and not for backend='xla'"
         for name in dict.fromkeys(names):
@@ -78,7 +74,7 @@ class PythonReads:
 
     @contextlib.contextmanager
     def forward_call(self) -> Iterator[None]:
-        """Whatever happens in a call, what only it needs is released after it."""
+        """Release at the end of a call what only it needs, whatever happens in it."""
         self.release()
         self._grad, self._units = torch.is_grad_enabled(), {}
         if self._watches:
@@ -93,7 +89,7 @@ class PythonReads:
                 self.release()
 
     def before_backward(self) -> Callable[[Any], None] | None:
-        """What is to be called before the backward of the call that has just run; None if it read nothing."""
+        """Return what is to be called before the backward of the call that has just run; None if it read nothing."""
         units = self._units
         if not units or not self._grad:
             return None
@@ -111,7 +107,7 @@ class PythonReads:
         return gather_again
 
     def release(self, *, but: str | None = None) -> None:
-        """Placeholders without memory again, but those of one unit."""
+        """Take the memory of placeholders away again, but for those of unit ``but``."""
         for unit in [unit for unit in self._whole if unit != but]:
             _, before = self._whole.pop(unit)
             with compat.without_torch_function():
@@ -149,7 +145,7 @@ class PythonReads:
     def _program(
         self, unit: str, members: list[ShardedParameter], trains: tuple[bool, ...], read: str
     ) -> Callable[..., Any]:
-        """From shards to whole parameters."""
+        """Return a program from a unit's shards to its whole parameters."""
         engine = self._engine
         settings, grad = engine.settings, torch.is_grad_enabled()
         key = (settings, unit, grad, trains)
@@ -174,7 +170,7 @@ class PythonReads:
     # --- gradients
 
     def _watch(self) -> None:
-        """See the gradients of placeholders arrive; and what autograd saves of them is what it finds again."""
+        """Watch for gradients of placeholders, and restore the versions under which autograd has saved them."""
         parameters = self._engine.storage.parameters
         with compat.without_torch_function():
             for name, version in self._versions.items():
@@ -192,7 +188,7 @@ class PythonReads:
             compat.when_backward_ends(self._reduce)
 
     def _reduce(self) -> None:
-        """The whole gradients that have come go to the shards."""
+        """Send the whole gradients that have arrived to the shards."""
         self._awaited = -1
         with compat.without_torch_function():
             parameters = self._engine.storage.parameters.values()
@@ -230,7 +226,7 @@ def _cost(unit: str, members: list[ShardedParameter], read: str) -> str:
 
 
 def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphModule:
-    """A graph whose inputs are placeholders of parameters, and its outputs what it was given."""
+    """Return a graph that returns its inputs, which are placeholders of parameters."""
     graph = fx.Graph()
     nodes = []
     for p in members:

@@ -1,4 +1,4 @@
-"""The schedules of a model, which its ranks have in common: plans, agreements, and the order in which programs run."""
+"""``Schedules`` holds what the ranks of a model have in common: plans, agreements, and the order of programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 @contextlib.contextmanager
 def models_not_counted() -> Iterator[None]:
-    """What one rank plans for itself must not change how it counts the models that it shares with other ranks."""
+    """Leave the counts of models as they were: one rank may plan models that the others do not have."""
     before = _models_of_ranks.copy()
     try:
         yield
@@ -37,7 +37,7 @@ def models_not_counted() -> Iterator[None]:
 
 
 class Schedules:
-    """The plans of one model, whose class has this ``name``, and what its ranks have agreed to."""
+    """Holds the plans of one model, whose class has this ``name``, and what its ranks have agreed to."""
 
     def __init__(self, ranks: tuple[int, ...], name: str) -> None:
         self.ranks, self.name = ranks, name
@@ -59,9 +59,9 @@ class Schedules:
         facts: Callable[[], list[str]],
         kept: list[str] | None = None,
     ) -> None:
-        """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it.
-        Then agree with the other ranks on the collectives, where they are new. ``facts``: what ranks must have in
-        common before anything is planned. ``kept``: what an earlier plan has decided that these graphs keep."""
+        """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it. Then
+        agree with the other ranks on new collectives. ``facts``: what ranks must have in common before anything is
+        planned. ``kept``: the buckets that an earlier plan has these graphs keep."""
         shared = is_shared(self.ranks)
         decides = not shared or dist.get_rank() == self.ranks[0]
         refused = self.lockstep.check_refused if self.lockstep is not None else None
@@ -102,7 +102,7 @@ class Schedules:
         self.plans[kind] = plan
 
     def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, context: PassContext) -> Runnable:
-        """``program``, which runs ``graph``, begins when all ranks are about to run it."""
+        """Return ``program``, which runs ``graph``, so that it begins when all ranks are about to run it."""
         collectives = tuple(_fingerprint([graph], pipeline, context))
         if self.lockstep is None or not collectives:
             return program
@@ -110,20 +110,19 @@ class Schedules:
         return self.lockstep.around(program, known)
 
     def begin(self, phase: str, what: str, collectives: Sequence[str] = ()) -> None:
-        """Called before every rank has to do what is in no graph: ``collectives``, or to make a process group. It keeps
-        step as programs do."""
+        """Keep the ranks in step before they run ``collectives`` that are in no graph, or make a process group."""
         if self.lockstep is not None:
             program = RunnableProgram(self._model, phase, tuple(collectives), what)
             self.lockstep.begin(self.lockstep.know(program))
 
     def wait(self, pending: Pending) -> None:
-        """Wait for a collective that has begun so."""
+        """Wait for a collective that followed ``begin``."""
         with self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext():
             pending.finish()
 
     @contextlib.contextmanager
     def failures_told(self, method: str) -> Iterator[None]:
-        """While a forward, or another method, runs: if it raises, other ranks may wait for this one."""
+        """Tell the other ranks, which may wait for this one, if a forward or another method raises."""
         try:
             yield
         except BaseException as error:
@@ -137,7 +136,7 @@ class Schedules:
 
 
 def facts(engine: Engine) -> list[str]:
-    """What the ranks of a model must have in common before anything is planned, a line each."""
+    """Return what the ranks of a model must have in common before anything is planned, a line each."""
     spec = engine.spec
     lines = [f"torch {torch.__version__}", f"backend {engine.backend.name}"]
     lines.append(f"regions {'whole' if engine.whole else 'cut'}")
@@ -162,8 +161,8 @@ def facts(engine: Engine) -> list[str]:
 
 
 def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassContext) -> list[str]:
-    """Every collective with its size and the pass that put it there, in order; and what the user has set, which says in
-    which group they run and what gradients are divided by."""
+    """Return every collective in order, with its size and the pass that put it there, and the settings that change its
+    group or the divisor of gradients."""
     lines = []
     for graph in graphs:
         schedules = (p.name for p in pipeline if "scheduled" in p.provides and graph.phase in p.runs_in())

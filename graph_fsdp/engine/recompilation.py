@@ -1,4 +1,4 @@
-"""Why a graph was captured: the first call, a failed guard, a method that changed the settings."""
+"""A ``Cause`` says why a graph was captured: the first call, a failed guard, changed settings."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MAX_VALUE = 60  # characters of a value that is no tensor
 
 @dataclass(frozen=True)
 class GuardFailure:
-    """``graph``: the number of the capture whose guard failed; None where it is none of this model's. ``guard``: what
-    did not hold, with the model's own names of its inputs and modules. ``where``: the line that wanted it."""
+    """Holds a failed guard. ``graph``: the number of the capture; None where it is none of this model's. ``guard``:
+    what did not hold, with the model's own names of its inputs and modules. ``where``: the line that needed it."""
 
     graph: int | None
     guard: str
@@ -40,8 +40,8 @@ class GuardFailure:
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What graphs are kept apart by before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded
-    over devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
+    """Keeps graphs apart before Dynamo looks at its guards. ``layout``: how a backend's inputs are sharded over
+    devices, where it makes graphs of local views. ``hooks``: whether there are hooks on modules."""
 
     settings: Settings
     entry: Entry
@@ -51,15 +51,14 @@ class CaptureKey:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a graph was captured.
+    """Says why a graph was captured.
 
-    ``kind``: "first" (the first call of the model or of one of its methods), "guard" (Dynamo traced again because
-    guards of its earlier graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
-    ``set_requires_gradient_sync`` has changed what graphs are made for), "inputs" (inputs are sharded otherwise),
-    "piece" (what follows a graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives
-    what other pieces gather), "parameters" (code that was compiled runs with other parameters), "python" (code outside
-    of graphs reads a parameter), "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in
-    torch's logs and in tlparse, "0/1".
+    ``kind`` is one of: "first" (the first call of the model or of one of its methods), "guard" (guards of earlier
+    graphs failed: ``guards``, the graph that ran last first), "settings" (a method such as
+    ``set_requires_gradient_sync`` has changed them), "inputs" (inputs are sharded otherwise), "piece" (what follows a
+    graph break), "reset" (Dynamo's cache was emptied), "shared" (a piece that takes or gives what other pieces gather),
+    "parameters" (compiled code runs with other parameters), "python" (code outside of graphs reads a parameter),
+    "hooks" (a module has a hook now, or none has any more). ``compilation``: its name in torch's logs, "0/1".
     """
 
     kind: CauseKind
@@ -77,7 +76,7 @@ FIRST_CALL = Cause("first", "first call")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``function`` with a module, as the user wrote it."""
+    """Holds a call of ``function`` with a module, as the user wrote it."""
 
     function: Callable[..., Any]
     module: nn.Module
@@ -88,8 +87,8 @@ class Call:
 def why_captured(
     earlier: Sequence[CapturedGraph], key: CaptureKey, call: Call | None, *, breaks: bool = False
 ) -> Cause:
-    """To be asked in a Dynamo backend. ``earlier``: what the model has captured before. ``breaks``: whether a call may
-    be traced in several pieces."""
+    """Return the cause of the capture under way, inside a Dynamo backend. ``earlier``: what the model has captured
+    before. ``breaks``: whether a call may be traced in several pieces."""
     earlier = [capture for capture in earlier if capture.is_complete]
     compilation = compat.current_compilation()
     failed = compat.failed_guards()
@@ -107,7 +106,7 @@ def why_captured(
 
 
 def why_run_again(first: Cause, names: Sequence[str]) -> Cause:
-    """Of programs of a graph that was captured for ``first``, with the parameters of these names."""
+    """Return the cause of further programs of a graph captured for ``first``, with the parameters of these names."""
     text = f"code that was compiled for other parameters runs with {', '.join(map(repr, names))}"
     return replace(first, kind="parameters", text=text, guards=())
 
@@ -136,7 +135,7 @@ def _unguarded(earlier: Sequence[CapturedGraph], key: CaptureKey, breaks: bool) 
 
 
 def _readable(guard: str, names: Sequence[str]) -> str:
-    """A guard with ``x`` for ``args[0]`` and ``self.layers.3`` for ``self._modules['layers']._modules['3']``."""
+    """Return a guard with ``x`` for ``args[0]`` and ``self.layers.3`` for ``self._modules['layers']._modules['3']``."""
 
     def name(found: re.Match[str]) -> str:
         return found["name"] or (names[int(found["index"])] if int(found["index"]) < len(names) else found[0])
@@ -145,7 +144,7 @@ def _readable(guard: str, names: Sequence[str]) -> str:
 
 
 def _arguments(call: Call | None) -> dict[str, Any]:
-    """What a function was given besides the module, by its own names: what is positional first, in order."""
+    """Return what a function was given besides the module, by its own names: what is positional first, in order."""
     if call is None:
         return {}
     try:

@@ -1,12 +1,10 @@
-"""A graph's placeholder parameters become shards: what Dynamo traced with has full shapes, what AOTAutograd traces has
-those of this rank.
+"""Replace a graph's placeholder parameters by shards: Dynamo traces full shapes, AOTAutograd those of this rank.
 
 [Note: a graph and its parameters]
-Dynamo traces code, and guards on what parameters look like, not on which they are: with ``fullgraph=False`` the code
-of a layer is traced once, and its graph run for every layer of that kind; and a module that was exchanged for another
-of its kind (``self.active = self.experts[1]``) passes the guards too. So a graph finds out in each call which
-parameters it was given, by the identity of their placeholders, and each combination of parameters has programs of its
-own: made of one trace by Dynamo, with gathers and reductions of its own.
+Dynamo guards on what parameters look like, not on which they are: with ``fullgraph=False`` the graph of one layer runs
+for every layer of its kind, and a module that was exchanged for another of its kind (``self.active = self.experts[1]``)
+passes the guards too. So in each call a graph finds its parameters by the identity of their placeholders, and each
+combination has programs of its own, made of one trace. See docs/decisions/tracing.md.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _OF_DYNAMO = ("grapharg", "example_value")
 
 
 def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, ShardedParameter]:
-    """Which inputs of the graph that Dynamo has just traced are placeholders of parameters."""
+    """Return the parameters whose placeholders are inputs of a graph that Dynamo has just traced, by their places."""
     found = {}
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         example = getattr(node.meta.get("grapharg"), "example", None)
@@ -44,7 +42,7 @@ def find_parameters(module: fx.GraphModule, storage: Shards) -> dict[int, Sharde
 def substitute_shards(
     module: fx.GraphModule, inputs: list[Any], parameters: dict[int, ShardedParameter], context: PassContext
 ) -> None:
-    """``inputs`` gets fake shards in the places of ``parameters``, which ``context`` is told of."""
+    """Put fake shards in the places of ``parameters`` among ``inputs``, and tell ``context``."""
     mode = compat.current_fake_mode()
     nodes = module.graph.find_nodes(op="placeholder")
     for index, parameter in parameters.items():
@@ -63,10 +61,10 @@ def substitute_shards(
 
 
 class TracedGraph:
-    """A graph of Dynamo's, before the passes, and its programs by the names of the parameters that they run with."""
+    """Holds a graph of Dynamo's, before the passes, and its programs by the names of their parameters."""
 
     def __init__(self, module: fx.GraphModule, parameters: dict[int, ShardedParameter], storage: Shards) -> None:
-        """To be called in a Dynamo backend, before ``module`` is changed."""
+        """Copy the graph. Called in a Dynamo backend, before ``module`` is changed."""
         self._storage = storage
         self._names = {index: p.spec.name for index, p in parameters.items()}  # it was traced with these
         self._module = _copied(module)
@@ -77,11 +75,8 @@ class TracedGraph:
 
     def run(self, args: Sequence[Any], shards: Mapping[str, Tensor], compile_graph: Compile) -> Any:
         """Run the program for the parameters among ``args``, with their ``shards``. Where there is none yet,
-        ``compile_graph`` makes it of a copy of the graph, fake inputs and the parameters.
-
-        Raises:
-            ParameterChangedError: one of them is no parameter of the model.
-        """
+        ``compile_graph`` makes it of a copy of the graph, fake inputs and the parameters. Raises ParameterChangedError
+        if one of them is no parameter of the model."""
         values, names = list(args), []
         for index, name in self._names.items():
             found = self._storage.by_placeholder.get(id(values[index]))
@@ -105,7 +100,7 @@ class TracedGraph:
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph of Dynamo's, without Dynamo's own values and sources, which would keep what the user passed."""
+    """Return a copy of a graph of Dynamo's, without its values and sources, which would keep what the user passed."""
     copies: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     for node in module.graph.nodes:

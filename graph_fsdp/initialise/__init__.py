@@ -1,1 +1,1 @@
-"""Where values come from: the meta device, initialisations, files, random numbers."""
+"""Initial values come from the meta device's initialisation, files or the first rank."""

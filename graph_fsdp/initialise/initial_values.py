@@ -1,7 +1,7 @@
-"""Where a sharded model's values come from: its own tensors, files, the mesh's first rank, or an initialisation.
+"""A sharded model's values come from its own tensors, files, the mesh's first rank, or an initialisation.
 
-Ranks agree on it through the store before the first collective: a rank whose model is on the meta device and one whose
-model has values would otherwise wait for each other.
+Ranks agree on it through the store before the first collective: a rank on the meta device and one with values would
+otherwise wait for each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _starts: Counter[tuple[int, ...]] = Counter()
 def initial_values(
     model: nn.Module, units: Collection[nn.Module], place: Place, options: CompileOptions
 ) -> FillStorage:
-    """What puts the values into a storage that the model's own tensors do not have; ``install`` does the rest. Nothing
+    """Return what puts the values into a storage that the model's own tensors lack; ``install`` does the rest. Nothing
     of the model is changed, here or by what is returned. ``units``: the modules that are units.
 
     Raises:
@@ -89,7 +89,7 @@ def initial_values(
 
 
 def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn: ParamInitFn | None) -> list[str]:
-    """What ranks must have in common before values go from one to another."""
+    """Return what ranks must have in common before values go from one to another."""
     on_meta = _on_meta(names)
     lines = [f"sync_module_states={sync_module_states}", f"{'a' if param_init_fn else 'no'} param_init_fn"]
     if not sync_module_states:
@@ -103,15 +103,15 @@ def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn:
 
 
 def checkpoint_facts(files: SafetensorsFiles, matched: Matched) -> list[str]:
-    """What ranks that read a checkpoint must have in common."""
+    """Return what ranks that read a checkpoint must have in common."""
     entries = [(key, files.entries[key]) for key in matched.key_of.values()]
     return [f"of the checkpoint {key!r} {list(entry.shape)} {entry.dtype}" for key, entry in entries]
 
 
 @contextlib.contextmanager
 def agreeing_on_values(mesh: Mesh | None, facts: list[str]) -> Iterator[None]:
-    """Raise what is raised within, and on the other ranks that this one has that problem; or that the ranks' ``facts``,
-    to which more may be added within, differ."""
+    """Tell the other ranks what is raised within, and raise if one of them has a problem or other ``facts``, to which
+    more may be added within."""
     problem: Exception | None = None
     try:
         yield
@@ -134,7 +134,7 @@ def _on_meta(names: Mapping[Tensor, str]) -> str | None:
 
 
 def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:
-    """Nothing is on the meta device that cannot be given memory later."""
+    """Check that nothing is on the meta device that cannot be given memory later."""
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta and value not in names:
@@ -175,7 +175,7 @@ def _load(files: SafetensorsFiles, matched: Matched, device: torch.device, stora
 
 
 def _move_buffers(model: nn.Module, device: torch.device, storage: Shards) -> None:
-    """A model on the CPU is sharded onto an accelerator: its buffers go there too."""
+    """Move the buffers of a model on the CPU to the accelerator that it is sharded onto."""
     for buffer in model.buffers():
         if buffer.device.type == "cpu" != device.type:
             storage.keep_whole(buffer, buffer.detach().to(device))
@@ -188,7 +188,7 @@ def _synchronise(names: Mapping[Tensor, str], mesh: Mesh, device: torch.device, 
 
 
 def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) -> None:
-    """The first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
+    """Fill in the first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
     parameter = storage.by_placeholder.get(id(tensor))
     tensor = compat.local_part(tensor)
     value = tensor.detach().to(device).contiguous() if mesh.is_first else None

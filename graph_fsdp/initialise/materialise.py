@@ -1,24 +1,21 @@
-"""Meta-device models: initialised piece by piece, each piece dropped again once its shards are kept.
+"""Initialise meta-device models piece by piece; each piece is dropped again once its shards are kept.
 
 [Note: pieces]
-What is materialised together is a piece: a unit; and outside of units, the largest submodule that holds no unit. A
-module that holds units is a piece by itself, without what is below it, and so is the model. So no more than one unit
-is unsharded at a time. Pieces, and the modules of a piece, come children first and in order of registration, as in
-``nn.Module.apply``: it is the order in which a model is built whose modules end their ``__init__`` with
-``reset_parameters``.
+A piece is what is materialised together: a unit; or, outside of units, the largest submodule that holds no unit. A
+module that holds units is a piece without what is below it, and so is the model. So no more than one unit is unsharded
+at a time. Pieces, and the modules of a piece, come children first and in order of registration, as in
+``nn.Module.apply``: the order in which a model is built whose modules end their ``__init__`` with ``reset_parameters``.
 
 [Note: stand-ins]
-While a piece is initialised, each of its tensors exchanges its memory with a stand-in: the tensor itself is on the
-mesh's device, wherever the model refers to it. Then its shard is copied and it goes back to the meta device. The model
-is as it was at any time between two pieces, and after an error. What has values already, in the same piece, stands in
-with a copy of them: an initialisation may read it, and what it writes there is dropped.
+While a piece is initialised, each of its tensors exchanges its memory with a stand-in on the mesh's device, so that it
+is there wherever the model refers to it. Then its shard is copied and it goes back to the meta device, also after an
+error. A tensor that has values already stands in with a copy: an initialisation may read it, and what it writes there
+is dropped.
 
 [Note: initialised]
 A tensor is initialised when an operator has written to the memory that it has at the end, through whatever view,
-``detach`` or ``.data``, or when it was given memory that an operator has computed. That holds for every dtype and for
-buffers that no state dict has, costs no pass over the memory, and does not take a value for a sign: a tensor that
-was filled with NaN beforehand would tell nothing about integers. What is written behind torch's back (through NumPy)
-is not seen.
+``detach`` or ``.data``, or when it was given memory that an operator has computed. What is written behind torch's back
+(through NumPy) is not seen. See docs/decisions/initial_values.md.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ _ALLOCATING = frozenset(getattr(torch.ops.aten, name) for name in _EMPTY)
 
 @dataclass(frozen=True)
 class Piece:
-    """Modules whose tensors are materialised together."""
+    """Modules whose tensors are materialised together form a piece."""
 
     modules: tuple[nn.Module, ...]
     fresh: tuple[Tensor, ...]  # of theirs: get their values here
@@ -59,7 +56,7 @@ class Piece:
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, str]:
-    """Every parameter and buffer once: ``"parameter 'head.weight'"``."""
+    """Return the name of every parameter and buffer once: ``"parameter 'head.weight'"``."""
     names: dict[Tensor, str] = {p: f"parameter {name!r}" for name, p in model.named_parameters()}
     return names | {b: f"buffer {name!r}" for name, b in model.named_buffers()}
 
@@ -70,7 +67,8 @@ def find_pieces(
     init_fn: ParamInitFn | None,
     loaded: Collection[Tensor] = (),
 ) -> list[Piece]:
-    """Who initialises what, in order. ``units``: the modules that are units. ``loaded``: get their values otherwise.
+    """Return the pieces in order, with who initialises what. ``units``: the modules that are units. ``loaded``: the
+    tensors that get their values otherwise.
 
     Raises:
         MetaDeviceError: a module has a tensor on the meta device, and nobody to initialise it.
@@ -111,9 +109,8 @@ def materialise(
 
 @contextlib.contextmanager
 def _first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
-    """Every rank draws what the mesh's first rank draws. Afterwards the first rank's generators, and those of ranks
-    that were in the same state, are where the draws have brought them, as if the model had been built there; the others
-    are where they were, as all are after an error."""
+    """Have every rank draw what the mesh's first rank draws. Afterwards the first rank's generators, and those in the
+    same state, are where the draws have brought them; the others, and after an error all, are where they were."""
     own = _random_states(device)
     states = [state.clone() for state in own]
     if mesh is not None:
@@ -143,7 +140,7 @@ def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
 
 
 class Writes(compat.TorchDispatchMode):
-    """While it is active: keeps ``unwritten`` up to date, and lets no operator write to what is ``protected``.
+    """Keeps ``unwritten`` up to date while it is active, and lets no operator write to what is ``protected``.
 
     Both hold memory by ``compat.storage_id``; ``protected`` has the name of the tensor that it belongs to.
     """
@@ -154,14 +151,14 @@ class Writes(compat.TorchDispatchMode):
         self.unwritten: set[int] = set()
 
     def allocated(self, tensors: Iterable[Tensor]) -> None:
-        """Their memory has no contents yet."""
+        """Note that these tensors' memory has no contents yet."""
         self.unwritten |= {compat.storage_id(tensor) for tensor in tensors if tensor.numel()}
 
     def initialised(self, tensor: Tensor) -> bool:
         return not tensor.numel() or compat.storage_id(tensor) not in self.unwritten
 
     def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
-        """Memory that is given back may come again as another tensor's."""
+        """Forget all other memory: what is given back may come again as another tensor's."""
         self.unwritten &= {compat.storage_id(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
@@ -228,7 +225,7 @@ def _initialise(
 
 
 def _put_back(registered: Iterable[tuple[dict[str, Any], nn.Module, str, Tensor]]) -> list[tuple[Tensor, Any]]:
-    """Register tensors again that something else stands in the place of, and say what."""
+    """Register tensors again that something else stands in the place of, and return what did."""
     replaced = []
     for table, module, leaf, tensor in registered:
         if (found := table.get(leaf)) is not tensor:
@@ -239,7 +236,7 @@ def _put_back(registered: Iterable[tuple[dict[str, Any], nn.Module, str, Tensor]
 
 
 def _take_over(tensor: Tensor, found: Any, what: str, writes: Writes) -> None:
-    """An initialisation put another tensor in the place of this one: take its values."""
+    """Take the values of another tensor that an initialisation put in the place of this one."""
     if not isinstance(found, Tensor) or found.is_meta or found.shape != tensor.shape or found.dtype != tensor.dtype:
         by = described(found) if isinstance(found, Tensor) else repr(found)
         raise MetaDeviceError(f"{what} {by}; write into it, or keep its shape and dtype")
@@ -262,7 +259,7 @@ def _check(tensor: Tensor, original: Tensor, device: torch.device, name: str, wr
 
 
 def _divide(model: nn.Module, units: Collection[nn.Module]) -> Iterator[tuple[dict[nn.Module, str], bool]]:
-    """The modules of each piece, with names, children first; and whether it is a module that holds units."""
+    """Yield the modules of each piece with their names, children first, and whether it is a module that holds units."""
     seen: set[nn.Module] = set()
     holds_units = {model}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -285,7 +282,7 @@ def _children_first(module: nn.Module, name: str, seen: set[nn.Module]) -> Itera
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """(where it is registered, its name there, parameter or buffer) of the module itself."""
+    """Yield (where it is registered, its name there, parameter or buffer) of the module itself."""
     for table in (module._parameters, module._buffers):
         for leaf, tensor in table.items():
             if tensor is not None:
@@ -297,14 +294,14 @@ def _all_tensors(*modules: nn.Module) -> set[Tensor]:
 
 
 def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
-    """``init_fn`` on every module that has something to initialise in it or below it."""
+    """Yield the calls of ``init_fn`` on every module that has something to initialise in it or below it."""
     for module, name in modules.items():
         if not fresh or not fresh.isdisjoint(_all_tensors(module)):
             yield f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module)
 
 
 def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
-    """Each module's own initialisation, or that of the nearest module above it in the piece that has one."""
+    """Return each module's own initialisation, or that of the nearest module above it in the piece that has one."""
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
     for module, name in modules.items():
@@ -329,7 +326,7 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
 
 
 def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
-    """``nn.MultiheadAttention`` has it under a private name."""
+    """Return ``reset_parameters``, which ``nn.MultiheadAttention`` has under a private name."""
     for name in ("reset_parameters", "_reset_parameters"):
         method: Callable[[], Any] | None = getattr(module, name, None)
         if callable(method):

@@ -1,7 +1,7 @@
-"""Safetensors files: what is in them, and reading the rows of a rank.
+"""Read safetensors files: what is in them, and the rows of a rank.
 
-A file's header says where each tensor lies, and the file is mapped into memory: of a tensor that is cut, the bytes of
-the other ranks are never touched.
+A file's header says where each tensor lies, and the file is mapped into memory: the bytes of other ranks' rows are
+never touched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Safetensors:
-    """Where a model's values come from: ``graph_fsdp.compile(model, checkpoint=Safetensors(…))``.
+    """Says where a model's values come from: ``graph_fsdp.compile(model, checkpoint=Safetensors(…))``.
 
     Args:
         path: a file; a folder with ``model.safetensors.index.json``, ``model.safetensors`` or other ``*.safetensors``;
@@ -74,7 +74,7 @@ class SafetensorsEntry:
 
 
 class SafetensorsFiles:
-    """The tensors in some files, by key."""
+    """Lists the tensors in some files, by key."""
 
     def __init__(self, path: AnyPath | Sequence[AnyPath]) -> None:
         self.entries: dict[str, SafetensorsEntry] = {}
@@ -90,15 +90,15 @@ class SafetensorsFiles:
                     self.entries[key] = SafetensorsEntry(file, tuple(part.get_shape()), part.get_dtype())
 
     def unfit(self, key: str, value: Tensor) -> str | None:
-        """Floating point goes into floating point, of any width, and nothing else does."""
+        """Return why a value cannot be loaded: floating point, and nothing else, goes into floating point of any
+        width."""
         dtype = self.entries[key].dtype
         if dtype.startswith(("F", "BF")) != value.is_floating_point() or dtype.startswith("C") != value.is_complex():
             return f"{dtype} in the file cannot be loaded into {str(value.dtype).removeprefix('torch.')}"
         return None
 
     def read(self, wanted: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy (key, into): of a DTensor, this rank's part into its local tensor. Other dtypes and devices are cast and
-        copied to."""
+        """Copy each (key, into), cast to its dtype and device; of a DTensor this rank's part into its local tensor."""
         by_file: dict[Path, list[tuple[str, Tensor]]] = {}
         for key, into in wanted:
             by_file.setdefault(self.entries[key].file, []).append((key, into))
@@ -122,7 +122,7 @@ def _read(reader: Any, key: str, into: Tensor) -> None:
 
 
 def _find(path: AnyPath | Sequence[AnyPath]) -> list[Path]:
-    """The files that a user means."""
+    """Return the files that a user means."""
     if not isinstance(path, (str, os.PathLike)):
         files = [Path(file) for file in path]
     elif (found := Path(path)).is_dir():
@@ -149,7 +149,7 @@ def _find(path: AnyPath | Sequence[AnyPath]) -> list[Path]:
 
 
 def open_file(file: Path) -> Any:
-    """A reader of a file, to be entered. Raises CheckpointError where it cannot be read."""
+    """Return a reader of a file, to be entered. Raises CheckpointError where it cannot be read."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

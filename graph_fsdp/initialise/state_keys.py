@@ -1,4 +1,4 @@
-"""Which of a checkpoint's keys go to which parameters and buffers of a model, and what does not fit."""
+"""Match a checkpoint's keys with a model's parameters and buffers, and say what does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rename: TypeAlias = Callable[[str], "str | None"]
 
 
 class IncompatibleKeys(NamedTuple):
-    """What ``load_state_dict`` returns: with ``strict=False``, what was not loaded."""
+    """Holds what ``load_state_dict`` returns: with ``strict=False``, what was not loaded."""
 
     missing_keys: list[str]  # of the model, in no file
     unexpected_keys: list[str]  # of the checkpoint, not in the model
@@ -48,8 +48,7 @@ def match_keys(
         unfit: key and parameter or buffer → why it cannot be loaded, besides its shape.
 
     Raises:
-        CheckpointError: worded as by ``nn.Module.load_state_dict``. A shape that differs is an error without ``strict``
-            too.
+        CheckpointError: worded as by ``nn.Module.load_state_dict``. Without ``strict`` too if a shape differs.
     """
     registered = {*model.parameters(), *model.buffers()}
     key_of: dict[Tensor, str] = {}
@@ -80,8 +79,8 @@ def match_keys(
 
 
 def check_fit(model: nn.Module, where: str, keys: IncompatibleKeys, problems: Sequence[str]) -> None:
-    """Raise CheckpointError, worded as by ``nn.Module.load_state_dict``, unless there are no such keys and no problems.
-    ``where``: what the keys were found in."""
+    """Raise CheckpointError, worded as by ``nn.Module.load_state_dict``, if there are such keys or problems. ``where``:
+    what the keys were found in."""
     found = (("Missing", keys.missing_keys), ("Unexpected", keys.unexpected_keys))
     lines = [f"{kind} key(s) in state_dict: {listed(names)}. " for kind, names in found if names]
     if lines := [*lines, *problems]:
@@ -90,7 +89,7 @@ def check_fit(model: nn.Module, where: str, keys: IncompatibleKeys, problems: Se
 
 
 def size_mismatch(name: str, shape: Sequence[int], value: Tensor) -> str | None:
-    """Return why a tensor of ``shape`` is not what ``value``, of this name in the model, is; None where it is."""
+    """Return why a tensor of ``shape`` does not fit ``value``, of this name in the model; None where it does."""
     if tuple(shape) == tuple(value.shape):
         return None
     return (

@@ -1,1 +1,1 @@
-"""Where people already train: Hugging Face Accelerate and the Trainer of transformers."""
+"""Integrations with Hugging Face Accelerate, transformers' Trainer and Lightning are modules here."""

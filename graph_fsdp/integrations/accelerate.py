@@ -1,15 +1,14 @@
-"""Hugging Face Accelerate: a script runs with graph_fsdp when this ``Accelerator`` takes the place of Accelerate's.
+"""Train with Hugging Face Accelerate: this ``Accelerator`` takes the place of Accelerate's.
 
 ::
 
     from graph_fsdp.integrations.accelerate import Accelerator   # instead of: from accelerate import Accelerator
 
 [Note: the seam]
-Accelerate leaves a model that is an ``FSDPModule`` as it is, and treats it as FSDP2's from then on: in ``accumulate``,
-``clip_grad_norm_``, ``save_state``, ``load_state`` and ``get_state_dict``. So ``prepare`` compiles the model first,
-gives the optimizer the shards in the place of the parameters that it was made with, and calls Accelerate's ``prepare``.
-Accelerate finds an optimizer's parameters by their addresses, and shards without rows have none; so the optimizer is
-given its own again afterwards. Nothing of Accelerate is patched.
+Accelerate leaves an ``FSDPModule`` as it is, and treats it as FSDP2's in ``accumulate``, ``clip_grad_norm_``,
+``save_state``, ``load_state`` and ``get_state_dict``. So ``prepare`` compiles the model first, gives the optimizer the
+shards, and calls Accelerate's ``prepare``. That finds an optimizer's parameters by their addresses, and shards without
+rows have none; so the optimizer is given its own again afterwards. Nothing of Accelerate is patched.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _BACKENDS = {"NO": None, "INDUCTOR": "inductor", "EAGER": "eager"}
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's, whose ``prepare`` shards and compiles with ``graph_fsdp.compile``.
+    """Prepares models with ``graph_fsdp.compile``, and is Accelerate's ``Accelerator`` otherwise.
 
-    The FSDP configuration is what Accelerate finds: ``fsdp_plugin``, or what ``accelerate launch`` has read from its
-    YAML file; versions 1 and 2. It works on the CPU too, where Accelerate itself ignores an FSDP configuration.
+    The FSDP configuration, of version 1 or 2, is what Accelerate finds: ``fsdp_plugin``, or what ``accelerate launch``
+    has read from its YAML file. It works on the CPU too, where Accelerate itself ignores it.
 
     Args:
         compile_options: arguments of ``graph_fsdp.compile`` that the configuration does not have (``backend``,
-            ``passes``, ``fullgraph`` and so on), or to be used in the place of what it says.
-        args, kwargs: as of ``accelerate.Accelerator``.
+            ``passes``, ``fullgraph`` and so on), or that replace what it says.
+        args, kwargs: those of ``accelerate.Accelerator``.
 
     Raises:
         UnsupportedError: names a setting that graph_fsdp does not have.
@@ -65,8 +64,8 @@ class Accelerator(accelerate.Accelerator):
         adopt(self, plugin, compile_options)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's. A model that comes with its optimizer is compiled in place; the optimizer, which may have
-        been made before, gets the shards.
+        """Do what Accelerate's ``prepare`` does. A model that comes with its optimizer is compiled in place; the
+        optimizer, which may have been made before, gets the shards.
 
         Raises:
             ValueError: there are several models; a model comes without its optimizer; an optimizer has state already.
@@ -106,8 +105,8 @@ class Accelerator(accelerate.Accelerator):
         return self._prepare_compiled(args, device_placement)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """As Accelerate's: whole tensors on the CPU, all of them on the first rank and none on the others. With
-        FULL_STATE_DICT, ``offload_to_cpu`` and ``rank0_only`` of ``state_dict_config`` say where. All ranks call it."""
+        """Return what Accelerate's does: whole tensors on the CPU, on the first rank alone. With FULL_STATE_DICT,
+        ``offload_to_cpu`` and ``rank0_only`` of ``state_dict_config`` say where. All ranks call it."""
         on_cpu, first_only = whole_tensors(self._fsdp_configuration)
         if (on_cpu, first_only) == (True, True) or not isinstance(model, FSDPModule):
             found: dict[str, Any] = super().get_state_dict(model, unwrap)
@@ -133,11 +132,11 @@ def adopt(
     plugin: FullyShardedDataParallelPlugin | None = None,
     compile_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make an ``accelerate.Accelerator`` that has prepared nothing yet one of ours, in place.
+    """Turn an ``accelerate.Accelerator`` that has prepared nothing yet into this module's, in place.
 
     Args:
-        plugin: the FSDP configuration; None for the accelerator's own, or that of the environment, which
-            ``accelerate launch`` has set.
+        plugin: the FSDP configuration; None for the accelerator's own, or that of the environment, which ``accelerate
+            launch`` has set.
 
     Raises:
         UnsupportedError: names a setting that graph_fsdp does not have.
@@ -159,7 +158,7 @@ def adopt(
     configuration = copy.copy(plugin)
     if accelerator.mixed_precision != "no":
         configuration.set_mixed_precision(accelerator.mixed_precision)
-    # What Accelerate does with the compiled model is what it does with one of FSDP2, and no more of it.
+    # Accelerate treats the compiled model as FSDP2's, and does no more to it.
     as_fsdp2 = copy.copy(plugin)
     as_fsdp2.fsdp_version = 2
     as_fsdp2.auto_wrap_policy = None
@@ -179,7 +178,7 @@ def adopt(
 
 
 def _dynamo_backend(accelerator: accelerate.Accelerator) -> str | None:
-    """What a configuration of ``torch.compile`` asks for, which Accelerate then leaves alone."""
+    """Return the backend that a configuration of ``torch.compile`` asks for, and have Accelerate leave that alone."""
     dynamo = accelerator.state.dynamo_plugin
     name = str(getattr(dynamo.backend, "value", dynamo.backend)).upper()
     if name not in _BACKENDS:

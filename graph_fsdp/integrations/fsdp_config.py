@@ -1,8 +1,8 @@
-"""What an FSDP configuration of Accelerate says, as arguments of ``graph_fsdp.compile``.
+"""Turn an FSDP configuration of Accelerate into arguments of ``graph_fsdp.compile``.
 
 Accelerate keeps an ``fsdp_config`` (of a YAML file, of ``TrainingArguments`` or of a script) in a
-``FullyShardedDataParallelPlugin``, of version 1 (FSDP1) or 2 (FSDP2). Each setting of it is honoured here or refused by
-name: ``docs/accelerate.md`` has the table.
+``FullyShardedDataParallelPlugin``, of version 1 (FSDP1) or 2 (FSDP2). Each setting is honoured here or refused by name:
+``docs/accelerate.md`` has the table.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ _STRATEGIES: dict[str, tuple[bool | None, tuple[str, ...]]] = {
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuses by name what graph_fsdp does not have.
-
-    Raises:
-        UnsupportedError: says which setting, and what to set instead.
-    """
+    """Refuse by name what graph_fsdp does not have. Raises UnsupportedError, which says what to set instead."""
     if plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise UnsupportedError(
             "fsdp_state_dict_type: LOCAL_STATE_DICT saves flattened parameters, and there are none; set "
@@ -72,24 +68,22 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
 
 
 def _gathered(config: Any) -> tuple[bool, bool]:
-    """``offload_to_cpu`` and ``rank0_only``, which only a configuration of whole tensors has."""
+    """Return ``offload_to_cpu`` and ``rank0_only``, which only a configuration of whole tensors has."""
     return bool(getattr(config, "offload_to_cpu", True)), bool(getattr(config, "rank0_only", True))
 
 
 def whole_tensors(plugin: FullyShardedDataParallelPlugin) -> tuple[bool, bool]:
-    """Where a whole state dict is: on the CPU, and on the first rank alone. Both unless a ``state_dict_config`` of
-    FULL_STATE_DICT says otherwise."""
+    """Say whether a whole state dict is on the CPU, and whether on the first rank alone. Both unless a
+    ``state_dict_config`` of FULL_STATE_DICT says otherwise."""
     if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
         return True, True
     return _gathered(plugin.state_dict_config)
 
 
 def set_state_dict_configs(plugin: FullyShardedDataParallelPlugin) -> None:
-    """New configurations of the kind of ``state_dict_type``, with which Accelerate saves and loads as for FSDP2.
-
-    Accelerate writes to them, so that they must not be the script's own; and where the type was set after them, it
-    looks for ``rank0_only`` in those of shards, or asks DCP to send shards from the first rank.
-    """
+    """Give the plugin new configurations of the kind of ``state_dict_type``, with which Accelerate saves and loads as
+    for FSDP2. Accelerate writes to them, and the script's own may be of the other kind:
+    docs/decisions/package_and_libraries.md."""
     on_cpu, first_only = _gathered(plugin.state_dict_config)
     if plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
         plugin.state_dict_config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_only)
@@ -102,11 +96,11 @@ def set_state_dict_configs(plugin: FullyShardedDataParallelPlugin) -> None:
 def compile_arguments(
     plugin: FullyShardedDataParallelPlugin, model: nn.Module, device_type: str, mesh: DeviceMesh | None
 ) -> dict[str, Any]:
-    """Arguments of :func:`graph_fsdp.compile` for ``model``, by name.
+    """Return arguments of :func:`graph_fsdp.compile` for ``model``, by name.
 
     Args:
-        plugin: after :func:`check_plugin`.
-        device_type: that the training runs on.
+        plugin: one that :func:`check_plugin` has accepted.
+        device_type: that of the training's devices.
         mesh: the dimensions of Accelerate's ``ParallelismConfig`` that replicate and shard, if it has one.
 
     Raises:
@@ -137,8 +131,8 @@ def compile_arguments(
 
 
 def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Callable[[], None]:
-    """Casts what FSDP casts when it wraps a model for mixed precision: trainable parameters to float32, of which
-    ``param_dtype`` is then computed, and, for FSDP1's ``buffer_dtype``, the buffers. Returns what takes that back."""
+    """Cast what FSDP casts for mixed precision, and return what undoes it: trainable parameters to float32, from which
+    ``param_dtype`` is then computed, and buffers to FSDP1's ``buffer_dtype``."""
     policy = plugin.mixed_precision_policy
     dtypes: dict[Tensor, torch.dtype] = {}
     if policy is not None:
@@ -157,11 +151,11 @@ def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
 
 
 def _mesh_shape(dimensions: Sequence[str]) -> tuple[int, ...]:
-    """All processes; of two dimensions the nodes, and the processes of each."""
+    """Return the number of processes; for two dimensions that of nodes, and of the processes of each."""
     world_size = dist.get_world_size()
     if len(dimensions) == 1:
         return (world_size,)
-    # Of the number of nodes, which all ranks are told alike: nodes may have different numbers of processes.
+    # All ranks are told the same number of nodes; the number of processes may differ from node to node.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // here))
     if nodes < 1 or world_size % nodes:
@@ -216,8 +210,9 @@ def _ignored(modules: str | Iterable[nn.Module] | None, model: nn.Module) -> lis
 
 
 def _pipeline(plugin: FullyShardedDataParallelPlugin) -> Any:
-    """FSDP1's prefetches; None, the default pipeline, for FSDP2, which has none to set. Without forward_prefetch FSDP1
-    starts gathers as early as the host runs ahead, which here is the time from which on they are hidden."""
+    """Return a pipeline with FSDP1's prefetches; None, the default, for FSDP2, which has none to set. Without
+    forward_prefetch FSDP1 starts gathers as the host runs ahead, which here is the time from which on they are
+    hidden."""
     if plugin.fsdp_version != 1:
         return None
     prefetch: Any = plugin.backward_prefetch

@@ -1,4 +1,4 @@
-"""Lightning: what its own ``ModelParallelStrategy`` calls to make a model parallel, for Fabric and for the Trainer.
+"""Train with Lightning: its own ``ModelParallelStrategy`` calls ``shard``, for Fabric and for the Trainer.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The Trainer of transformers: this class in the place of transformers' own.
+"""Train with the Trainer of transformers: this class takes the place of transformers' own.
 
 ::
 
@@ -19,13 +19,12 @@ from graph_fsdp.integrations.accelerate import adopt
 
 
 class Trainer(transformers.Trainer):
-    """transformers' ``Trainer``, which trains with graph_fsdp where its arguments ask for FSDP: ``fsdp=True`` and
-    ``fsdp_config`` of :class:`transformers.TrainingArguments`. Without ``fsdp`` it is transformers' own.
+    """Trains with graph_fsdp where the arguments ask for FSDP: ``fsdp=True`` and ``fsdp_config`` of
+    :class:`transformers.TrainingArguments`. Without ``fsdp`` it is transformers' ``Trainer``.
 
     Args:
-        compile_options: arguments of ``graph_fsdp.compile`` that the configuration does not have, or to be used in the
-            place of what it says.
-        args, kwargs: as of ``transformers.Trainer``.
+        compile_options: arguments of ``graph_fsdp.compile`` to add to the configuration or to replace what it says.
+        args, kwargs: those of ``transformers.Trainer``.
 
     Raises:
         UnsupportedError: names a setting that graph_fsdp does not have.

@@ -1,1 +1,1 @@
-"""What the user holds: the class of a compiled model, its units' methods, gradients and settings."""
+"""The user holds a compiled model, whose class, units' methods, gradients and settings are here."""

@@ -1,9 +1,8 @@
-"""FSDP2's methods on what is communicated: which gradients are reduced, over what, and how, and by what collectives.
+"""FSDP2's methods on communication are here: which gradients are reduced, over what, and by what collectives.
 
-Graphs depend on them, and are captured at the first forward under each setting. Compute regions are compiled once for
-all. What holds for a gradient is what was set when the forward ran that it belongs to. Collectives of the user's own
-are those of all buckets of a model: FSDP2 sets them per module, and here a unit may only be given the same object. With
-one set, a bucket is gathered (or reduced) in one message; setting another object needs no new graphs.
+Graphs are captured at the first forward under each setting, and compute regions compiled once for all. A gradient goes
+by what was set when its forward ran. Custom collectives are a model's: FSDP2 sets them per module, and here a unit may
+only be given the same object. With one set, a bucket is one message; another object needs no new graphs.
 """
 
 from __future__ import annotations
@@ -34,25 +33,24 @@ _ENDS_BY_ITSELF = (
 
 
 class CommunicationMethods:
-    """Mixed into the classes of models and units (``module.py``). As in FSDP2, methods with ``recurse`` are for all
-    units below a module, the others for its own unit: on the model, for the parameters that are in no other."""
+    """Adds these methods to the classes of models and units. ``recurse`` is that of ``unit_methods.py``."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the gradients of later forwards are reduced. Without, each rank adds its own up, whole, in the type
-        of the reduction: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``).
-        The next backward that reduces takes them along, and ``.grad`` stays as it is until then."""
+        """Say whether the gradients of later forwards are reduced. If not, each rank adds up its own, whole, in
+        ``reduce_dtype``: as many bytes as the trainable parameters have in it (``inspect(model).kept_nbytes``). The
+        next backward that reduces includes them, and ``.grad`` stays as it is until then."""
         check_bool(requires_gradient_sync=requires_gradient_sync, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_gradient_sync")
         if engine.spec.ranks == 1:
-            return  # a gradient is added to ``.grad``, and there is nothing else that it could be
+            return  # there is nothing to reduce
         now = engine.settings
         unsynced = now.unsynced - units if requires_gradient_sync else now.unsynced | units
         change(engine, unsynced=unsynced, unreplicated=now.unreplicated - units)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """On a mesh that replicates (HSDP): whether the gradients of later forwards are reduced over the replicas.
-        Without, they are reduced over the ranks that shard, and each rank adds up its shards."""
+        """Say whether, on a mesh that replicates (HSDP), the gradients of later forwards are reduced over the replicas.
+        If not, they are reduced over the ranks that shard, and each rank adds up its shards."""
         check_bool(requires_all_reduce=requires_all_reduce, recurse=recurse)
         engine, units = place(self)[0], units_of(self, recurse)
         _check_cut(engine, "set_requires_all_reduce")
@@ -68,7 +66,7 @@ class CommunicationMethods:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """FSDP1's: within, ``set_requires_gradient_sync(False)``. Forward and backward have to be within."""
+        """Leave out gradient reductions, as FSDP1's does, for forwards and their backwards within the block."""
         engine, _ = place(self)
         before = engine.settings
         self.set_requires_gradient_sync(False)
@@ -78,7 +76,7 @@ class CommunicationMethods:
             change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Has no effect, and False says so. FSDP2 leaves the last reductions of a backward under way where another
+        """Warn that False has no effect. FSDP2 leaves the last reductions of a backward under way where another
         backward follows; here a backward returns their results, and so waits for them."""
         check_bool(is_last_backward=is_last_backward)
         if not is_last_backward:
@@ -89,18 +87,18 @@ class CommunicationMethods:
             )
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Only False. The reductions of a backward are in its graph, and end with it."""
+        """Accept only False. The reductions of a backward are in its graph, and end with it."""
         check_bool(enabled=enabled)
         if enabled:
             raise UnsupportedError(f"set_manual_backward_finalization(True) {_ENDS_BY_ITSELF}")
 
     def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
-        """Not available, see ``set_manual_backward_finalization``: raises UnsupportedError."""
+        """Raise UnsupportedError: see ``set_manual_backward_finalization``."""
         raise UnsupportedError(f"finalize_backward() {_ENDS_BY_ITSELF}")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be under way at once, each of which holds the gradients that it sends: of the whole
-        model, so call it on the model. Instead of what ``default_pipeline(reductions_in_flight=…)`` said."""
+        """Set how many reductions may be under way at once, each of which holds the gradients that it sends. It
+        overrides ``default_pipeline(reductions_in_flight=…)`` for the whole model: call it on the model."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a whole number, 1 or more, got {max_input_buffers!r}")
         what = "the reductions of the whole model, which one schedule bounds"
@@ -113,8 +111,8 @@ class CommunicationMethods:
         change(engine, reductions_in_flight=max_input_buffers)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here such
-        ranks run different graphs, and get a ``RankDisagreement``; within a graph, a parameter of an output that
+        """Accept only False. With FSDP2, True makes ranks that use different parameters run the same collectives. Here
+        such ranks run different graphs, and get a ``RankDisagreement``; within a graph, a parameter of an output that
         some ranks leave out of their loss is reduced on every rank."""
         check_bool(reduce_scatter_unused_params=reduce_scatter_unused_params, recurse=recurse)
         if reduce_scatter_unused_params:
@@ -125,11 +123,10 @@ class CommunicationMethods:
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own, of the same ranks: of the whole model, so call it on the
-        model, on all ranks, which make the group together. NCCL runs the collectives of one group one after the other,
-        so that a gather waits for the reduction before it; those of two groups run side by side, started in one order
-        on all ranks. It takes the memory of another communicator. False: in the group that gathers, again. Raises
-        RankDisagreement where another rank does something else instead."""
+        """Reduce gradients in a process group of their own, of the same ranks; False: in the group that gathers, again.
+        Call it on the model, on all ranks, which make the group together. Gathers and reductions then run side by side
+        on NCCL, which runs the collectives of one group one after the other. It takes the memory of another
+        communicator. Raises RankDisagreement where another rank does something else instead."""
         check_bool(enable=enable)
         engine = _of_whole_model(self, "set_separate_reduce_scatter_group", "the order of all collectives", recurse)
         mesh = engine.storage.mesh
@@ -166,10 +163,9 @@ class CommunicationMethods:
         change(engine, summed=now | {unit} if enable else now - {unit})
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any] | None, *, stream: Any = None) -> None:
-        """``hook(reduced)`` is called for each bucket of this unit once its gradients are reduced over all groups of
-        the mesh, with this rank's flat shard of them, in the type of the reduction, and may change it in place; None
-        takes it away. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it
-        on."""
+        """Call ``hook(reduced)`` for each bucket of this unit once its gradients are reduced over all groups of the
+        mesh; None removes it. ``reduced``: this rank's flat shard of them, in ``reduce_dtype``, which it may change in
+        place. Collectives in it run in the same order on all ranks. ``stream``: of an accelerator, to call it on."""
         engine, unit = place(self)
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be a function of one tensor, or None, got {hook!r}")
@@ -215,8 +211,7 @@ class CommunicationMethods:
             _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not available: raises UnsupportedError. A rendezvous over symmetric memory is bound to one buffer, and
-        gathers here share the slots that a graph's plan gives them."""
+        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer; gathers share slots."""
         raise UnsupportedError(
             "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots "
             "that they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own "
@@ -224,8 +219,8 @@ class CommunicationMethods:
         )
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward waits for ``event``, recorded after the optimizer's step: for optimizers that run on another
-        stream than the current one, which every gather follows."""
+        """Have the next forward wait for ``event``, recorded after the optimizer's step: for optimizers that run on
+        another stream than the current one, which every gather follows."""
         engine, _ = place(self)
         if not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
@@ -233,7 +228,7 @@ class CommunicationMethods:
 
 
 def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
-    """FSDP2 would go by what is set when backward runs, and this graph was made for what was set before."""
+    """Raise if settings are not those of the graph: FSDP2 would go by what is set when backward runs."""
     now = engine()
     for name, method in (("unsynced", "set_requires_gradient_sync"), ("unreplicated", "set_requires_all_reduce")):
         if now is not None and getattr(settings, name) != getattr(now.settings, name):

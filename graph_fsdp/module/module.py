@@ -1,4 +1,4 @@
-"""The class that a compiled model gets: the model's own, with a forward that runs the programs."""
+"""A compiled model's class is a subclass of its own, with a forward that runs the programs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from graph_fsdp.units import Unit
 
 
 class _NotStatically(property):
-    """False as an object of its own: since torch 2.15 Dynamo looks the attribute up without calling the property, takes
-    what it finds for FSDP1's flag, and refuses the module."""
+    """Is false as an object: since torch 2.15 Dynamo reads the property uncalled, and refuses what FSDP1 manages."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
-    """Mixed into the classes of a compiled model and of its units, before their own.
+    """Comes before the model's or unit's own class among the bases of its class.
 
-    It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this
-    version does not have say so instead of doing nothing.
+    It is an ``FSDPModule``, so that code which looks for FSDP2 finds it. Methods of ``FSDPModule`` that this version
+    does not have say so instead of doing nothing.
     """
 
     _graph_fsdp: Engine
@@ -45,7 +44,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
     _graph_fsdp_name: str  # of the module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Constructing a compiled model's class makes the model's own (indexing into a container does that)."""
+        """Construct the model's own class instead of a compiled model's (indexing into a container does that)."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         instance = original.__new__(original)
         instance.__init__(*args, **kwargs)
@@ -59,21 +58,21 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
 
     @_NotStatically
     def _is_fsdp_managed_module(self) -> bool:
-        """What transformers asks before it generates: whether ranks have to stop together, because each forward
-        gathers. Not while Dynamo traces, which would leave guards out for FSDP2's sake."""
+        """Tell transformers, before it generates, whether ranks have to stop together, because each forward gathers.
+        False while Dynamo traces, which would leave out guards for FSDP2's sake."""
         return not compat.is_tracing() and bool(self._graph_fsdp.unsharded.sharded)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # FSDPModule's looks for FSDP2's state; the model's own is the one to use.
+        # FSDPModule's looks for FSDP2's state.
         return self._resharded()._apply(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of FSDP2: DTensors. What ``unshard()`` gathered is resharded."""
+        """Return a state dict of DTensors, as FSDP2 does. What ``unshard()`` gathered is resharded."""
         return self._resharded().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes its
-        own rows. Nothing is communicated."""
+        """Load DTensors, as ``state_dict()`` gives them; or whole tensors, the same on all ranks, of which each takes
+        its own rows. Nothing is communicated."""
         model = self._resharded()
         rows = own_rows(cast(nn.Module, self), self._graph_fsdp.storage, state_dict)
         return model.load_state_dict(rows, *args, **kwargs)
@@ -82,7 +81,7 @@ class GraphFSDPModule(Refusals, UnitMethods, CommunicationMethods, FSDPModule):
         return self._resharded()._load_from_state_dict(*args, **kwargs)
 
     def _resharded(self) -> Any:
-        """Reshard what ``unshard()`` gathered; the methods of the model's own classes."""
+        """Reshard what ``unshard()`` gathered, and return the methods of the model's own classes."""
         self._graph_fsdp.unsharded.release()
         return self._after_fsdp_module()
 
@@ -102,13 +101,13 @@ for _name, _value in vars(FSDPModule).items():
 
 
 def original_forward(model: nn.Module) -> Callable[..., Any]:
-    """The model's forward as a function of (self, …), also where it was set on the instance."""
+    """Return the model's forward as a function of (self, …), also where it was set on the instance."""
     own = model.__dict__.get("forward")
     return type(model).forward if own is None else _taking_the_module(own)
 
 
 def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (self, …) that calls ``own``, which was set on a module."""
+    """Return a function of (self, …) that calls ``own``, which was set on a module."""
 
     def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
@@ -122,7 +121,7 @@ def _taking_the_module(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, units: list[Unit]) -> None:
     """Give ``model`` and the modules of its units their new classes. The names are FSDP2's for the same modules, which
-    other libraries strip. Within the model's forward a unit's is what it was; called by itself, it is compiled too."""
+    other libraries strip. A unit's forward is the plain one within the model's, and compiled when called by itself."""
     watch_steps()
     places = {
         module: (name, unit.name if unit.gathered_by is None else unit.gathered_by)
@@ -138,7 +137,7 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         module.__dict__.pop("forward", None)
         if (cls, forward) not in classes:
             namespace: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-            if forward is not nn.Module.forward:  # one of a model that has none says so
+            if forward is not nn.Module.forward:  # else torch's raises
                 namespace["forward"] = _entering("forward", forward, engine.number)
             if callable(save_pretrained := getattr(cls, "save_pretrained", None)):
                 namespace["save_pretrained"] = saving_whole(save_pretrained)
@@ -150,11 +149,11 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
 
 
 def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """``function`` as a method of the model and of units that runs compiled; ``number``: of the engine."""
+    """Return ``function`` as a method of the model and of units that runs compiled; ``number``: the engine's."""
 
     @functools.wraps(function)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if Entered.engine == number:  # traced with the model: every call less is a frame less
+        if Entered.engine == number:  # traced with the model
             return function(self, *args, **kwargs)
         own = vars(self)
         of_inputs, of_outputs = own["_graph_fsdp_casts"]
@@ -169,7 +168,7 @@ def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[
 
 
 def _compiled_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the model or of a unit that the user has registered as one beside forward."""
+    """Return a method that the user has registered beside forward, compiled."""
     own = method.__func__ if isinstance(method, MethodType) and method.__self__ is module else None
     function = _taking_the_module(method) if own is None else own
     return MethodType(_entering(name, function, vars(module)["_graph_fsdp"].number), module)

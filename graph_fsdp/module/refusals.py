@@ -1,8 +1,7 @@
 """Calls that a compiled model refuses raise one error each, before anything is changed.
 
-Other libraries' functions are not patched. Each asks the module something first, and is answered here. Steps of
-optimizers are looked at by torch's own hook: one parameter of each group, so that its price does not grow with the
-model.
+Other libraries' functions are not patched: each asks the module something first, and is answered here. torch's own hook
+looks at optimizers' steps, at one parameter of each group.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Refusals:
-    """Mixed into the classes of models and units (``module.py``)."""
+    """Adds the methods that refuse to the classes of models and units (``module.py``)."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("a model compiled by graph_fsdp cannot be deep-copied; copy it before graph_fsdp.compile")
@@ -39,7 +38,7 @@ class Refusals:
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the model, but not to the meta device."""
+        """Move the model, but not to the meta device."""
         with contextlib.suppress(TypeError, RuntimeError):  # a wrong call is the model's to refuse
             if torch.empty(0, 0, 0, 0).to(*args, **kwargs).is_meta:
                 raise MetaDeviceError(
@@ -50,11 +49,11 @@ class Refusals:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """DistributedDataParallel asks for it before it communicates."""
+        """Refuse DistributedDataParallel, which asks for it before it communicates."""
         raise AlreadyShardedError(_already("DistributedDataParallel"))
 
     def share_memory(self) -> Any:
-        """As of the model on one process. DTensors have no memory that torch could share."""
+        """Share the memory of a model on one process. DTensors have no memory that torch could share."""
         if any(isinstance(p, DTensor) for p in self._after_fsdp_module().parameters()):
             raise UnsupportedError(
                 "share_memory() is not available on a model whose parameters are DTensors; share "
@@ -63,12 +62,12 @@ class Refusals:
         return self._after_fsdp_module().share_memory()
 
     def _after_fsdp_module(self) -> Any:
-        """The methods of the model's own classes, which come after FSDPModule."""
+        """Return the methods of the model's own classes, which come after FSDPModule."""
         return super(FSDPModule, self)
 
 
 class Registry(dict[str, Any]):
-    """The composable functions of torch that were applied to a module, which each asks before it is applied."""
+    """Lists torch's composable functions applied to a module, each of which asks here before it is applied."""
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
@@ -89,7 +88,7 @@ def _already(by: str) -> str:
 
 
 def saving_whole(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's ``save_pretrained`` that refuses to save shards. It writes files that others read, of whole tensors."""
+    """Return a model's ``save_pretrained`` that refuses to save shards: others read its files as whole tensors."""
 
     @functools.wraps(save_pretrained)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +133,7 @@ def _check_state(p: Tensor, state: Any) -> None:
 
 
 def _warn_of_placeholders(optimizer: Optimizer) -> None:
-    """Once per optimizer: it was made of what the model's parameters were before they were sharded."""
+    """Warn, once per optimizer, if it was made of the parameters before they were sharded."""
     names = [
         vars(p)["_graph_fsdp"][0]
         for group in optimizer.param_groups

@@ -1,11 +1,9 @@
-"""What a compiled model consists of: modules, parameters and hooks, and that they change.
+"""A model's ``Structure`` notices changes to its modules, parameters and hooks.
 
 A parameter that comes after ``graph_fsdp.compile`` would be trained on each rank by itself. So each call looks whether
-modules were exchanged or parameters added, and refuses those that would train; code outside of graphs has no guards of
-Dynamo's that could. A look at a thousand modules takes a tenth of a millisecond, with as little Python as can be.
-
-Hooks are the other way round: Dynamo could guard on those of each module, which would take longer than all of this.
-Graphs of a model without hooks are traced without such guards, and used as long as it has none.
+modules were exchanged or parameters added, and refuses those that would train. A look at a thousand modules takes a
+tenth of a millisecond; Dynamo's guards on their hooks would take longer. Graphs of a model without hooks are traced
+without such guards, and used as long as it has none.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ class Structure:
         self._look()
 
     def check(self) -> None:
-        """To be called before each call of the model or of one of its units.
+        """Check for new parameters, before each call of the model or of one of its units.
 
         Raises:
-            ParameterChangedError: the model has a parameter that would be trained and that ``compile`` has not seen,
-                or one that it has under a new name.
+            ParameterChangedError: the model has a parameter that would be trained and that ``compile`` has not seen, or
+                one that it has under a new name.
         """
         if self._now() != self._seen or any(p.requires_grad for _, p in self._frozen):
             self._check_new()
@@ -52,11 +50,11 @@ class Structure:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether there are hooks on modules of the model. Those on the model itself run outside of its graphs."""
+        """Say whether modules within the model have hooks. Those on the model itself run outside of its graphs."""
         return any(self._hooks)
 
     def hooks(self, *kinds: str) -> list[str]:
-        """Those on modules of the model, in words; of all ``kinds`` (``"full backward hook"``) if none is given."""
+        """Describe the hooks on modules within the model; those of ``kinds`` (``"full backward hook"``), or all."""
         return [
             f"a {kind} of module {name!r}"
             for name, module in self._model.named_modules()
@@ -79,8 +77,8 @@ class Structure:
         self._seen = self._now()
 
     def _now(self) -> tuple[list[nn.Module | None], int]:
-        """The children of all modules, and the number of parameters under all their names. Whether those are other
-        ones, ``Storage.refresh`` sees."""
+        """Return the children of all modules, and the number of parameters under all their names. ``Storage.refresh``
+        sees whether those are other ones."""
         children = chain.from_iterable(map(dict.values, self._module_dicts))
         registered = chain.from_iterable(map(dict.values, self._parameter_dicts))
         return list(children), sum(map(operator.is_not, registered, repeat(None)))
@@ -125,7 +123,7 @@ class Structure:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Full name, module, name in the module and parameter, once for each module that has it."""
+    """Yield full name, module, name in the module and parameter, once for each module that has it."""
     for path, module in model.named_modules():
         for leaf, p in module._parameters.items():
             if p is not None:

@@ -1,8 +1,8 @@
-"""FSDP2's methods that act on units: ``unshard``, ``reshard``, and what is set per unit after ``compile``.
+"""FSDP2's methods that act on units are here: ``unshard``, ``reshard``, and settings per unit after ``compile``.
 
 They are on the model and on the modules of its units. As in FSDP2, those with ``recurse`` act on all units below a
-module, the others on its own unit: on the model, on the parameters that are in no other. What is set changes the graphs
-that are captured from then on (``passes/ir/settings.py``); all ranks must set the same.
+module, the others on its own unit (the model's: parameters that are in no other). Settings change the graphs that are
+captured from then on (``passes/ir/settings.py``); all ranks must set the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class UnitMethods:
-    """Mixed into the classes of models and units (``module.py``)."""
+    """Adds these methods to the classes of models and units (``module.py``)."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit, in ``param_dtype``: plain tensors from then on, which the forward and its
-        backward take as they are. Until ``reshard()``, or the end of the next backward, which reshards as in FSDP2.
+        """Gather the parameters of this unit, in ``param_dtype``. They are plain tensors, which the forward and its
+        backward take as they are, until ``reshard()`` or the end of the next backward, which reshards as in FSDP2.
 
         All ranks call it, in the same order. ``async_op``: return at once, with a handle; the parameters are whole
         after its ``wait()``, which the next forward calls if nobody has. Writes to whole parameters are lost at
@@ -46,9 +46,9 @@ class UnitMethods:
         return None
 
     def reshard(self) -> None:
-        """The parameters of this unit are shards again. What was kept of it for a backward (``reshard_after_forward=
-        False``) is given back, and gathered again before that backward begins. All ranks call it. Within the model's
-        forward it does nothing: the graph frees each unit after its last use."""
+        """Make the parameters of this unit shards again. What was kept of it for a backward
+        (``reshard_after_forward=False``) is freed, and gathered again before that backward begins. All ranks call it.
+        Within the model's forward it does nothing: the graph frees each unit after its last use."""
         if torch.compiler.is_compiling() or Entered.engine == vars(self)["_graph_fsdp"].number:
             return
         engine, unit = place(self)
@@ -58,8 +58,8 @@ class UnitMethods:
         engine.kept_buckets.free(unit)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """True: units are gathered again in backward. False: they stay whole from forward to backward; and from their
-        next forward without gradients (an evaluation) until a backward has ended, so that evaluations gather once."""
+        """Say whether units are gathered again in backward. With False they stay whole from forward to backward; and
+        from their next forward without gradients until a backward has ended, so that evaluations gather once."""
         check_bool(reshard_after_forward=reshard_after_forward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_forward")
@@ -72,9 +72,9 @@ class UnitMethods:
         change(engine, reshard_after_forward=tuple(sorted(now.items())))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False: units are gathered before their next forward with gradients, and stay whole: over the backwards of an
-        accumulation, nothing of them is gathered again. Set True before the last of them, at whose end they are
-        resharded: the optimizer changes shards, and a forward on whole parameters that are older is an error."""
+        """Say whether the end of a backward reshards units. With False they are gathered before their next forward with
+        gradients and stay whole over the backwards of an accumulation. Set True before the last of them: the optimizer
+        changes shards, and a forward on whole parameters that are older is an error."""
         check_bool(reshard_after_backward=reshard_after_backward)
         engine, _ = place(self)
         _check_sharded(engine, "set_reshard_after_backward")
@@ -84,7 +84,7 @@ class UnitMethods:
         engine.unsharded.whole_after_backward = whole - units if reshard_after_backward else whole | units
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Only False. With FSDP2, True keeps the address of each gathered parameter, for CUDA graphs."""
+        """Accept only False. With FSDP2, True keeps the address of each gathered parameter, for CUDA graphs."""
         check_bool(keep=keep, recurse=recurse)
         if keep:
             raise UnsupportedError(
@@ -93,19 +93,19 @@ class UnitMethods:
             )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: backward needs no parameter of this unit (an embedding's), and none is kept for it. Backward gathers
-        what it reads in any case: if it reads one, capturing the graph is a ``SettingError``."""
+        """Say whether backward needs parameters of this unit. With False (for an embedding) none is kept for it; if
+        backward reads one all the same, capturing the graph is a ``SettingError``."""
         check_bool(unshard_in_backward=unshard_in_backward)
         engine, unit = place(self)
         units = engine.settings.not_gathered_in_backward
         change(engine, not_gathered_in_backward=units - {unit} if unshard_in_backward else units | {unit})
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers of these units start when this one has arrived in forward. An empty list: as the pipeline has it."""
+        """Start gathering these units when this one has arrived in forward. An empty list leaves it to the pipeline."""
         self._set_prefetch("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward."""
+        """Start gathering these units when this one has arrived in backward, likewise."""
         self._set_prefetch("backward_prefetch", modules)
 
     def _set_prefetch(self, field: str, modules: Sequence[Any]) -> None:
@@ -125,8 +125,7 @@ class UnitMethods:
         change(engine, **{field: tuple(sorted(lists.items()))})
 
     def reset_iter_state(self) -> None:
-        """After an exception in a forward or backward. There is no state to reset: a run that raises leaves none. What
-        ``unshard()`` gathered is resharded, as in FSDP2."""
+        """Reshard what ``unshard()`` gathered, as FSDP2 does after a run that raised. No other state remains."""
         engine, unit = place(self)
         if unit:
             raise RuntimeError(f"reset_iter_state() is to be called on the model, and this is its unit {unit!r}")

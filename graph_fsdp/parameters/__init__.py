@@ -1,1 +1,1 @@
-"""Sharded parameters: their storage, their placeholders, and what is set of them."""
+"""Sharded parameters have a storage, placeholders, and settings of their own."""

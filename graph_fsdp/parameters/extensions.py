@@ -1,12 +1,11 @@
-"""FSDP2's tensor extensions: parameters of a subclass that says what is gathered of them, and what becomes of that.
+"""FSDP2's tensor extensions are parameters of a subclass that says what is gathered of them, and what that becomes.
 
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are called while the graphs are traced, and what they compute is in
-the graphs (see ``passes/transforms/sources.py``). So they must do the same at every call, on every rank. All that they
-may communicate is an all-reduce over the ranks that shard. The shards themselves are plain tensors: optimizers and
-checkpoints see those.
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are traced into the graphs (``passes/transforms/sources.py``), so
+they must do the same at every call, on every rank. They may communicate by an all-reduce over the ranks that shard, and
+in no other way. Shards themselves are plain tensors, for optimizers and checkpoints.
 
 What ``fsdp_post_all_gather`` makes may be a tensor subclass (torchao's float8 training tensor is one). Dynamo, and
-Python code of the model, see a plain parameter; the subclass is there when AOTAutograd traces the operators.
+Python code of the model, see a plain parameter; AOTAutograd traces the subclass's operators.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def is_extended(parameter: Tensor) -> bool:
 
 
 def plain(parameter: Any) -> nn.Parameter:
-    """A parameter of the tensor that an extended one wraps; the same memory."""
+    """Return a parameter of the tensor that an extended one wraps; the same memory."""
     (attribute,), _ = parameter.__tensor_flatten__()
     return nn.Parameter(getattr(parameter, attribute).detach(), requires_grad=parameter.requires_grad)
 
 
 def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) -> None:
-    """Refuse extended parameters that cannot be, or not together with an option. ``unsupported``: option → is set."""
+    """Refuse extended parameters that cannot be gathered, or not with an option. ``unsupported``: option → is set."""
     for p, (name, *_) in names.items():
         if not is_extended(p):
             continue
@@ -68,7 +67,7 @@ def check_extensions(names: dict[nn.Parameter, list[str]], **unsupported: bool) 
 
 
 class ExtendedGather(nn.Module):
-    """Shard → full parameter, as a module of the captured graph."""
+    """Makes a full parameter of a shard, as a module of the captured graph."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class ExtendedGather(nn.Module):
         return self.subclass.__tensor_unflatten__({self.attribute: shard}, self.context, shard.shape, shard.stride())
 
     def pre(self, local: Any, shard: Tensor) -> tuple[list[Tensor], Any]:
-        """The payloads, at least one-dimensional and each in memory of its own, and the metadata."""
+        """Return the payloads, at least one-dimensional and each in memory of its own, and the metadata."""
         owner, mesh = self.__dict__["outside"]
         arguments = [mesh]
         if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 5:
@@ -116,7 +115,7 @@ class ExtendedGather(nn.Module):
         return full if full.shape[0] == self.spec.shape[0] else full[: self.spec.shape[0]]
 
     def trace(self, device: torch.device) -> tuple[ParameterSpec, ...]:
-        """Run both on fake tensors: what is gathered, as parameters.
+        """Run both methods on fake tensors, and return what is gathered, as parameters.
 
         Raises:
             UnsupportedError: they communicate otherwise than by an all-reduce over the ranks that shard, before the
@@ -200,7 +199,7 @@ def extend(
     policy_of: Callable[[str], MixedPrecisionPolicy],
     device: torch.device,
 ) -> tuple[ModelSpec, dict[str, ExtendedGather]]:
-    """The model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
+    """Return the model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
     gathers = {
         name: ExtendedGather(spec.parameters[name], p, owners[name], spec, mesh, policy_of(name))
         for name, p in originals.items()
@@ -215,7 +214,7 @@ def extend(
 
 
 def _mesh_of_shards(mesh: DataParallelMesh | None) -> Any:
-    """The dimension that shards, as FSDP2 gives it to extensions; None in one process."""
+    """Return the dimension that shards, as FSDP2 gives it to extensions; None in one process."""
     if mesh is None or mesh.mesh.ndim == 1:
         return None if mesh is None else mesh.mesh
     if mesh.mesh.mesh_dim_names is None:

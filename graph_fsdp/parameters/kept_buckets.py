@@ -1,8 +1,7 @@
-"""``reshard()`` between a forward and its backward: what was kept for backward is given back, and gathered again.
+"""``reshard()`` between a forward and its backward frees what was kept for backward, which is then gathered again.
 
-A kept bucket goes from forward to backward as a tensor that autograd saves. The tensor stays, and its memory goes. When
-the backward comes that it was saved for, it is gathered into it again, before the graph begins. Every rank must have
-called ``reshard()``: gathers outside of graphs keep step as programs do, and a rank that has not is found.
+A kept bucket is a tensor that autograd saves. Only its memory is freed, and is filled again before the backward that it
+was saved for begins. All ranks must have called ``reshard()``; as such gathers keep step, a rank that has not is found.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from graph_fsdp.runtime.ranks.lockstep import Runnable
 
 @dataclass
 class _Kept:
-    """A bucket of one forward, as long as its backward may come. ``start``: the node that gathers it, of ``shards``.
-    ``undo``: counts its bytes again, while its memory is given back."""
+    """Holds a bucket of one forward, as long as its backward may come. ``start``: the node that gathers it, of
+    ``shards``. ``undo``: counts its bytes again, while its memory is freed."""
 
     start: fx.Node
     units: frozenset[str]
@@ -44,7 +43,7 @@ class _Kept:
 
 
 class KeptBuckets:
-    """What forwards of one model have kept for their backwards. ``schedules`` keeps the ranks in step. ``whole``:
+    """Holds what forwards of one model have kept for their backwards. ``schedules`` keeps the ranks in step. ``whole``:
     graphs are compiled whole, and their bytes not counted."""
 
     def __init__(self, counter: GatheredBytes, schedules: Schedules, whole: bool) -> None:
@@ -53,7 +52,8 @@ class KeptBuckets:
         self._kept: list[_Kept] = []
 
     def around(self, program: Runnable, graph: Graph, spec: ModelSpec) -> Runnable:
-        """``program``, which runs ``graph``: forward's are remembered, and backward's find what they need."""
+        """Return ``program``, which runs ``graph``, but remembers what forward keeps and gathers what backward
+        lacks."""
         weak = weakref.ref(self)  # what Dynamo keeps must not keep the model
         found = _gathers(graph, spec) if graph.phase == "forward" else []
         places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
@@ -87,7 +87,7 @@ class KeptBuckets:
         return run
 
     def free(self, unit: str) -> None:
-        """Give the memory of what is kept of ``unit`` back; of a bucket of several units with the last of them."""
+        """Free the memory of what is kept of ``unit``; of a bucket of several units with the last of them."""
         for kept in self._kept:
             storage = kept.storage()
             if unit not in kept.units or storage is None or kept.undo is not None:
@@ -96,12 +96,12 @@ class KeptBuckets:
             if kept.given_up == kept.units:
                 storage.resize_(0)
                 self._add(-kept.nbytes)
-                # What counts a buffer that is dropped does so for this one, too.
+                # A buffer's bytes are subtracted when it is dropped; this one's, subtracted already, are added again.
                 kept.undo = weakref.finalize(storage, self._add, kept.nbytes)
                 kept.undo.atexit = False
 
     def _gather(self, buffers: list[Tensor]) -> None:
-        """Gather those of ``buffers`` that were given back."""
+        """Gather those of ``buffers`` that were freed."""
         by_storage = {compat.storage_id(buffer): buffer for buffer in buffers}
         freed = [(kept, kept.storage()) for kept in self._kept if kept.undo is not None]
         found = [(by_storage[s._cdata], kept) for kept, s in freed if s is not None and s._cdata in by_storage]
@@ -129,8 +129,8 @@ class KeptBuckets:
 
 
 def _gathers(graph: Graph, spec: ModelSpec) -> list[tuple[fx.Node, frozenset[str], int, list[int]]]:
-    """What a forward graph gathers from its inputs and returns whole, and in no other output (as a parameter that the
-    model returns): its start, the units that are in it, and the places of the output and of the inputs."""
+    """Return what a forward graph gathers from its inputs and returns whole, in one output only: the start, the units
+    in it, and the places of the output and of the inputs."""
     places = {node: i for i, node in enumerate(graph.placeholders)}
     outputs = {node: i for i, node in enumerate(graph.outputs) if isinstance(node, fx.Node)}
     waits = [node for node in outputs if has_role(node, Role.GATHER_WAIT)]

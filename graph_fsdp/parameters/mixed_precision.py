@@ -1,12 +1,11 @@
-"""Mixed precision by module: which policy parameters have, and the casts where modules begin and end.
+"""Modules may have precision policies of their own, and cast where they begin and end.
 
 [Note: what a policy of its own means]
-A module that ``mp_policy`` names is to its policy what a module is that FSDP2 shards by itself,
-``fully_shard(module, mp_policy=…)``: the policy holds for all parameters in it, but for those in a module below that
-is named too; floating-point inputs of its forward are cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to
-``output_dtype``. It does not become a unit. One policy for all is that of the root and of every unit. Where modules are
-named, units cast their inputs to the ``param_dtype`` that holds for them, and outputs are cast only where a module was
-named, and at the root.
+A module that ``mp_policy`` names is treated as one that FSDP2 shards by itself, ``fully_shard(module, mp_policy=…)``:
+the policy holds for all parameters in it but those in a named module below; floating-point inputs of its forward are
+cast to ``param_dtype`` (``cast_forward_inputs``) and outputs to ``output_dtype``. It does not become a unit. One policy
+for all is that of the root and of every unit. Where modules are named, units cast their inputs to the ``param_dtype``
+that holds for them, and outputs are cast only at named modules and the root.
 
 Casts below the root are forward hooks, which Dynamo traces. As FSDP2's, they run before a module's own hooks when it
 begins, and after them when it ends.
@@ -40,8 +39,8 @@ _ACCEPTED = (
 
 @dataclass(frozen=True)
 class ModulePolicies:
-    """``named``: module → the policy that the user gave it by name. The model itself always has one: ``root``.
-    ``of_all``: it was given for the model and all of its units."""
+    """Holds ``named``, module → the policy that the user gave it by name, and ``root``, the model's policy. ``of_all``:
+    ``root`` was given for the model and all of its units."""
 
     model: nn.Module
     root: MixedPrecisionPolicy
@@ -49,16 +48,16 @@ class ModulePolicies:
     of_all: bool = False
 
     def of_module(self, name: str) -> MixedPrecisionPolicy:
-        """Of the module with this name: its own, or that of the innermost named module around it."""
+        """Return the policy of the module with this name: its own, or that of the innermost named module around it."""
         found = [self.named[module] for module in modules_on_path(self.model, name) if module in self.named]
         return found[-1] if found else self.root
 
     def around(self, parameter: str) -> MixedPrecisionPolicy:
-        """Of the module that the parameter of this name lies in."""
+        """Return the policy of the module that the parameter of this name lies in."""
         return self.of_module(parameter.rpartition(".")[0])
 
     def dtypes_of(self, p: nn.Parameter, names: Iterable[str]) -> tuple[torch.dtype, torch.dtype]:
-        """In which the parameter with these names is gathered, and its gradient reduced.
+        """Return in which dtypes the parameter with these names is gathered, and its gradient reduced.
 
         Raises:
             TypeError, ValueError: see ``_dtypes``; its modules want different dtypes; it has a ``grad_dtype``.
@@ -80,14 +79,13 @@ class ModulePolicies:
         return dtypes
 
     def casts_of(self, unit_name: str) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What floating-point inputs and outputs of a unit's forward, or of the model's (""), are cast to; None: they
-        are not."""
+        """Return the dtypes, or None, to which inputs and outputs of a unit's (or the model's, "") forward are cast."""
         policy = self.of_module(unit_name)
         outputs = not unit_name or self.of_all or self.model.get_submodule(unit_name) in self.named
         return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype if outputs else None
 
     def install(self, unit_names: Iterable[str]) -> None:
-        """Make named modules and units cast, but for the model, whose casts are those of the compiled forward."""
+        """Make named modules and units cast, except the model, whose casts are those of the compiled forward."""
         names = {self.model.get_submodule(name): name for name in unit_names}
         names |= {module: name for name, module in self.model.named_modules() if module in self.named}
         for module, name in names.items():
@@ -129,11 +127,8 @@ def find_policies(model: nn.Module, mp_policy: PrecisionPolicies) -> ModulePolic
 
 
 def _dtypes(policy: MixedPrecisionPolicy, p: nn.Parameter, name: str) -> tuple[torch.dtype, torch.dtype]:
-    """``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy.
-
-    Raises:
-        TypeError, ValueError: ``param_dtype_override_fn`` gives what is no dtype, or another than the two it may.
-    """
+    """Return ``param_dtype`` and ``reduce_dtype`` of one parameter, as FSDP2 of the installed torch takes the policy.
+    Raises TypeError or ValueError if ``param_dtype_override_fn`` gives no dtype, or another than the two it may."""
     if not p.is_floating_point():
         return p.dtype, p.dtype
     param_dtype = policy.param_dtype or p.dtype
@@ -166,8 +161,8 @@ def _hint(value: Any) -> str:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """All floating-point tensors in ``value``, a tree of them, in ``dtype``. One that is in it already is not touched:
-    a layer that hands on what its cast has not changed could not be traced for its equals (``repeat.py``)."""
+    """Cast all floating-point tensors in ``value``, a tree, to ``dtype``. One in it already is not touched: a layer
+    that hands it on could not be traced for its equals (``repeat.py``)."""
     return tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
     )

@@ -1,11 +1,11 @@
-"""Guarded placeholders: whoever reads one outside of compiled code has it gathered, or gets an error.
+"""Guarded placeholders are gathered, or raise an error, when code outside of compiled code reads them.
 
 A kernel that reads a placeholder would read address zero. Two kinds of code may try: with ``fullgraph=False``, what
-Dynamo leaves to Python while the model's forward runs, and for which the parameter is gathered (``python_reads.py``);
-and, at any time, code that kept a reference to a parameter from before ``graph_fsdp.compile``. So placeholders are a
-Parameter subclass whose ``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and
-type, and has memory given to it before everything else, or refuses. With ``fullgraph=True`` they are plain Parameters
-while the forward runs: Dynamo need not trace through ``__torch_function__`` at every use.
+Dynamo leaves to Python in a forward, for which the parameter is gathered (``python_reads.py``); and, at any time, code
+that kept a reference from before ``graph_fsdp.compile``. So placeholders are a Parameter subclass whose
+``__torch_function__`` lets Dynamo trace it like a plain tensor, answers questions on shape and type, and for all else
+gets it memory or refuses. With ``fullgraph=True`` they are plain while the forward runs, which saves Dynamo from
+tracing that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from graph_fsdp.passes.ir.fake_values import iterate_tensors
 if TYPE_CHECKING:
     from graph_fsdp.parameters.shards import Storage
 
-# What reads no memory and returns no tensor.
+# These read no memory and return no tensor.
 _METADATA = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in (
@@ -46,7 +46,7 @@ _METADATA = frozenset(
 def _torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """The ``__torch_function__`` of guarded placeholders. Tensor-parallel ones are unguarded where Dynamo traces."""
+    """Guard placeholders, as their ``__torch_function__``. Tensor-parallel ones are unguarded where Dynamo traces."""
     if (cls is GuardedPlaceholder and compat.is_tracing()) or func in _METADATA:
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -54,14 +54,14 @@ def _torch_function(
 
 
 class GuardedPlaceholder(nn.Parameter):
-    """A full-shape parameter without memory."""
+    """A placeholder is a full-shape parameter without memory."""
 
     _graph_fsdp: tuple[str, Storage]  # its name, and where it is a parameter
     __torch_function__: Any = classmethod(_torch_function)
 
 
 class GuardedTensorParallelPlaceholder(DTensor):
-    """A tensor-parallel parameter without memory."""
+    """This placeholder is a tensor-parallel parameter without memory."""
 
     _graph_fsdp: tuple[str, Storage]
     __torch_function__: Any = classmethod(_torch_function)
@@ -83,7 +83,7 @@ def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func``, for whose time placeholders have memory (``python_reads.py``)."""
+    """Call ``func`` on placeholders that have memory for it (``python_reads.py``)."""
     by_model: dict[Storage, list[str]] = {}
     for value in iterate_tensors([*args, *kwargs.values()]):
         if isinstance(value, (GuardedPlaceholder, GuardedTensorParallelPlaceholder)):
@@ -113,7 +113,7 @@ def _have_memory(func: Callable[..., Any], storage: Storage, names: list[str]) -
 
 
 def calling_line() -> str:
-    """The innermost line on the stack that is neither torch's nor ours."""
+    """Return the innermost line on the stack that is neither torch's nor ours."""
     not_wanted = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(not_wanted)]
     return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"

@@ -1,16 +1,16 @@
-"""How parameters lie on meshes: on which dimension they are sharded (``shard_placement_fn``, by FSDP2's rules), and
-how where they are tensor-parallel before: DTensors over other dimensions of the same mesh.
+"""Placements say how parameters are sharded: by ``shard_placement_fn`` (with FSDP2's rules), and where they are
+tensor-parallel already, as DTensors over other dimensions of the same mesh.
 
 [Note: tensor parallelism]
-As in FSDP2, what is sharded over the data-parallel mesh is each rank's local part: passes and collectives know nothing
-else, and every ``shape`` of a ParameterSpec is that of the part. Around it:
+As in FSDP2, each rank's local part is sharded over the data-parallel mesh: passes and collectives know nothing else,
+and every ``shape`` of a ParameterSpec is that of the part. Around it:
 
 - The *shard* is a DTensor over both meshes, data-parallel dimensions first. Where both shard one dimension of the
   parameter its placement is strided: the part of a tensor-parallel rank is cut again.
 - The *placeholder* is a DTensor over the tensor-parallel mesh, as the model's forward expects it.
-- In the captured graph the gathered part becomes such a DTensor again (``as_model_uses_it``). AOTAutograd traces
-  through it: what it leaves are local tensors and tensor parallelism's own collectives, as operators of the graph, in
-  the order of the model. A gradient that is partial over the tensor-parallel ranks is reduced over them first.
+- In the captured graph the gathered part becomes such a DTensor again (``as_model_uses_it``), and AOTAutograd leaves
+  local tensors and tensor parallelism's own collectives, in the order of the model. A gradient that is partial over the
+  tensor-parallel ranks is reduced over them first.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ def shard_dims(
     ignored: Collection[nn.Parameter],
     mesh: DataParallelMesh | None,
 ) -> dict[str, int]:
-    """Canonical name → dimension, of the parameters that are sharded on another one than the first. Asked once per
-    parameter, whatever the number of ranks; where nothing is sharded (one process, replicas) the answer changes
-    nothing.
+    """Return canonical name → dimension, of the parameters that are not sharded on the first. The function is asked
+    once per parameter, also where nothing is sharded (one process, replicas) and the answer changes nothing.
 
     Raises:
-        TypeError, ValueError, UnsupportedError: the function, or its answer for a parameter, says no dimension on
-            which the parameter can be sharded.
+        TypeError, ValueError, UnsupportedError: the function, or its answer for a parameter, says no dimension on which
+            the parameter can be sharded.
     """
     if placement_fn is None:
         return {}
@@ -91,7 +90,7 @@ def check_tensor_parallel(
     *,
     fullgraph: bool,
 ) -> bool:
-    """Whether anything is tensor-parallel, which then can be sharded over ``mesh``.
+    """Say whether anything is tensor-parallel, and check that it can be sharded over ``mesh``.
 
     Raises:
         AlreadyShardedError: a parameter is a DTensor on a mesh that is no other dimension of the same one.
@@ -137,7 +136,7 @@ def _are_dimensions_of_one_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def shard_spec(p: DTensor, mesh: DataParallelMesh, shard_dim: int | None) -> tuple[DeviceMesh, list[Placement]]:
-    """Mesh and placements of a tensor-parallel parameter that is sharded too; ``shard_dim`` as in
+    """Return mesh and placements of a tensor-parallel parameter's shard; ``shard_dim`` as in
     ``DataParallelMesh.placements``."""
     placements, sizes = mesh.placements(shard_dim), zip(p.placements, p.device_mesh.shape, strict=True)
     ways = math.prod(size for placement, size in sizes if shard_dim is not None and placement.is_shard(shard_dim))
@@ -148,7 +147,7 @@ def shard_spec(p: DTensor, mesh: DataParallelMesh, shard_dim: int | None) -> tup
 
 
 def as_model_uses_it(p: DTensor) -> Callable[[Tensor], DTensor]:
-    """What makes a DTensor, like ``p``, of this rank's part of it."""
+    """Return a function that makes a DTensor, like ``p``, of this rank's part of it."""
     mesh, placements, shape, stride = p.device_mesh, p.placements, p.shape, p.stride()
 
     def as_dtensor(part: Tensor) -> DTensor:
@@ -158,7 +157,7 @@ def as_model_uses_it(p: DTensor) -> Callable[[Tensor], DTensor]:
 
 
 def give_memory(placeholder: DTensor, part: Tensor) -> None:
-    """The placeholder is a DTensor of ``part`` from now on, and of its dtype."""
+    """Make the placeholder a DTensor of ``part``, and of its dtype."""
     if placeholder.dtype is not part.dtype:
         with torch.no_grad():
             other = as_model_uses_it(placeholder)(part)

@@ -1,5 +1,4 @@
-"""What a compiled model has in the place of its parameters, on whatever devices: the interface of ``Storage``
-(``shards.py``), for ranks, and of ``XlaStorage`` (``graph_fsdp/xla/storage.py``)."""
+"""``Shards`` takes the place of a model's parameters: ``Storage`` (``shards.py``) on ranks, ``XlaStorage`` on XLA."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 
 @dataclass
 class ShardedParameter:
-    """One parameter of the model, under all its names."""
+    """Describes one parameter of the model, under all its names."""
 
     spec: ParameterSpec
     owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
@@ -36,19 +35,19 @@ class ShardedParameter:
 
     @property
     def registered(self) -> nn.Parameter:
-        """What modules hold while no forward runs."""
+        """Return what modules hold while no forward runs."""
         return self.shard if self.whole is None else self.whole
 
     def register(self, value: nn.Parameter) -> None:
-        """Modules hold ``value`` from now on."""
+        """Put ``value`` into the modules."""
         for module, leaf in self.owners:
             module._parameters[leaf] = value
 
 
 class Shards(ABC):
-    """All shards of a model. Construction allocates; ``install`` changes the model and cannot fail.
+    """Holds all shards of a model. Construction allocates; ``install`` changes the model and cannot fail.
 
-    In between, whoever gives the model other values than its own puts them in: ``fill`` and ``keep_whole``.
+    In between, ``fill`` and ``keep_whole`` give the model other values than its own.
     """
 
     reads_in_place: bool  # whether a file's rows can be read into the shards
@@ -70,31 +69,27 @@ class Shards(ABC):
         """Shard the value of a whole parameter, which may be on another device."""
 
     def keep_whole(self, tensor: Tensor, value: Tensor) -> None:
-        """``install`` gives ``tensor``, one of the model's that is not sharded, this value on this device."""
+        """Have ``install`` give ``tensor``, one of the model's that is not sharded, this value on this device."""
         self._whole.append((tensor, value))
 
     @abstractmethod
     def install(self, model: nn.Module, fullgraph: bool) -> None:
-        """Fill the shards that are not filled yet with the originals' values, register them, and take the originals'
-        memory away, parameter by parameter. With ``fullgraph``, nothing of the model runs outside of compiled code,
-        and placeholders need no guard while its forward runs."""
+        """Fill the shards that are not filled yet with the originals' values, register them, and free the originals'
+        memory, parameter by parameter. With ``fullgraph``, placeholders need no guard while the forward runs."""
 
     @abstractmethod
     def inputs_after_refresh(self) -> dict[str, Tensor]:
-        """Parameter name → the shard that the graphs take, padded, connected to the parameter's ``grad``."""
+        """Return parameter name → the padded shard that the graphs take, connected to the parameter's ``grad``."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced
-        Parameter object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process).
-
-        Raises:
-            ParameterChangedError: it cannot be taken over.
-        """
+        """Take over what the user did to parameters since the last forward: ``requires_grad``, a replaced Parameter
+        object (``load_state_dict(assign=True)``), other memory (``p.data = …`` of one process). Raises
+        ParameterChangedError if it cannot be taken over."""
 
     @contextlib.contextmanager
     def placeholders_registered(self) -> Iterator[None]:
-        """For the time of a forward: modules hold placeholders. Whatever happens, they hold shards afterwards."""
+        """Put placeholders into the modules for the time of a forward, and shards again, whatever happens in it."""
         self.active = True
         try:
             for p in self.parameters.values():
@@ -110,7 +105,7 @@ class Shards(ABC):
             self.active = False
 
     def without_placeholders(self, outputs: Any) -> Any:
-        """A model that returns a parameter returns its shard: Dynamo hands back the very object that it read."""
+        """Return the shard for a parameter among ``outputs``: Dynamo hands back the very object that it read."""
 
         def registered(p: nn.Parameter) -> nn.Parameter:
             found = self.by_placeholder.get(id(p))
@@ -120,12 +115,12 @@ class Shards(ABC):
             return compat.tree_map_only(nn.Parameter, registered, outputs)
 
     def set_whole(self, p: ShardedParameter, whole: nn.Parameter | None) -> None:
-        """``whole`` stands in the modules from now on; None: the shard."""
+        """Put ``whole`` into the modules; None: the shard."""
         p.whole = whole
         p.register(p.registered)
 
     def checked_whole(self, p: ShardedParameter) -> nn.Parameter:
-        """What stands in the modules for an unsharded parameter: it may have been replaced."""
+        """Return what stands in the modules for an unsharded parameter, and check it: it may have been replaced."""
         found: Any = p.whole
         plain = isinstance(found, nn.Parameter) and not isinstance(found, DTensor)
         if not plain or found.shape != torch.Size(p.spec.shape) or found.device != p.input.device:
@@ -138,6 +133,6 @@ class Shards(ABC):
 
 
 def owners_of(model: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, str], ...]:
-    """The modules that hold a parameter of these names, and its name in each."""
+    """Return the modules that hold a parameter of these names, and its name in each."""
     found = (name.rpartition(".") for name in names)
     return tuple((model.get_submodule(path), leaf) for path, _, leaf in found)

@@ -1,24 +1,21 @@
-"""Parameters as shards: one contiguous buffer per dtype, DTensor views of it, and placeholders for tracing.
+"""Parameters become shards: one contiguous buffer per dtype, DTensor views of it, and placeholders for tracing.
 
 [Note: three tensors per parameter]
-- The *shard*: a DTensor parameter whose local tensor lies in the storage. ``parameters()``, ``state_dict()``, the
-  optimizer and DCP see it, always, except while the model's forward runs.
-- The *placeholder*: the model's original Parameter object, full shape and ``param_dtype``, with its memory taken
-  away. While the forward runs it stands in the module, so that Dynamo traces the plain model. Being the original
-  object, it also stands wherever else the model keeps a reference to its parameters (``nn.LSTM`` does).
-- The *input*: the padded local shard, as the graph takes it. Equal shapes on all ranks, whatever the rank holds.
+- The *shard* is a DTensor parameter whose local tensor lies in the storage. ``parameters()``, ``state_dict()``, the
+  optimizer and DCP see it, except while the model's forward runs.
+- The *placeholder* is the model's original Parameter object, of full shape and ``param_dtype``, without memory. While
+  the forward runs it stands in the module, and wherever else the model refers to it (``nn.LSTM`` does).
+- The *input* is the padded local shard, as the graph takes it, of equal shape on all ranks.
 
 [Note: storages over storages]
-The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor has
-a torch storage of its own over the same bytes, which keeps the buffer alive: to ``torch.save``, ``copy.deepcopy`` and
-safetensors each parameter is one tensor and no more, as with FSDP2. So has a gradient over what its reduction left.
-Where other processes are given a shard on the CPU, torch moves its storage to shared memory: the buffer then takes its
-values before each forward (``refresh``).
+The input is a view of the buffer, so that a bucket of consecutive parameters is a slice. The shard's local tensor
+(and a gradient's) has a torch storage of its own over the same bytes, which keeps the buffer alive. Where torch moves
+it to shared memory, the buffer takes its values before each forward (``refresh``). See docs/decisions/parameters.md.
 
 [Note: data of a DTensor]
 ``parameter.data = …`` exchanges what the DTensor itself has, and its local tensor stays: no shard changes, in FSDP2
-neither, and torch says nothing. What was assigned cannot be found any more. That something was, shows the storage of
-the DTensor itself, which has no bytes, and is another one then.
+neither, and what was assigned cannot be found. The DTensor's own storage, which has no bytes, is then another one, by
+which an assignment is noticed.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 
 
 class Storage(Shards):
-    """The shards of a rank."""
+    """Holds the shards of a rank."""
 
     reads_in_place = True
 
@@ -106,14 +103,14 @@ class Storage(Shards):
         p.filled = True
 
     def _own_part(self, p: ShardedParameter, full: Tensor) -> Tensor:
-        """A view of what this rank holds of a whole parameter."""
+        """Return a view of what this rank holds of a whole parameter."""
         source, dim = full.detach(), p.spec.shard_dim
         if p.spec.replicated:
             return source
         return source.narrow(dim, min(self.rank * p.spec.chunk_rows, p.spec.rows), p.local.shape[dim])
 
     def shard_of(self, p: ShardedParameter, full: Tensor) -> DTensor:
-        """A copy of this rank's part of a whole parameter, as a DTensor like its shard."""
+        """Return a copy of this rank's part of a whole parameter, as a DTensor like its shard."""
         return compat.make_dtensor(self._own_part(p, full).to(p.local.device).contiguous().clone(), p.shard)
 
     def install(self, model: nn.Module, fullgraph: bool) -> None:
@@ -148,7 +145,7 @@ class Storage(Shards):
             )
 
     def _take_over(self, p: ShardedParameter) -> bool:
-        """Whether ``data`` was assigned, which cannot be taken over: see [Note: data of a DTensor]."""
+        """Take over changes of one parameter; say whether ``data`` was assigned ([Note: data of a DTensor])."""
         module, leaf = p.owners[0]
         registered = module._parameters.get(leaf)
         if p.whole is not None:
@@ -200,7 +197,7 @@ def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
 
 
 def check_tied(p: ShardedParameter) -> None:
-    """One parameter under several names is registered under all of them, or equal ones (``load_state_dict`` with
+    """Check that a parameter of several names is registered under all of them, or equal ones (``load_state_dict`` with
     ``assign=True`` registers one for each name)."""
     first, *others = (module._parameters.get(leaf) for module, leaf in p.owners)
     for (module, leaf), found in zip(p.owners[1:], others, strict=True):
@@ -236,7 +233,7 @@ def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
 
 
 def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> list[Tensor]:
-    """The padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
+    """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
     shards: Sequence[Tensor] = [p.shard for p in trained]
     if are_dtensors and trained:
@@ -250,8 +247,8 @@ Gradients: TypeAlias = Callable[[Sequence[Tensor | None]], Iterable[Tensor | Non
 
 
 class Linked(torch.autograd.Function):
-    """One node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into those
-    of ``sources``. None stands for a gradient that is not there."""
+    """Makes one node of autograd for many tensors: ``values`` come out of it, whose gradients ``backward`` turns into
+    those of ``sources``. None stands for a gradient that is not there."""
 
     @staticmethod
     def forward(ctx: Any, values: Sequence[Tensor], backward: Gradients, *sources: Tensor) -> tuple[Tensor, ...]:
@@ -265,7 +262,7 @@ class Linked(torch.autograd.Function):
 
 
 def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
-    """``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
+    """Return ``state_dict`` with a DTensor of this rank's rows for each whole tensor of a parameter that is sharded."""
     if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
         return state_dict
     held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
@@ -285,7 +282,7 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
 
 
 def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
-    """The gradient of a padded local shard as a DTensor."""
+    """Return the gradient of a padded local shard as a DTensor."""
     if grad is None:
         return None
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
@@ -295,7 +292,7 @@ def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
 
 
 def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
-    """Parameter name → element at which its chunk starts in its dtype's buffer, and the buffers' sizes."""
+    """Return parameter name → element at which its chunk starts in its dtype's buffer, and the buffers' sizes."""
     offsets: dict[str, int] = {}
     sizes: dict[torch.dtype, int] = {}
     for bucket in spec.buckets:
@@ -313,7 +310,7 @@ def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
 
 
 def _set_memory(tensor: Tensor, value: Tensor) -> None:
-    """``tensor`` has the memory of ``value`` from now on, wherever the model refers to it."""
+    """Give ``tensor`` the memory of ``value``, wherever the model refers to it."""
     if isinstance(tensor, DTensor):
         give_memory(tensor, value)
     elif tensor.is_meta:  # torch lets no other device's memory be its ``data``
@@ -323,5 +320,5 @@ def _set_memory(tensor: Tensor, value: Tensor) -> None:
 
 
 def described(value: Tensor) -> str:
-    """``"float32[4, 8] on cpu"``."""
+    """Return a description such as ``"float32[4, 8] on cpu"``."""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"

@@ -1,15 +1,14 @@
-"""Whole parameters outside of a forward: ``unshard()``, ``reshard()``, and :func:`unsharded`.
+"""Parameters are whole outside of a forward by ``unshard()``, ``reshard()``, and :func:`unsharded`.
 
 [Note: how long a unit stays whole]
-- What ``unshard()`` gathered, in the type that the forward computes in: until ``reshard()``, or the end of the next
+- What ``unshard()`` gathered, in the dtype that the forward computes in: until ``reshard()``, or the end of the next
   backward of the model, whatever FSDP2's ``reshard_after_forward`` says.
 - A unit with ``set_reshard_after_backward(False)``: from its next forward with gradients on, over backwards.
 - A unit with ``set_reshard_after_forward(False)``: from its next forward without gradients, to the end of a backward.
-- What :func:`unsharded` gathered, in the type of the shards: to the end of its block.
+- What :func:`unsharded` gathered, in the dtype of the shards: to the end of its block.
 
-While a unit is whole, its modules hold plain parameters, and the model's graphs take those. Optimizers go on holding
-the shards. A shard that changes makes the whole parameter stale, which is an error at the next forward, and not another
-collective: a rank that noticed alone would wait for the others.
+While a unit is whole, its modules hold plain parameters, which the model's graphs take; optimizers still hold the
+shards. A shard that changes makes the whole parameter stale, an error at the next forward.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class UnshardedUnits:
-    """Which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
+    """Holds which units of a model are whole, and their parameters. ``schedules`` keeps the ranks in step."""
 
     def __init__(self, storage: Shards, counter: GatheredBytes, schedules: Schedules) -> None:
         self.storage, self.counter, self._schedules = storage, counter, schedules
@@ -57,11 +56,11 @@ class UnshardedUnits:
 
     @property
     def sharded(self) -> frozenset[str]:
-        """Units of which a forward gathers something."""
+        """Return the units of which a forward gathers something."""
         return frozenset(self.members) - self.units if self.storage.spec.world_size > 1 else frozenset()
 
     def unavailable(self) -> str:
-        """Why units of this model cannot be whole; "" where they can."""
+        """Return why units of this model cannot be whole; "" where they can."""
         parameters, offload = self.storage.parameters.values(), self.storage.spec.offload
         if self.refused:
             return self.refused
@@ -82,7 +81,7 @@ class UnshardedUnits:
     # --- gathering
 
     def start(self, unit: str, *, full_precision: bool = False) -> None:
-        """Start gathering a unit; nothing where it is whole, or about to be."""
+        """Start gathering a unit; do nothing where it is whole, or about to be."""
         self.check_available("unshard()")
         if self.storage.active:
             raise RuntimeError("unshard() was called while the model's forward runs; call it before")
@@ -134,7 +133,7 @@ class UnshardedUnits:
         self.units |= {unit}
 
     def before_forward(self) -> None:
-        """Gather what is to be whole in this forward, and see that nothing whole is stale."""
+        """Gather what is to be whole in this forward, and check that nothing whole is stale."""
         training = torch.is_grad_enabled()
         wanted = self.whole_after_backward if training else self.whole_after_forward
         if wanted and (training or not self.unavailable()):  # else evaluations gather as they go
@@ -158,7 +157,7 @@ class UnshardedUnits:
     # --- giving back
 
     def reshard(self, unit: str) -> None:
-        """The shards stand in the unit's modules again. What was written to whole parameters is lost."""
+        """Put the shards into the unit's modules again. What was written to whole parameters is lost."""
         self.finish(unit)
         if unit not in self.units:
             return
@@ -187,15 +186,15 @@ class UnshardedUnits:
 
     @torch.no_grad()
     def write_back(self, unit: str) -> None:
-        """Each rank copies its part of the whole parameters into its shards."""
+        """Copy this rank's part of the whole parameters into its shards."""
         for p in self.members[unit]:
             self.storage.fill(p, self.storage.checked_whole(p))
 
     # --- in a forward
 
     def watched(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The graph's inputs, with a node before them whose backward comes when the model's has ended: autograd runs a
-        node when all gradients of its outputs are there."""
+        """Return the graph's inputs behind a node whose backward comes when the model's has ended: autograd runs a node
+        when all gradients of its outputs are there."""
         trained = {name: value for name, value in inputs.items() if value.requires_grad} if self.units else {}
         if not trained or not torch.is_grad_enabled():
             return inputs
@@ -207,7 +206,7 @@ class UnshardedUnits:
         return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
 
     def feeding(self, program: Any, names: list[str]) -> Callable[[list[Any]], Any]:
-        """``program`` with the whole parameters of these names behind its other inputs."""
+        """Return ``program``, run with the whole parameters of these names behind its other inputs."""
         parameters = [self.storage.parameters[name] for name in names]
 
         def run(args: list[Any]) -> Any:
@@ -224,7 +223,7 @@ class UnshardedUnits:
 
 
 class Handle(UnshardHandle):
-    """What ``unshard(async_op=True)`` returns. The next forward waits by itself."""
+    """``unshard(async_op=True)`` returns this handle. The next forward waits by itself."""
 
     def __init__(self, units: UnshardedUnits, unit: str) -> None:
         self._units, self._unit = units, unit
@@ -235,10 +234,10 @@ class Handle(UnshardHandle):
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """For the time of a block, the parameters of a compiled model are whole, plain tensors in the type of the shards.
+    """Make the parameters of a compiled model whole for a block: plain tensors in the dtype of the shards.
 
     All ranks enter it together. In it, ``state_dict()`` is that of the plain model, submodules can be called, and the
-    model's forward gathers nothing (``model.generate()`` needs no rank to wait for another). FSDP1's
+    model's forward gathers nothing (``model.generate()`` needs no rank to wait for another). It is FSDP1's
     ``summon_full_params``.
 
     Args:
@@ -282,7 +281,7 @@ def unsharded(module: nn.Module, *, recurse: bool = True, writeback: bool = True
 
 
 def places(module: Any, recurse: bool) -> list[tuple[Engine, str]]:
-    """The engine and the unit of ``module``, and, with ``recurse``, of the modules below it that have one."""
+    """Return the engine and the unit of ``module``, and, with ``recurse``, of the modules below it that have one."""
     modules = module.modules() if recurse else [module]
     found = [vars(m) for m in modules if "_graph_fsdp" in vars(m)]
     return [(place["_graph_fsdp"], place["_graph_fsdp_unit"]) for place in found]
