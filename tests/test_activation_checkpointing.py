@@ -10,6 +10,7 @@ from models import GPT
 from printed import calls
 
 from graph_fsdp import ActivationCheckpointing
+from graph_fsdp.passes import CheckpointActivations
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role
 
@@ -127,6 +128,13 @@ def test_copies_that_come_back_are_started_one_region_ahead() -> None:
         assert groups == 1, "a region lies between, and what is communicated behind it"
         seen += 1
     assert seen == 8  # two of each unit but the last, and what goes from one to the next
+
+
+def test_ranks_compare_the_operators_whose_results_are_saved() -> None:
+    mm, tanh, relu = (getattr(torch.ops.aten, name) for name in ("mm", "tanh", "relu"))
+    assert repr(CheckpointActivations([mm, tanh])) == repr(CheckpointActivations([tanh, mm]))
+    assert repr(CheckpointActivations([mm, tanh])) != repr(CheckpointActivations([mm, relu]))
+    assert repr(CheckpointActivations("unit")) != repr(CheckpointActivations("selective"))
 
 
 @pytest.mark.parametrize(("dropout", "draw"), [(0.0, 0), (0.1, 6)])

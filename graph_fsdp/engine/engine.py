@@ -38,7 +38,7 @@ from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_capture
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
 from graph_fsdp.module.communication import check_unchanged
-from graph_fsdp.module.structure import Structure
+from graph_fsdp.module.structure import NO_STRUCTURE, Structure
 from graph_fsdp.parameters.extensions import ExtendedGather
 from graph_fsdp.parameters.kept_buckets import KeptBuckets
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
@@ -108,7 +108,7 @@ class Engine:
         self.unsharded = UnshardedUnits(storage, self.counter, self.schedules)
         self.kept_buckets = KeptBuckets(self.counter, self.schedules, self.whole)
         self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
-        self.structure: Structure  # once the model is compiled
+        self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
         self.pieces = None if fullgraph or self.whole else Pieces(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
@@ -119,6 +119,11 @@ class Engine:
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
         self._shape_envs: weakref.WeakSet[Any] = weakref.WeakSet()
         weakref.finalize(self, compat.forget_fake_values, self._shape_envs).atexit = False
+
+    @property
+    def structure(self) -> Structure:
+        """Return what the model has; compiled code keeps the engine, and must not keep the model."""
+        return self.structure_of_model() or NO_STRUCTURE
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""

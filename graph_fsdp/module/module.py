@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn, cast
@@ -145,7 +146,8 @@ def become_compiled(model: nn.Module, engine: Engine, policies: ModulePolicies, 
         module.__class__ = classes[cls, forward]
         vars(module).update(_graph_fsdp=engine, _graph_fsdp_unit=unit_name, _graph_fsdp_name=name)
         vars(module)["_graph_fsdp_casts"] = policies.casts_of(name)
-    engine.structure = Structure(model, engine.storage)
+    structure = vars(model)["_graph_fsdp_structure"] = Structure(model, engine.storage)
+    engine.structure_of_model = weakref.ref(structure)
 
 
 def _entering(name: str, function: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -29,7 +29,8 @@ _MAX_NAMES = 4  # in a message
 
 
 class Structure:
-    """Finds what was added to one model, whose parameters ``storage`` has sharded. It does not keep the model."""
+    """Finds what was added to one model, whose parameters ``storage`` has sharded. The model keeps it, and not the
+    other way round."""
 
     def __init__(self, model: nn.Module, storage: Any) -> None:
         self._weak, self._storage = weakref.ref(model), storage
@@ -65,7 +66,8 @@ class Structure:
     @property
     def _model(self) -> nn.Module:
         model = self._weak()
-        return nn.Identity() if model is None else model  # a unit of a model that is gone may still be called
+        assert model is not None, "it has this"
+        return model
 
     # --- what is looked at
 
@@ -128,3 +130,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
         for leaf, p in module._parameters.items():
             if p is not None:
                 yield f"{path}.{leaf}" if path else leaf, module, leaf, p
+
+
+_OF_NONE = nn.Identity()
+NO_STRUCTURE = Structure(_OF_NONE, None)  # of a model that is gone, one of whose units is still called

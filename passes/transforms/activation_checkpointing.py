@@ -123,10 +123,10 @@ class CheckpointActivations(GraphPass):
             raise ValueError("CheckpointActivations: recompute must not be None; leave the pass out")
         object.__setattr__(self, "recompute", given)
 
-    def settings(self) -> str:
-        """Return the pass with the names of operators: the objects themselves are their own on each rank."""
-        names = map(str, self.recompute) if isinstance(self.recompute, tuple) else [str(self.recompute)]
-        return f"{self}: {', '.join(sorted(names))}"
+    def __repr__(self) -> str:
+        """Say what ranks compare: operators by their names, in an order that all ranks have in common."""
+        names = map(str, self.recompute) if isinstance(self.recompute, tuple) else [repr(self.recompute)]
+        return f"{type(self).__qualname__}({self.name!r}, recompute={', '.join(sorted(names))})"
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         graph.recomputes_activations = True
