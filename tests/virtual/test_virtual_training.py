@@ -113,14 +113,14 @@ def ours_with_offload() -> None:
 COLLECTIVES: dict[str, tuple[Any, ...]] = {
     "a gather is not waited for": (
         collectives.start_all_gather,
-        ("lockstep.finish(work, result.device)", "pass"),
+        ("_wait_for(works, result.device)", "pass"),
     ),
     "a reduction is not waited for": (
-        collectives.finish_reduction,
-        ("lockstep.finish(work, out.device)", "pass"),
+        getattr(collectives, "_reduction"),  # noqa: B009
+        ("_wait_for(works, out.device)", "pass"),
     ),
     "nothing keeps the reduced gradients": (
-        collectives.finish_reduction,
+        getattr(collectives, "_reduction"),  # noqa: B009
         ("def finish(keep_alive: Any = keep_alive)", "def finish(keep_alive: Any = None)"),
     ),
     "all buckets have one slot": (
@@ -138,8 +138,8 @@ COPIES: dict[str, tuple[Any, ...]] = {
         ("stream.wait_stream(torch.accelerator.current_stream(device))", "pass"),
     ),
     "a fetch is not waited for": (
-        getattr(copies, "_wait_on_device"),  # noqa: B009
-        ("torch.accelerator.current_stream(device).wait_event(event)", "pass"),
+        getattr(copies, "_start"),  # noqa: B009
+        ("lambda: torch.accelerator.current_stream(device).wait_event(event), event", "lambda: None, event"),
     ),
     "the allocator does not know of a copy": (
         getattr(copies, "_start"),  # noqa: B009
@@ -155,7 +155,7 @@ COPIES: dict[str, tuple[Any, ...]] = {
     ),
     "the host does not wait for gradients": (
         getattr(copies, "_start"),  # noqa: B009
-        ("return Copy(whole, event.synchronize, event)", "return Copy(whole, _nothing, event)"),
+        ("return Copy(whole, event.synchronize, event)", "return Copy(whole, lambda: None, event)"),
     ),
 }
 
