@@ -101,7 +101,8 @@ blocks.0 offload 4 536""",
 
 @pytest.mark.usefixtures("fake_group")
 def test_casts_run_on_the_device() -> None:
-    report = report_of(nn.Sequential(nn.Linear(16, 8)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    report = report_of(nn.Sequential(nn.Linear(16, 8)), mp_policy=policy)
     operators = ("reduce_scatter_start", "reduce_wait", "convert_element_type", "offload_start")
     assert_expected_inline(
         calls(report.backward, *operators),
