@@ -18,7 +18,7 @@ from harness import PROCESS_GROUPS, ROOT, start_ranks
 from implementations import Setup, fsdp2, ours
 from simulated_group import simulated_group
 from simulated_link import INSTANT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -165,7 +165,7 @@ def beside_fsdp2(device: torch.device, name: str, options: dict[str, Any], backe
     return worst
 
 
-def trained(model: nn.Module, workload: Workload, device: torch.device, accumulates: bool) -> list[float]:
+def trained(model: Any, workload: Workload, device: torch.device, accumulates: bool) -> list[float]:
     """Losses of some steps of SGD, and the norms of the first step's gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses: list[Tensor] = []
@@ -173,7 +173,7 @@ def trained(model: nn.Module, workload: Workload, device: torch.device, accumula
     for step in range(STEPS):
         for micro in range(2 if accumulates else 1):
             if accumulates:
-                model.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
+                model.set_requires_gradient_sync(micro == 1)
             loss = loss_of(model(**workload.tokens(2 * step + micro, 0, device)))
             loss.backward()
             losses.append(loss.detach())

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -41,12 +41,12 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         frames: list[tuple[CodeType, int]] = []
         while frame is not None and len(frames) < _FRAMES:
             if not frame.f_code.co_filename.startswith(_HIDDEN):
                 frames.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         node = torch._C._current_autograd_node()
         return cls(tuple(frames), "" if node is None else node.name())
 

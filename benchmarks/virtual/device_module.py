@@ -13,11 +13,12 @@ from virtual.machine import Machine
 
 
 def module() -> ModuleType:
-    made = ModuleType("torch.virtual", __doc__)
+    made: Any = ModuleType("torch.virtual", __doc__)
     for name, value in vars(_Functions).items():
         if isinstance(value, staticmethod):
             setattr(made, name, value.__func__)
-    made.Stream, made.Event = torch.Stream, torch.Event  # type: ignore[attr-defined]
+    made.Stream, made.Event = torch.Stream, torch.Event
+    assert isinstance(made, ModuleType)
     return made
 
 
