@@ -13,7 +13,7 @@
 # PYTHON=python3.12   the interpreter that the environment is made with
 # TORCH=2.9.1         another torch than the pinned one, in an environment of its own
 # NPROC=2 DEVICE=cpu BACKEND=inductor STEPS=20 ARGS="--bf16"   for train
-# ARGS="-k verify" JOBS=3    for test and test-long: what to run, and how many files at a time
+# ARGS="-k verify" JOBS=2    for test and test-long: what to run, and how many files at a time
 # ARGS=--random-order-seed=7    for the same: in a random order
 
 PYTHON ?= python3
@@ -22,8 +22,7 @@ NPROC  ?= 2
 DEVICE ?= cpu
 STEPS  ?=
 ARGS   ?=
-# One more than two cores: tests that wait for their ranks leave a core idle.
-JOBS   ?= 3
+JOBS   ?= 2
 # Inductor needs a C++ compiler on CPU; without one the example runs its graphs as they are.
 BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 
