@@ -22,7 +22,7 @@ NPROC  ?= 2
 DEVICE ?= cpu
 STEPS  ?=
 ARGS   ?=
-JOBS   ?= 2
+JOBS   ?= 3
 # Inductor needs a C++ compiler on CPU; without one the example runs its graphs as they are.
 BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 

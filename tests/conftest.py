@@ -35,6 +35,7 @@ if importlib.util.find_spec("torch_xla") is None:
 # `make test` gives a worker one file after the other, in this order. The last ones are to be short, so that the workers
 # end at the same time; these are not, for the most part because they launch ranks.
 LONG = (
+    *("test_models_compatibility", "test_late_and_early", "test_virtual_training", "test_gpu_checks", "test_ports"),
     *("test_three_and_four_ranks", "test_benchmarks", "test_examples", "test_two_ranks", "test_agreement"),
     *("test_mesh_ranks", "test_models", "test_elastic", "test_lightning", "test_resume_ranks", "test_whole_ranks"),
     *("test_option_numbers", "test_regions", "test_one_process", "test_tensor_parallel", "test_cuda_graphs_ranks"),
