@@ -1,12 +1,4 @@
-"""Inductor's C++ kernels of several graphs are built together, by these private names of torch:
-
-| name | for | torch |
-|---|---|---|
-| ``_inductor.async_compile.AsyncCompile.cpp_pybinding``, ``wait`` | the kernels of a generated module | 2.9, 2.13 |
-| ``AsyncCompile.submit``, ``get_compile_threads`` | compilers at work at once | 2.9, 2.13 |
-| ``_inductor.codecache.CppPythonBindingsCodeCache``, of it ``load_pybinding_async``, ``load_async``, |  |  |
-| ``_load_library_inner`` and ``entry_function`` | source with Python bindings, compiler, cache, loading | 2.9, 2.13 |
-| ``_dynamo.utils.dynamo_timed`` | the time it takes, among torch's own | 2.9, 2.13 |
+"""Inductor's C++ kernels of several graphs are built together, by private names of torch (``docs/private_names.md``).
 
 [Note: one library for several kernels]
 Inductor makes a library of each kernel, for which the compiler takes a second more than for the kernel. So the kernels

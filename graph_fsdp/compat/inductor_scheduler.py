@@ -1,14 +1,4 @@
-"""Inductor's scheduler keeps graphs in their own order, by these private names of torch.
-
-| name | for | torch |
-|---|---|---|
-| ``_inductor.config``, the names in ``_IN_ORDER`` | Inductor moves no collective | 2.9, 2.13 |
-| ``_inductor.config._pre_fusion_custom_pass`` | likewise, before anything is fused | 2.9, 2.13 |
-| ``_inductor.custom_graph_pass.CustomSchedulerPass`` | likewise, for its cache; another name in 2.9 | 2.9, 2.13 |
-| ``_inductor.dependencies.WeakDep``, ``BaseSchedulerNode.add_fake_dep`` | order without data | 2.9, 2.13 |
-| ``Scheduler.compute_ancestors`` | what must not be fused | 2.9, 2.13 |
-| ``_inductor.ir._CollectiveKernel``, ``MultiOutput`` | which nodes are communication | 2.9, 2.13 |
-"""
+"""Inductor's scheduler keeps graphs in their own order, by private names of torch (``docs/private_names.md``)."""
 
 from __future__ import annotations
 

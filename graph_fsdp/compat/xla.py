@@ -1,27 +1,5 @@
-"""This file has every name of torch_xla that graph_fsdp uses. torch_xla is imported when one of them is first needed.
-
-| name | for | torch_xla |
-|---|---|---|
-| ``runtime.is_spmd``, ``runtime.use_spmd``, ``runtime.global_runtime_device_count`` | SPMD, and its devices | 2.9 |
-| ``distributed.spmd.Mesh``, ``Mesh.get_op_sharding``, ``XLAShardedTensor`` | shardings | 2.9 |
-| ``_XLAC._xla_mark_sharding``, ``_xla_annotate_custom_sharding``, ``_get_xla_sharding_specs`` | likewise | 2.9 |
-| ``_XLAC._spmd_full_to_shard_shape``, ``_spmd_shard_to_full_shape``, ``_mark_manual_sharding`` | manual regions | 2.9 |
-| ``_XLAC._xla_all_gather``, ``_xla_spmd_reduce_scatter``, ``_xla_spmd_all_reduce`` | collectives in them | 2.9 |
-| ``_XLAC._set_all_reduce_token`` | gathers that do not wait for each other | 2.9 |
-| ``_XLAC._xla_optimization_barrier_`` | order of gathers | 2.9 |
-| ``_XLAC._get_tensors_xla_device_data_node``, ``_get_graph_hash``, ``_xla_warm_up_cache``, ``_run_cached_graph``,
-  ``_xla_get_tensor_id``, ``_clear_pending_irs`` | a graph compiled once and replayed | 2.9 |
-| ``_XLAC._check_tensor_need_materialization`` | arguments that are not computed yet | 2.9 |
-| ``_XLAC._get_local_shards``, ``_get_local_shard_replica_and_indices`` | what one device holds | 2.9 |
-| ``_XLAC._load_local_shards`` | giving devices their parts | 2.9 |
-| ``runtime.process_count`` | processes, each with the devices of its host | 2.9 |
-| ``runtime.world_size``, ``runtime.addressable_runtime_device_count``, ``_XLAC._xla_get_default_device_ordinal`` |
-  replicas: processes or threads with a device each | 2.9 |
-| ``core.xla_model.xla_real_devices`` | waiting for one replica's device alone | 2.9 |
-| ``debug.metrics.executed_fallback_ops``, ``counter_value`` | operators that ran on the host | 2.9 |
-| ``_XLAC._get_xla_tensors_hlo``, ``XLA_DUMP_POST_OPTIMIZATIONS``, ``_get_xla_op_sharding``, ``_xla_sync_multi`` |
-  XLA's optimized program | 2.9 |
-| ``_functorch.aot_autograd.AOTConfig`` (torch) | backward that is compiled at once | torch 2.9 |
+"""This file has every name of torch_xla that graph_fsdp uses (``docs/private_names.md``). torch_xla is imported when one
+of them is first needed.
 """
 
 from __future__ import annotations
