@@ -5,7 +5,9 @@
 
 What they write, and how long the link takes, ``simulated_group.py`` says; when they run, NCCL's process group: with
 ``async_op=True`` on the group's stream, after what the current stream has been given when they are started, and the
-wait makes the current stream wait; otherwise on the current stream. Only a barrier makes the host wait.
+wait makes the current stream wait; otherwise on the current stream. Only a barrier makes the host wait. On whatever
+streams, the collectives of one group take the link one after the other, as those of one communicator of NCCL's; that
+orders their times, and no accesses to memory.
 
 ``keeps_tensors``: a collective under way keeps its tensors alive until it is waited for, as NCCL's does. Without it, a
 program that drops them too early is found, since the memory is given away.
@@ -59,6 +61,7 @@ class VirtualLane:
         # Numbers of torch's streams are 0 and above.
         self.machine, number = machine, -2 - sum(stream < 0 for stream in machine.clocks.streams)
         self.stream = machine.clocks.add(number, f"the stream of process group {name!r}")
+        self.free = 0.0  # virtual seconds
         self.on_current_stream = False
         self.keeps_tensors = True
 
@@ -75,7 +78,9 @@ class VirtualLane:
         kinds = "+".join(dict.fromkeys(message.kind for message in messages))
         reads = [tensor for message in messages for tensor in message.inputs]
         writes = [tensor for message in messages for tensor in message.outputs]
+        stream.seconds = max(stream.seconds, self.free)
         machine.launch(kinds, reads, writes, seconds, stream)
+        self.free = stream.seconds
         kept = [*reads, *writes] if self.keeps_tensors and stream is self.stream else []
         work = VirtualWork(machine, stream.copy(), kept, blocks_host=kinds == "barrier")
         machine.leave()
