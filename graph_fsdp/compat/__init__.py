@@ -64,10 +64,10 @@ imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
 | ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
-| ``distributed_c10d.AllgatherOptions``, ``ReduceScatterOptions``, ``ProcessGroup.all_gather_single_coalesced`` and
-  its like | grouped collectives on CUDA and XPU; never run there | 2.9, 2.13 |
+| ``_C._distributed_c10d.AllgatherOptions``, ``ReduceScatterOptions``, ``ProcessGroup.all_gather_single_coalesced``
+  and its like | grouped collectives on CUDA and XPU; never run there | 2.13 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
-| ``ProcessGroup._get_backend`` | what a process group can: groups of collectives, memory of its own | 2.9, 2.13 |
+| ``ProcessGroup._get_backend`` | what a process group can: groups of collectives, memory of its own | 2.13 |
 | ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``_C.PyTorchFileReader`` | likewise, in a file of ``torch.distributed.checkpoint`` | 2.9, 2.13 |

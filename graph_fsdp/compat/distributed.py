@@ -13,15 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    ReduceScatterOptions,
-    _get_default_store,
-    _resolve_process_group,
-)
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.placement_types import _StridedShard
 
