@@ -16,12 +16,13 @@ program that drops them too early is found, since the memory is given away.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from simulated_group import SimulatedGroup
+from simulated_group import Backend, SimulatedGroup
 from simulated_link import INSTANT, Lane, Link, Message, fill
 from torch import Tensor
 
@@ -90,10 +91,37 @@ class VirtualLane:
         pass
 
 
+class RegisteringBackend(Backend):
+    """Allocates memory that collectives take without a copy, as NCCL's does."""
+
+    addresses: ClassVar[set[int]] = set()  # of storages
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == library.NAME
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device=device)
+        storage = made.untyped_storage()
+        self.addresses.add(storage.data_ptr())
+        weakref.finalize(storage, self.addresses.discard, storage.data_ptr()).atexit = False
+        return made
+
+
 class VirtualGroup(SimulatedGroup):
-    """Tensors of the host are exchanged as a simulated group does it."""
+    """Tensors of the host are exchanged as a simulated group does it. ``landed``: kind of each message, and whether
+    what it writes is registered."""
 
     keeps_tensors = True
+    landed: ClassVar[list[tuple[str, bool]]] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return RegisteringBackend(supports_coalescing=device.type != "cpu")
+
+    def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
+        for message in messages:
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in message.outputs}
+            self.landed.append((message.kind, addresses <= RegisteringBackend.addresses))
+        return super()._launch(messages)
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,14 +128,12 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
 
 
-def allocate_from_group(
-    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Allocate memory by a process group, where it can; else by the device."""
+def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate flat memory by a process group, where it can: NCCL's is registered. Else by the device."""
     backend = _backend_of(group, device)
     if backend is not None and backend.supports_tensor_alloc(device):
-        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
-    return torch.empty(*size, dtype=dtype, device=device)
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def default_store() -> dist.Store:

@@ -26,6 +26,7 @@ again would change those of the step before, as with FSDP2.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.comm.streams import UnderWay
 from graph_fsdp.runtime.ranks import lockstep
+from graph_fsdp.runtime.slots import by_device
 
 # A reduction's operator, and what to divide by before and after it (``mean_of``).
 Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
@@ -58,21 +60,6 @@ class Comms:
 
     all_gather: Comm | None = None
     reduce_scatter: Comm | None = None
-
-
-@dataclass(frozen=True)
-class ProcessGroupCollective:
-    """Runs a process group's own ``collective`` with buffers from the group's allocator, where it has one (NCCL
-    registers them); ``set_allocate_memory_from_process_group_for_comm`` installs it."""
-
-    group: dist.ProcessGroup
-    collective: Callable[..., Any]
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return compat.allocate_from_group(self.group, size, dtype, device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-        return self.collective(output_tensor, input_tensor, group=group, **options)
 
 
 @dataclass(eq=False)
@@ -232,7 +219,8 @@ def keep_shard(
 
 class ReduceScatter:
     """Holds what is the same in every reduction of a bucket, for ``grads`` of these shapes; the other arguments are
-    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away."""
+    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away.
+    ``registered``: buffers come from the process group's allocator."""
 
     def __init__(
         self,
@@ -242,7 +230,9 @@ class ReduceScatter:
         mean: Mean,
         messages: Sequence[int] = (),
         comms: Comms | None = None,
+        registered: bool = False,
     ) -> None:
+        self.allocate = functools.partial(compat.allocate_from_group, group) if registered else by_device
         self.dtype, self.group, self.world, self.comms = dtype, group, group.size(), comms
         self.op, self.before, self.after = mean
         self.is_pair = _is_pair(group, grads[0].device)
@@ -269,7 +259,7 @@ class ReduceScatter:
 
     def _empty(self, numel: int, like: Tensor, comm: Comm | None) -> Tensor:
         if comm is None:
-            return like.new_empty(numel, dtype=self.dtype)
+            return self.allocate(numel, self.dtype, like.device)
         return comm.allocate((numel,), dtype=self.dtype, device=like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:

@@ -37,6 +37,7 @@ from graph_fsdp.runtime.comm.collectives import Comms
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS = ("all_gather", "reduce_scatter")
 mlp = functools.partial(MLP, depth=4)
 
 
@@ -64,9 +65,8 @@ def same_numbers(shard: Any, make: Any = mlp, batch: Any = rows, steps: int = 3)
 
 def overlapped(machine: Machine) -> float:
     """Seconds in which kernels of the default stream run beside collectives."""
-    kinds = ("all_gather", "reduce_scatter")
-    links = [op for op in machine.operations or () if op.operator in kinds]
-    kernels = [op for op in machine.operations or () if op.stream == 0 and op.operator not in kinds]
+    links = [op for op in machine.operations or () if op.operator in KINDS]
+    kernels = [op for op in machine.operations or () if op.stream == 0 and op.operator not in KINDS]
     return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in links for b in kernels)
 
 
@@ -123,6 +123,20 @@ def cheap_messages() -> Hardware:
     """Hardware on which unpacking costs more than a message."""
     base = {**vars(find_hardware("h100")), "memory_bandwidth": 1e6, "name": "slow copies"}
     return Hardware(**base)
+
+
+@FACTS
+def registered_memory_is_gathered_into_and_not_copied() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        model = ours(model, passes=default_pipeline(hardware=cheap_messages()))
+        model.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        return model
+
+    VirtualGroup.landed.clear()
+    machine = same_numbers(shard)
+    landed = {kind: {registered for other, registered in VirtualGroup.landed if other == kind} for kind in KINDS}
+    assert landed == {kind: {True} for kind in KINDS}
+    assert not launched(machine, "aten.split_with_sizes_copy")
 
 
 class TheirGather(DefaultAllGather):
