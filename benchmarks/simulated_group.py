@@ -10,7 +10,7 @@ alike therefore compute alike.
 
 A ring moves (N-1)/N of the full buffer over each rank's link for an all-gather or a reduce-scatter, twice that for an
 all-reduce, all of a tensor for a broadcast; a collective takes ``latency + bytes moved / bandwidth``. A group of
-messages (``_coalescing_manager``) has one latency. Collectives of a process group run one after the other, in the order
+messages (a coalesced call) has one latency. Collectives of a process group run one after the other, in the order
 in which they are started; different process groups do not share a link.
 """
 
@@ -38,6 +38,16 @@ class Launch:
     moved: float
     seconds: float
     occupied: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What programs ask of a backend in C++: on an accelerator what they ask of NCCL's, on the CPU of gloo's."""
+
+    supports_coalescing: bool
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -68,6 +78,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return BACKEND
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return Backend(supports_coalescing=device.type != "cpu")
 
     def shutdown(self) -> None:
         while self._lanes:

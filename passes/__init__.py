@@ -14,7 +14,7 @@ from graph_fsdp.passes.ir.graph import BucketNodes, Gather, Graph, Phase, Reduct
 from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
-from graph_fsdp.passes.transforms.arrange import BucketSize
+from graph_fsdp.passes.transforms.arrange import BucketSize, Messages
 from graph_fsdp.passes.transforms.bucket import Bucket
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
@@ -75,6 +75,7 @@ __all__ = [
 def default_pipeline(
     *,
     bucket: BucketSize = "unit",
+    messages: Messages = "auto",
     prefetch: Distance = "auto",
     forward_prefetch: int | Literal["auto"] | None = None,
     reductions_in_flight: int | None = None,
@@ -88,6 +89,9 @@ def default_pipeline(
         bucket: what is gathered and reduced in one collective: ``"unit"``, each unit; ``"none"``, each parameter; a
             number of gathered bytes that several parameters together do not exceed; ``"auto"``, the smallest such
             number that saturates the link by the cost model.
+        messages: how a bucket is sent: ``"auto"``, large parameters in messages of their own, which need no copy, in
+            one group with that of the others; ``"one"``, all of it in one message, which is copied from where it
+            lands, and gradients to where they are sent from.
         prefetch, forward_prefetch, reductions_in_flight: how gathers are started ahead, and how many reductions may be
             under way at once; see :class:`Prefetch`.
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a unit
@@ -103,7 +107,7 @@ def default_pipeline(
         Annotate(),
         TagRecompute(),
         JustInTime(),
-        Bucket(bucket, budget),
+        Bucket(bucket, budget, messages),
         Reshard(budget),
         Prefetch(prefetch, reductions_in_flight, budget, forward_prefetch),
         Free(),

@@ -11,6 +11,7 @@ import contextlib
 import keyword
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from graph_fsdp.runtime.frame import CopyPlan, Frame, GatherPlan, ReducePlan
 from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, recording, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
-from graph_fsdp.runtime.slots import GatheredBytes, SlotPlan, Slots
+from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots
 from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard, keep_plan, owned_gradients
 
 
 class Program:
     """Runs a compiled graph. Call it with the list of the graph's inputs, which it empties. ``kept`` holds gradients
-    that other graphs did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA graphs."""
+    that other graphs did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA graphs;
+    ``memory`` keeps registered slots, and reductions have registered buffers then."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Program:
         kept: KeptGradients,
         comms: Comms,
         graphs: ProgramGraphs | None,
+        memory: SlotMemory | None = None,
     ) -> None:
         # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
         # the wrappers that torch puts around backward copy instance attributes only.
@@ -52,8 +55,10 @@ class Program:
         records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
         uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
         self.slots = SlotPlan(tuple(graph.slots), tuple(uses[slot] for slot in range(len(graph.slots))))
-        self.graphs = graphs
-        text = ProgramText(graph, cache, comms, graphs)
+        if memory is not None:
+            self.slots = replace(self.slots, allocate=memory.allocate)
+        self.graphs, self.memory = graphs, memory
+        text = ProgramText(graph, cache, comms, graphs, registered=memory is not None)
         self.source, self.constants, self.places = str(text), text.constants, text.places
         self._kernels = text.kernels
         self._observers: tuple[MakeObserver, ...] = ()
@@ -67,7 +72,10 @@ class Program:
         # A graph that is replayed shows a dispatch mode nothing.
         if self.graphs is not None and not self._observers and not compat.dispatch_modes():
             return self.graphs.run(self, args)
-        return self.execute(self.ordinary, self.slots, args)
+        if self.memory is None:
+            return self.execute(self.ordinary, self.slots, args)
+        with self.memory.lent_to(self.slots) as slots:
+            return self.execute(self.ordinary, slots, args)
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
         """Run ``run``: this program's function, or one of the same code with other regions."""
@@ -98,8 +106,10 @@ class ProgramText:
     (``places``), and ``kernels``: index of each region that has kernels → the units that it computes with. A method
     that takes a node writes the call that its operator becomes."""
 
-    def __init__(self, graph: Graph, cache: RegionCache, comms: Comms, graphs: ProgramGraphs | None) -> None:
-        self.graph, self.comms, self.graphs = graph, comms, graphs
+    def __init__(
+        self, graph: Graph, cache: RegionCache, comms: Comms, graphs: ProgramGraphs | None, registered: bool
+    ) -> None:
+        self.graph, self.comms, self.graphs, self.registered = graph, comms, graphs, registered
         self.names = _variable_names(graph)
         # CUDA graphs write to their results again.
         self.owned: frozenset[fx.Node] = owned_gradients(graph) if graphs is None else frozenset()
@@ -194,7 +204,7 @@ class ProgramText:
         reduce: Callable[[Any], Pending] = _bound(node)
         if node.target is dialect.reduce_scatter_start:
             given = _arguments(node)
-            given["comms"] = self.comms if given["custom"] else None
+            given["comms"], given["registered"] = self.comms if given["custom"] else None, self.registered
             reduce = bound(ReduceScatter, given)(given["grads"]).start
         place = self._step(node, "reduce over replicas" if again else "reduce")
         plan = ReducePlan(*place, reduce, node.meta["fsdp"].params, begins_in_shard(node) if again else ())

@@ -1,21 +1,30 @@
 """Slots hold the buffers of gathered parameters; what is gathered is counted here, too.
 
 A graph's plan says in which slot each buffer lies; a run allocates a slot for its first buffer and gives it back after
-the last (docs/decisions/memory.md). CUDA graphs need their inputs at fixed addresses: with them, slots are pieces of a
-``SlotMemory``, which stays. A buffer without a slot comes from the device's allocator.
+the last (docs/decisions/memory.md). CUDA graphs need their inputs at fixed addresses, and registering memory with a
+process group takes time: with either, slots are pieces of a ``SlotMemory``, which stays.
 
-On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the process group's stream waits
-for it at the start of a collective; and what is given back to the allocator was waited for on that stream.
+On CUDA and XPU a slot's next gather comes after what the current stream has queued, as the stream of gathers waits for
+it at the start of each; and what is given back to the allocator was waited for on that stream.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+# Allocates a flat buffer, given its number of elements.
+Allocate: TypeAlias = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+def by_device(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 @dataclass
@@ -52,20 +61,23 @@ class GatheredBytes(Held):
 @dataclass(frozen=True)
 class SlotPlan:
     """Plans the slots of a graph: the bytes of each, and how many buffers lie in it during a run. ``memory`` is where
-    each is kept between runs. ``lend`` gives memory (bucket, bytes) to a buffer that outlives the run."""
+    each is kept between runs. ``lend`` gives memory (bucket, bytes) to a buffer that outlives the run, and ``allocate``
+    all that has no other place."""
 
     nbytes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
     memory: tuple[Tensor, ...] = ()
     lend: Callable[[str, int], Tensor] | None = None
+    allocate: Allocate = by_device
 
 
 class SlotMemory:
     """Keeps ``pieces`` of memory for the slots of a model's graphs, no two of which run at once."""
 
-    def __init__(self, device: torch.device, counter: GatheredBytes) -> None:
-        self.device, self.counter = device, counter
+    def __init__(self, device: torch.device, counter: GatheredBytes, allocate: Allocate = by_device) -> None:
+        self.device, self.counter, self.allocate = device, counter, allocate
         self.pieces: list[Tensor] = []
+        self._lent = False
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +93,26 @@ class SlotMemory:
             free = [piece for piece in free if piece is not taken[slot]]
         return tuple(taken[slot] for slot in range(len(sizes)))
 
+    @contextlib.contextmanager
+    def lent_to(self, plan: SlotPlan) -> Iterator[SlotPlan]:
+        """Give a run its slots here; a run within a run has others."""
+        if self._lent:
+            yield plan
+            return
+        self._lent = True
+        try:
+            yield replace(plan, memory=self.take(plan.nbytes))
+        finally:
+            self._lent = False
+
+    def clear(self) -> None:
+        """Drop the pieces; those of captured CUDA graphs stay with them."""
+        self.counter.slots.add(-self.nbytes)
+        self.pieces.clear()
+
     def _allocate(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
-            self.pieces.append(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            self.pieces.append(self.allocate(nbytes, torch.uint8, self.device))
         self.counter.slots.add(nbytes)
         return self.pieces[-1]
 
@@ -101,9 +130,9 @@ class Slots:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:
         """Return a buffer of the run, to be given back with ``give``."""
         if slot is None:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return self.plan.allocate(numel, dtype, device)
         if slot not in self._storage:
-            self._storage[slot] = torch.empty(self.plan.nbytes[slot], dtype=torch.uint8, device=device)
+            self._storage[slot] = self.plan.allocate(self.plan.nbytes[slot], torch.uint8, device)
             self.counter.slots.add(self.plan.nbytes[slot])
         buffer = self._storage[slot][: numel * dtype.itemsize].view(dtype)
         self._slot_of[id(buffer)] = slot
@@ -121,7 +150,7 @@ class Slots:
     def take_escaping(self, bucket: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer that outlives the run."""
         if self.plan.lend is None:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return self.plan.allocate(numel, dtype, device)
         return self.plan.lend(bucket, numel * dtype.itemsize).view(dtype)
 
     def take_landing(self, numel: int, dtype: torch.dtype, device: torch.device, slot: int | None = None) -> Tensor:

@@ -138,6 +138,8 @@ def test_parameters_dearer_to_unpack_together_than_to_send_apart_have_messages_o
     assert CPU.copy_seconds(1024 * KIB) < CPU.message_seconds("0") < CPU.copy_seconds(1280 * KIB)
     assert bucket.messages == ((0, 65536), (65536, 16384))
     assert arrange_buckets(model(*layers(1, 256, 256)), "unit", CPU).buckets[0].messages == ()
+    (whole,) = arrange_buckets(model(*layers(1, 1024, 256)), "unit", CPU, messages="one").buckets
+    assert whole.messages == () and whole.parameters == bucket.parameters
 
 
 def test_a_compiler_that_joins_collectives_gets_a_message_for_each_parameter() -> None:
@@ -151,6 +153,11 @@ def test_a_compiler_that_joins_collectives_gets_a_message_for_each_parameter() -
 def test_a_size_that_is_none_is_refused(size: object) -> None:
     with pytest.raises(ValueError, match="bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got"):
         default_pipeline(bucket=size)  # type: ignore[arg-type]
+
+
+def test_messages_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="messages must be 'auto' or 'one', got 8"):
+        default_pipeline(messages=8)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

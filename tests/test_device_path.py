@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from simulated_group import simulated_group
 from simulated_link import INSTANT
-from torch import Tensor, fx
+from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx, config
 from torch._subclasses import FakeTensorMode
@@ -28,20 +28,17 @@ def test_gloo_launches_no_groups_of_collectives(fake_group: dist.ProcessGroup) -
     assert not compat.launches_groups(dist.group.WORLD, CUDA)
 
 
-def test_a_collective_that_raises_leaves_no_open_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_collectives_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.distributed, "launches_groups", lambda group, device: True)
-
-    def refused(*args: Any, **options: Any) -> None:
-        compat.all_gather_single(*args, **options)
-        raise RuntimeError("refused")
-
-    pairs: list[tuple[Tensor, Tensor]] = [(torch.zeros(4), torch.ones(2)) for _ in range(2)]
+    full, parts = ([torch.full((n,), 2.0) for _ in range(3)] for n in (4, 2))
     with simulated_group(2, INSTANT) as group:
-        with pytest.raises(RuntimeError, match="refused"):
-            compat.grouped(pairs, group, refused)
-        (work,) = compat.grouped(pairs, group)
+        group.trace = []
+        (work,) = compat.grouped(list(zip(full, parts, strict=True)), group)
         work.wait()
-    assert all(torch.equal(target, torch.ones(4)) for target, _ in pairs)
+        mean = {"async_op": False, "op": dist.ReduceOp.AVG}
+        assert not compat.grouped(list(zip(parts, full, strict=True)), group, compat.reduce_scatter_single, **mean)
+        assert [launch.kinds for launch in group.trace] == [("all_gather",) * 3, ("reduce_scatter",) * 3]
+    assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in (*full, *parts))
 
 
 def test_inductor_makes_no_cuda_graphs_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ OPTIONS = {
         "passes": default_pipeline(bucket="auto", prefetch=None, forward_prefetch=2)
     },
     "messages of their own": {"passes": default_pipeline(hardware=CHEAP_MESSAGES)},
+    "one message": {"passes": default_pipeline(hardware=CHEAP_MESSAGES, messages="one")},
     "BACKWARD_PRE": {"passes": default_pipeline(prefetch=BackwardPrefetch.BACKWARD_PRE)},
     "two ahead within a budget": {"passes": default_pipeline(prefetch=2, budget=10_000)},
     "automatic within a budget": {"passes": default_pipeline(budget=10_000)},

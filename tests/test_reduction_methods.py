@@ -158,7 +158,7 @@ def test_ranks_that_use_other_parameters_are_refused_and_turning_it_off_is_no_er
 
 
 def test_symmetric_memory_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="gathers here land in slots"):
+    with pytest.raises(UnsupportedError, match="whose addresses the ranks would have to"):
         compiled().set_symm_mem_for_comm()
 
 

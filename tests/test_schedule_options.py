@@ -101,12 +101,16 @@ forward: >blocks.0 .blocks.0 >blocks.1 xblocks.0 .blocks.1 >blocks.2 xblocks.1 .
     )
 
 
+def wide() -> MLP:
+    model = MLP()
+    model.blocks[0].up = torch.nn.Linear(16, 8192)
+    model.blocks[0].down = torch.nn.Linear(8192, 16)
+    return model
+
+
 def test_messages_show_which_parameters_land_in_place() -> None:
-    wide = MLP()
-    wide.blocks[0].up = torch.nn.Linear(16, 8192)
-    wide.blocks[0].down = torch.nn.Linear(8192, 16)
     assert_expected_inline(
-        calls(report_of(model=wide, hardware=link(1e-6)).forward, "all_gather_start"),
+        calls(report_of(model=wide(), hardware=link(1e-6)).forward, "all_gather_start"),
         """\
 gather_blocks_0 = all_gather_start([blocks.0.{up.weight, up.bias, down.weight, down.bias}], float32, world_size=8,
     messages=[0, 16384, 16384, 1024, 17408, 16384, 33792, 2])
@@ -114,6 +118,20 @@ gather_blocks_1 = all_gather_start([blocks.1.{up.weight, up.bias, down.weight, d
     messages=[0, 64, 64, 4, 80, 64, 144, 2])
 gather_root = all_gather_start([head.{weight, bias}], float32, world_size=8, messages=[0, 16, 16, 1])""",
     )
+
+
+def test_messages_one_sends_each_bucket_whole() -> None:
+    report = report_of(model=wide(), hardware=link(1e-6), messages="one")
+    assert_expected_inline(
+        calls(report.forward, "all_gather_start"),
+        """\
+gather_blocks_0 = all_gather_start([blocks.0.{up.weight, up.bias, down.weight, down.bias}], float32, world_size=8)
+gather_blocks_1 = all_gather_start([blocks.1.{up.weight, up.bias, down.weight, down.bias}], float32, world_size=8)
+gather_root = all_gather_start([head.{weight, bias}], float32, world_size=8)""",
+    )
+    assert "messages" not in calls(report.backward, "reduce_scatter_start")
+    whole = 4 * 8 * (2 * 16384 + 1024 + 16)  # padded
+    assert report.graphs[0].views["forward"].memory.peak_landing == whole, "it is unpacked from where it lands"
 
 
 def heavy_first_block() -> MLP:

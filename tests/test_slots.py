@@ -20,6 +20,7 @@ import graph_fsdp
 from graph_fsdp.passes import Role, default_pipeline
 from graph_fsdp.passes.ir.spec import ALIGNMENT
 from graph_fsdp.report.report import GraphReport, GraphView, engine_of
+from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan
 
 FACTS = Facts(__name__)
 
@@ -242,6 +243,32 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
     tables = [view.slots for view in (report.forward, report.backward)]
     assert found == [(table.peak, sorted(slot.nbytes for slot in table.slots)) for table in tables]
     assert sum(table.nbytes for table in tables) > 0
+
+
+def test_slots_in_registered_memory_stay(fake_group: None) -> None:
+    model = graph_fsdp.compile(MLP(), backend="eager")
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    engine = engine_of(model)
+    lie: list[list[int]] = []
+    for _ in range(2):
+        model(torch.ones(4, 16)).sum().backward()
+        lie.append([piece.data_ptr() for piece in engine.registered.pieces])
+        assert engine.counter.slots.current == engine.registered.nbytes > 0
+    assert lie[0] == lie[1]
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    assert engine.counter.slots.current == 0 and not engine.registered.pieces
+    model(torch.ones(4, 16)).sum().backward()
+    assert engine.counter.slots.current == 0
+
+
+def test_a_run_within_a_run_has_slots_of_its_own() -> None:
+    memory, plan = SlotMemory(torch.device("cpu"), GatheredBytes()), SlotPlan((64,), (1,))
+    with memory.lent_to(plan) as outer, memory.lent_to(plan) as inner:
+        assert outer.memory == tuple(memory.pieces) and not inner.memory
+    with pytest.raises(ZeroDivisionError), memory.lent_to(plan):
+        raise ZeroDivisionError
+    with memory.lent_to(plan) as again:
+        assert again.memory[0] is outer.memory[0], "also after a run that raised"
 
 
 def test_a_run_that_raises_leaves_no_slot_behind(fake_group: None) -> None:

@@ -11,6 +11,7 @@ The host is the one that launches: all that it has waited for has ended before w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass
@@ -38,15 +39,18 @@ class Moment:
 
 @dataclass
 class Stream(Moment):
-    """``busy``: seconds in which it has run something."""
+    """``busy``: seconds in which it has run something. ``priority``: below 0 is high, as on CUDA."""
 
     id: int = 0
     name: str = ""
     busy: float = 0.0
+    priority: int = 0
 
 
 class Clocks:
     """All streams, events and the host of one device."""
+
+    priorities: ClassVar[dict[int, int]] = {}  # of the streams of this process, which outlive a machine
 
     def __init__(self) -> None:
         self.host = Moment()
@@ -54,7 +58,8 @@ class Clocks:
         self.events: dict[int, Moment] = {}
 
     def add(self, stream: int, name: str) -> Stream:
-        return self.streams.setdefault(stream, Stream(id=stream, name=name))
+        made = Stream(id=stream, name=name, priority=self.priorities.get(stream, 0))
+        return self.streams.setdefault(stream, made)
 
     def __getitem__(self, stream: int) -> Stream:
         return self.streams.get(stream) or self.add(stream, f"stream {stream}")

@@ -5,7 +5,9 @@
 
 What they write, and how long the link takes, ``simulated_group.py`` says; when they run, NCCL's process group: with
 ``async_op=True`` on the group's stream, after what the current stream has been given when they are started, and the
-wait makes the current stream wait; otherwise on the current stream. Only a barrier makes the host wait.
+wait makes the current stream wait; otherwise on the current stream. Only a barrier makes the host wait. On whatever
+streams, the collectives of one group take the link one after the other, as those of one communicator of NCCL's; that
+orders their times, and no accesses to memory.
 
 ``keeps_tensors``: a collective under way keeps its tensors alive until it is waited for, as NCCL's does. Without it, a
 program that drops them too early is found, since the memory is given away.
@@ -14,12 +16,13 @@ program that drops them too early is found, since the memory is given away.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from simulated_group import SimulatedGroup
+from simulated_group import Backend, SimulatedGroup
 from simulated_link import INSTANT, Lane, Link, Message, fill
 from torch import Tensor
 
@@ -59,6 +62,7 @@ class VirtualLane:
         # Numbers of torch's streams are 0 and above.
         self.machine, number = machine, -2 - sum(stream < 0 for stream in machine.clocks.streams)
         self.stream = machine.clocks.add(number, f"the stream of process group {name!r}")
+        self.free = 0.0  # virtual seconds
         self.on_current_stream = False
         self.keeps_tensors = True
 
@@ -75,7 +79,9 @@ class VirtualLane:
         kinds = "+".join(dict.fromkeys(message.kind for message in messages))
         reads = [tensor for message in messages for tensor in message.inputs]
         writes = [tensor for message in messages for tensor in message.outputs]
+        stream.seconds = max(stream.seconds, self.free)
         machine.launch(kinds, reads, writes, seconds, stream)
+        self.free = stream.seconds
         kept = [*reads, *writes] if self.keeps_tensors and stream is self.stream else []
         work = VirtualWork(machine, stream.copy(), kept, blocks_host=kinds == "barrier")
         machine.leave()
@@ -85,10 +91,37 @@ class VirtualLane:
         pass
 
 
+class RegisteringBackend(Backend):
+    """Allocates memory that collectives take without a copy, as NCCL's does."""
+
+    addresses: ClassVar[set[int]] = set()  # of storages
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return device.type == library.NAME
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device=device)
+        storage = made.untyped_storage()
+        self.addresses.add(storage.data_ptr())
+        weakref.finalize(storage, self.addresses.discard, storage.data_ptr()).atexit = False
+        return made
+
+
 class VirtualGroup(SimulatedGroup):
-    """Tensors of the host are exchanged as a simulated group does it."""
+    """Tensors of the host are exchanged as a simulated group does it. ``landed``: kind of each message, and whether
+    what it writes is registered."""
 
     keeps_tensors = True
+    landed: ClassVar[list[tuple[str, bool]]] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return RegisteringBackend(supports_coalescing=device.type != "cpu")
+
+    def _launch(self, messages: Sequence[Message]) -> dist.Work | None:
+        for message in messages:
+            addresses = {tensor.untyped_storage().data_ptr() for tensor in message.outputs}
+            self.landed.append((message.kind, addresses <= RegisteringBackend.addresses))
+        return super()._launch(messages)
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -120,7 +120,7 @@ def attach(machine: Machine) -> None:
         "allocated": machine.allocate,
         "freed": machine.free,
         "used_on": lambda address, stream: machine.memory.use_on(address, stream),
-        "new_stream": lambda stream, priority: machine.add_stream(stream),
+        "new_stream": machine.add_stream,
         "record": lambda event, stream: streams.record(event, streams[stream]),
         "block": lambda event, stream: streams.block(event, streams[stream]),
         "wait_event": lambda event: machine.wait_for(events.get(event, Moment())),

@@ -36,6 +36,7 @@ class Operation:
     operator: str
     begin: float
     end: float
+    priority: int
 
 
 class Machine:
@@ -121,7 +122,7 @@ class Machine:
         number, begin = self.clocks.launch(stream, seconds)
         place = Place.here()
         if self.operations is not None:
-            self.operations.append(Operation(stream.id, operator, begin, stream.seconds))
+            self.operations.append(Operation(stream.id, operator, begin, stream.seconds, stream.priority))
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 base = tensor.untyped_storage().data_ptr()
@@ -140,7 +141,8 @@ class Machine:
             self._seen.add(key)
             self.races.append(Race(first, second, str(storage)))
 
-    def add_stream(self, stream: int) -> None:
+    def add_stream(self, stream: int, priority: int) -> None:
+        self.clocks.priorities[stream] = priority
         self.clocks.add(stream, f"stream {stream} (made at {Place.here()})")
 
     def is_done(self, moment: Moment) -> bool:

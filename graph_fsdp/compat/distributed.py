@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    _coalescing_manager,
-    _get_default_store,
-    _resolve_process_group,
-    _world,
-)
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -64,42 +60,80 @@ def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Say whether a process group launches several collectives of a device's tensors as one."""
-    return device.type in ("cuda", "xpu") and not uses_gloo(group, device)
+    """Say whether a process group launches several collectives of a device's tensors as one (NCCL and xccl do)."""
+    backend = _backend_of(group, device)
+    if backend is None or dist.get_backend(group) == "fake":  # which stands for any
+        return backend is not None and device.type != "cpu"
+    return bool(backend.supports_coalescing)
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what runs a process group's collectives on a device; None for a group that is written in Python."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
 
 
 def grouped(
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
     group: dist.ProcessGroup,
     collective: Callable[..., Any] = all_gather_single,
+    *,
+    async_op: bool = True,
     **options: Any,
 ) -> list[dist.Work | Any]:
-    """Start a collective for each (target, source) pair, as one group where the process group can (NCCL, xccl), else
-    one after the other; return what to wait for."""
-    if len(pairs) > 1 and launches_groups(group, pairs[0][1].device):
-        try:
-            with _coalescing_manager(group=group, async_ops=True) as manager:
-                for target, source in pairs:
-                    collective(target, source, group=group, **options)
-        except BaseException:
-            _world.pg_coalesce_state.pop(group, None)  # or every later group of collectives is refused
-            raise
-        return [manager]
-    return [collective(target, source, group=group, async_op=True, **options) for target, source in pairs]
+    """Start a collective for each (target, source) pair, as one group where the process group can, else one after the
+    other; return what to wait for, with None for nothing."""
+    if len(pairs) == 1 or not launches_groups(group, pairs[0][1].device):
+        return [collective(target, source, group=group, async_op=async_op, **options) for target, source in pairs]
+    coalesced, given = _COALESCED[collective]
+    arguments = given(async_op, **options)
+    work = getattr(group, coalesced)([target for target, _ in pairs], [source for _, source in pairs], arguments)
+    if async_op or work is None:
+        return [work]
+    work.wait()  # a process group that launches on a stream of its own nevertheless
+    return []
+
+
+@functools.cache
+def _gather_options(async_op: bool) -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    return options
+
+
+@functools.cache
+def _reduce_scatter_options(async_op: bool, op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.asyncOp, options.reduceOp = async_op, op
+    return options
+
+
+# Several at once, under the names of a process group's methods: torch 2.13 has renamed them, and warns on the old ones.
+_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+_COALESCED: dict[Any, tuple[str, Callable[..., Any]]] = {
+    all_gather_single: (
+        "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced",
+        _gather_options,
+    ),
+    reduce_scatter_single: (
+        "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced",
+        _reduce_scatter_options,
+    ),
+}
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]  # a NewType of str since 2.13
 
 
-def allocate_from_group(
-    group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Allocate memory by a process group, where it can; else by the device."""
-    backend = group._get_backend(device)
-    if backend.supports_tensor_alloc(device):
-        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
-    return torch.empty(*size, dtype=dtype, device=device)
+def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate flat memory by a process group, where it can: NCCL's is registered. Else by the device."""
+    backend = _backend_of(group, device)
+    if backend is not None and backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def default_store() -> dist.Store:

@@ -55,6 +55,7 @@ from graph_fsdp.report.report import CapturedGraph, save_failure
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
 from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
+from graph_fsdp.runtime.slots import SlotMemory
 from graph_fsdp.runtime.withheld_gradients import KeptGradients
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Engine:
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
+        self.registered: SlotMemory | None = None  # of the process group that shards
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
@@ -271,7 +273,8 @@ class Engine:
         program = self._make_program(graph, context, captured)
         graph = program.graph
         graph.cost = context.cost
-        profile = memory_profile(graph, context, keep_slots=isinstance(program, Program) and program.graphs is not None)
+        keep_slots = isinstance(program, Program) and bool(program.graphs or program.memory)
+        profile = memory_profile(graph, context, keep_slots)
         captured.add_program(graph, program, profile)
         self.programs[captured.index, graph.phase] = program
         return self._runnable(program, context)
@@ -280,7 +283,8 @@ class Engine:
         if self.whole:
             return WholeProgram(graph, self.regions, self.counter)
         graphs = program_graphs(self, graph, context, captured.index)
-        program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs)
+        memory = self.registered if context.settings.registered_memory else None
+        program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
         if graph.phase == "backward":
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         return program

@@ -8,6 +8,7 @@ only be given the same object. With one set, a bucket is one message; another ob
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, check_bool, place, units_of
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.prefetch import Prefetch
-from graph_fsdp.runtime.comm.collectives import ProcessGroupCollective
+from graph_fsdp.runtime.slots import SlotMemory
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -191,13 +192,15 @@ class CommunicationMethods:
         _set_custom(self, "reduce_scatter", comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Take the buffers of both collectives from the process group's allocator, where it has one (NCCL does, gloo
-        does not). Raises ValueError where a custom collective is set: it allocates itself."""
+        """Take the buffers of collectives from the process group's allocator, where it has one (NCCL does, gloo does
+        not): slots, which then stay allocated between runs; what is kept for backward; and a reduction's, but not
+        gradients that are sent from where they were written. Gathers land in them, and nothing is copied again. Raises
+        ValueError where a custom collective is set: it allocates itself."""
         engine, _ = place(self)
         method = "set_allocate_memory_from_process_group_for_comm"
-        own = {"all_gather": compat.all_gather_single, "reduce_scatter": compat.reduce_scatter_single}
-        for name in own:
-            if not isinstance(getattr(engine.comms, name), ProcessGroupCollective | None):
+        check_bool(enable=enable)
+        for name in ("all_gather", "reduce_scatter"):
+            if getattr(engine.comms, name) is not None:
                 raise ValueError(
                     f"{method}: set_custom_{name} was called, and that object allocates its own memory; call "
                     f"set_custom_{name}(None) first"
@@ -206,16 +209,20 @@ class CommunicationMethods:
         if mesh is None or mesh.shard_dim is None:
             warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=2)
             return
-        group = mesh.mesh.get_group(mesh.shard_dim)
-        for name, collective in own.items():
-            _set(engine, method, name, ProcessGroupCollective(group, collective) if enable else None)
+        _check_cut(engine, method)
+        if engine.registered is None:
+            allocate = functools.partial(compat.allocate_from_group, mesh.mesh.get_group(mesh.shard_dim))
+            engine.registered = SlotMemory(engine.storage.device, engine.counter, allocate)
+        if not enable:
+            engine.registered.clear()
+        change(engine, registered_memory=enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise UnsupportedError: a rendezvous over symmetric memory is bound to one buffer; gathers share slots."""
+        """Raise UnsupportedError: ranks would exchange addresses of each buffer, which was never run on a GPU."""
         raise UnsupportedError(
-            "set_symm_mem_for_comm() registers a staging buffer for each collective, and gathers here land in slots "
-            "that they share; set_allocate_memory_from_process_group_for_comm(True) takes buffers from NCCL's own "
-            "allocator"
+            "set_symm_mem_for_comm() is not available: gathers land in slots, whose addresses the ranks would have to "
+            "exchange; set_allocate_memory_from_process_group_for_comm(True) takes slots from NCCL's own allocator, "
+            "which registers them"
         )
 
     def set_post_optim_event(self, event: Any) -> None:

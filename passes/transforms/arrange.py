@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
 
 BucketSize = Literal["unit", "none", "auto"] | int
+Messages = Literal["auto", "one"]
 
 _Members = list[ParameterSpec]
 
@@ -34,7 +35,11 @@ _PARTS, _WORTH = 4, 0.75  # see _divide_first
 
 
 def arrange_buckets(
-    model: ModelSpec, size: BucketSize, cost: CostModel | None = None, budget: int | None = None
+    model: ModelSpec,
+    size: BucketSize,
+    cost: CostModel | None = None,
+    budget: int | None = None,
+    messages: Messages = "auto",
 ) -> ModelSpec:
     """Return ``model`` with buckets of ``size``:
 
@@ -43,6 +48,8 @@ def arrange_buckets(
     - a number of gathered bytes that a bucket of several parameters does not exceed;
     - ``"auto"``: the smallest such number at which an all-gather reaches nine tenths of the link's bandwidth by the
       cost model, at most the largest unit, and at most half of a ``budget`` (one bucket in use, one under way).
+
+    With ``messages="one"`` each bucket is sent in one; with ``"auto"`` see :func:`_in_messages`.
 
     Raises:
         ValueError: ``"auto"`` without a cost model.
@@ -56,7 +63,7 @@ def arrange_buckets(
         buckets = named_buckets((p.name, p.unit, (p,)) for p in sharded)
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
-    if cost is not None and model.world_size > 1:
+    if messages == "auto" and cost is not None and model.world_size > 1:
         buckets = tuple(_in_messages(bucket, cost, model.group) for bucket in buckets)
     return dataclasses.replace(model, buckets=buckets)
 

@@ -25,7 +25,7 @@ from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.passes.ir.spec import HOST, BucketSpec, ModelSpec, ParameterSpec
-from graph_fsdp.passes.transforms.arrange import BucketSize, arrange_buckets
+from graph_fsdp.passes.transforms.arrange import BucketSize, Messages, arrange_buckets
 from graph_fsdp.passes.transforms.edits import behind, recorded, start_and_wait, without_defaults
 from graph_fsdp.passes.transforms.reshard import share_buckets
 from graph_fsdp.passes.transforms.sources import combine_reductions, place_payloads
@@ -43,7 +43,7 @@ class Bucket(GraphPass):
     A bucket's gradients become one ``reduce_scatter_start``/``wait`` pair, each shard gradient a view of the result; on
     a mesh that also replicates, an ``all_reduce_shard_start``/``wait`` pair over the replicas follows. A bucket is
     gathered whole even where a graph uses a part of it (docs/decisions/gathers_and_schedule.md). ``size`` is what a
-    bucket holds, and ``budget`` bounds it, as in :func:`.arrange.arrange_buckets`.
+    bucket holds, ``budget`` bounds it, and ``messages`` sends it, as in :func:`.arrange.arrange_buckets`.
 
     Scalars are replicated, and their gradients are all-reduced. Where nothing is sharded a gather is its shard, and a
     bucket's gradients are all-reduced over the replicas. On one rank nothing is communicated or copied.
@@ -51,6 +51,7 @@ class Bucket(GraphPass):
 
     size: BucketSize = "unit"
     budget: int | None = None
+    messages: Messages = "auto"
 
     name = "bucket"
     requires = ("annotated",)
@@ -61,9 +62,11 @@ class Bucket(GraphPass):
         is_number = isinstance(size, int) and not isinstance(size, bool) and size > 0
         if size not in ("unit", "none", "auto") and not is_number:
             raise ValueError(f"bucket must be 'unit', 'none', 'auto' or a positive number of bytes, got {size!r}")
+        if self.messages not in ("auto", "one"):
+            raise ValueError(f"messages must be 'auto' or 'one', got {self.messages!r}")
 
     def arrange(self, model: ModelSpec, cost: CostModel | None) -> ModelSpec:
-        return arrange_buckets(model, self.size, cost, self.budget)
+        return arrange_buckets(model, self.size, cost, self.budget, self.messages)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         context.budget = self.budget  # for whoever schedules: also a pass that does not know it is held to it

@@ -1,7 +1,7 @@
 """The dialect's collectives run on process groups here.
 
-A start launches a collective asynchronously. On CUDA and XPU the process group runs it on a stream of its own, after
-what the current stream has queued, and the wait blocks the current stream, not the host. On gloo it blocks the host.
+A start launches a collective asynchronously: on CUDA and XPU on a stream of ours, and the wait blocks the current
+stream, not the host ([Note: streams of collectives] in ``streams.py``). On gloo it blocks the host.
 
 A gather reads the bucket's slice of the shard storage, or casts it in one kernel to the rank's own part of the result
 and sends it from there. A parameter with a message of its own lands where the graph reads it, and its gradient is
@@ -17,10 +17,11 @@ is split, about its square root before the sum and the rest after, so that nothi
 
 [Note: custom collectives]
 The user's object has ``allocate(size, *, dtype, device)`` and is called as FSDP2's ``AllGather`` and ``ReduceScatter``
-protocols say; it returns what to wait for, or None when the result is there (on the current stream). It gets one call
-per bucket, with the rank's own part of the output as a gather's input, and its own ``allocate`` gives both buffers of
-a reduction. What is gathered is copied to the bucket's buffer. Gradients are views of a reduction's output: an
-``allocate`` that gives out the same memory again would change those of the step before, as with FSDP2.
+protocols say: with ``async_op=False`` on a stream of ours, or where there are none with True. It returns what to wait
+for, or None when the result is there (on the current stream). It gets one call per bucket, with the rank's own part of
+the output as a gather's input, and its own ``allocate`` gives both buffers of a reduction. What is gathered is copied
+to the bucket's buffer. Gradients are views of a reduction's output: an ``allocate`` that gives out the same memory
+again would change those of the step before, as with FSDP2.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from torch import Tensor
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
+from graph_fsdp.runtime.comm.streams import UnderWay
 from graph_fsdp.runtime.ranks import lockstep
+from graph_fsdp.runtime.slots import by_device
 
 # A reduction's operator, and what to divide by before and after it (``mean_of``).
 Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
@@ -57,21 +60,6 @@ class Comms:
 
     all_gather: Comm | None = None
     reduce_scatter: Comm | None = None
-
-
-@dataclass(frozen=True)
-class ProcessGroupCollective:
-    """Runs a process group's own ``collective`` with buffers from the group's allocator, where it has one (NCCL
-    registers them); ``set_allocate_memory_from_process_group_for_comm`` installs it."""
-
-    group: dist.ProcessGroup
-    collective: Callable[..., Any]
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return compat.allocate_from_group(self.group, size, dtype, device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
-        return self.collective(output_tensor, input_tensor, group=group, **options)
 
 
 @dataclass(eq=False)
@@ -116,31 +104,29 @@ def start_all_gather(
         targets.append((target, source[message.begin : message.begin + message.numel]))
     if source.dtype is not dtype or comm is not None:
         targets = _cast_in_place(targets, group)
-    grouped = functools.partial(compat.grouped, collective=compat.all_gather_single if comm is None else comm)
-    pair = comm is None and _is_pair(group, source.device)
-    gather: Callable[..., list[Any]] = _exchange_all_gather if pair else grouped
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
-    works = compat.seen_as(
+
+    def start(async_op: bool) -> list[Any]:
+        if comm is None and _is_pair(group, source.device):
+            return _exchange_all_gather(pairs, group)
+        return compat.grouped(pairs, group, compat.all_gather_single if comm is None else comm, async_op=async_op)
+
+    used = [result, source] if landing is None else [result, source, landing]
+    under_way = compat.seen_as(
         "_allgather_base_",
         group,
         lambda: compat.all_gather_single(result, source, group=group, async_op=True),
-        lambda: gather(pairs, group),
+        lambda: UnderWay("gather", group, used, start),
     )
 
-    def finish(keep_alive: Any = (source, targets)) -> None:
-        _wait_for(works, result.device)
+    def finish() -> None:
+        under_way.wait()
         for target, message in unpacked:
             _unpack(target, _sendable(result), message, world)
         if landing is not None and comm is None:
             release(landing)
 
     return Pending(result, finish)
-
-
-def _wait_for(works: Sequence[Any], device: torch.device) -> None:
-    for work in works:
-        if work is not None:
-            lockstep.finish(work, device)
 
 
 def _sendable(value: Tensor) -> Tensor:
@@ -233,7 +219,8 @@ def keep_shard(
 
 class ReduceScatter:
     """Holds what is the same in every reduction of a bucket, for ``grads`` of these shapes; the other arguments are
-    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away."""
+    those of ``start_reduce_scatter``. ``comms`` has what runs it, in one message, unless the user takes that away.
+    ``registered``: buffers come from the process group's allocator."""
 
     def __init__(
         self,
@@ -243,7 +230,9 @@ class ReduceScatter:
         mean: Mean,
         messages: Sequence[int] = (),
         comms: Comms | None = None,
+        registered: bool = False,
     ) -> None:
+        self.allocate = functools.partial(compat.allocate_from_group, group) if registered else by_device
         self.dtype, self.group, self.world, self.comms = dtype, group, group.size(), comms
         self.op, self.before, self.after = mean
         self.is_pair = _is_pair(group, grads[0].device)
@@ -270,7 +259,7 @@ class ReduceScatter:
 
     def _empty(self, numel: int, like: Tensor, comm: Comm | None) -> Tensor:
         if comm is None:
-            return like.new_empty(numel, dtype=self.dtype)
+            return self.allocate(numel, self.dtype, like.device)
         return comm.allocate((numel,), dtype=self.dtype, device=like.device)
 
     def _start_as_one(self, out: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Any:
@@ -283,8 +272,11 @@ class ReduceScatter:
             divisor = 2.0 if self.op == dist.ReduceOp.AVG else self.after
             return _exchange_reduce_scatter(out, pairs, self.group, divisor)
         collective = compat.reduce_scatter_single if comm is None else comm
-        works = compat.grouped(pairs, self.group, collective, op=self.op)
-        return _reduction(works, out, self.after, keep_alive=pairs)
+
+        def start(async_op: bool) -> list[Any]:
+            return compat.grouped(pairs, self.group, collective, async_op=async_op, op=self.op)
+
+        return _reduction(UnderWay("reduce", self.group, [out, *(sent for _, sent in pairs)], start), out, self.after)
 
     def _message(self, grads: Sequence[Tensor], numel: int, comm: Comm | None) -> Tensor:
         """Return what a reduction sends: the ranks' chunks of ``numel`` elements one behind the other, flat. Between
@@ -360,12 +352,16 @@ def _all_reduce(flat: Tensor, group: dist.ProcessGroup, mean: Mean) -> Pending:
     op, before, after = mean
     if before is not None:
         flat.div_(before)
-    return _reduction([dist.all_reduce(flat, op=op, group=group, async_op=True)], flat, after)
+
+    def start(async_op: bool) -> list[Any]:
+        return [dist.all_reduce(flat, op=op, group=group, async_op=async_op)]
+
+    return _reduction(UnderWay("reduce over replicas", group, [flat], start), flat, after)
 
 
-def _reduction(works: Sequence[Any], out: Tensor, after: float | None, keep_alive: Any = None) -> Pending:
-    def finish(keep_alive: Any = keep_alive) -> None:
-        _wait_for(works, out.device)
+def _reduction(under_way: UnderWay, out: Tensor, after: float | None) -> Pending:
+    def finish() -> None:
+        under_way.wait()
         if after is not None:
             out.div_(after)
 

@@ -1,8 +1,9 @@
 """Copies go between the CPU and the device that computes: of shards, of their gradients, and of saved activations.
 
-On CUDA and XPU the copies of each use have a stream of their own, to and from pinned memory. A copy comes after what
-the current stream has queued when it starts, and the wait blocks the current stream, not the host. Only that for
-offloaded gradients blocks the host, as the CPU reads next. Where the device is the CPU, a copy is done at its start.
+On CUDA and XPU the copies of each use have one stream, also those back, which find there what the copy out wrote; host
+memory is pinned. A copy comes after what the current stream has queued when it starts, and the wait blocks the current
+stream, not the host. Only that for offloaded gradients blocks the host, as the CPU reads next. Where the device is the
+CPU, a copy is done at its start.
 
 [Note: writes after a run]
 The optimizer writes to shards on the CPU, which the device may still be about to read. A run that ends with gradients
@@ -12,18 +13,15 @@ host waits for it at the end of the run (``Frame.close``); except forward, which
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.runtime.comm import streams
 from graph_fsdp.runtime.comm.collectives import Pending, shard_slice
-
-Use = Literal["activations", "fetch", "offload"]
 
 
 @dataclass(eq=False)
@@ -58,13 +56,13 @@ def reload_activation(host: Tensor, device: torch.device) -> Copy:
     return _start(buffer, [(buffer, host)], device, "activations")
 
 
-def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, use: Use) -> Copy:
+def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, use: streams.Copy) -> Copy:
     """Copy (part of ``whole``, source) from or to ``device``."""
     if device.type == "cpu":
         for part, source in pairs:
             part.copy_(source)
         return Copy(whole, lambda: None)
-    stream = _stream(device, use)
+    stream = streams.stream_of(device, use)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
         for part, source in pairs:
@@ -76,9 +74,3 @@ def _start(whole: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.
     for _, source in pairs:  # it is dropped now, and its memory used again when the copy is done
         source.record_stream(stream)
     return Copy(whole, event.synchronize, event)
-
-
-@functools.cache
-def _stream(device: torch.device, use: Use) -> torch.Stream:
-    """Return the stream of all copies of one use, also back: a copy back finds what the copy out wrote."""
-    return torch.Stream(device)

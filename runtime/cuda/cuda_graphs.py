@@ -233,7 +233,8 @@ class ProgramGraphs:
         model.running = True
         try:
             if self._slots is None:
-                self._slots = replace(program.slots, memory=model.slots.take(program.slots.nbytes))
+                memory = program.memory or model.slots
+                self._slots = replace(program.slots, memory=memory.take(program.slots.nbytes))
             ordinary = self._why_not(args)
             self.runs[ordinary or ("replayed" if self.captured else "captured")] += 1
             if ordinary:

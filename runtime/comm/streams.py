@@ -1,0 +1,73 @@
+"""Collectives under way, and the streams that collectives and copies run on.
+
+[Note: streams of collectives]
+With ``async_op=True`` a process group runs a collective on a stream of its own, of normal priority, where it waits for
+processors as long as the compute stream has kernels to start. So collectives have streams of ours, as with FSDP2
+(``FSDPCommContext``): one for gathers, one for reductions and one for reductions over replicas, all of high priority.
+There ``async_op=False`` runs them; each comes after what the current stream has queued, and the wait makes the current
+stream wait for its event, and not the host. Models on one device share the streams.
+
+Process groups then keep no tensors. They live here until the wait; where nobody waits (a start that raised, a run that
+was interrupted), the allocator is told that the stream uses their memory.
+
+gloo has no streams: the host waits for its collectives, whatever device their tensors are on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graph_fsdp import compat
+from graph_fsdp.runtime.ranks import lockstep
+
+Collective = Literal["gather", "reduce", "reduce over replicas"]
+Copy = Literal["activations", "fetch", "offload"]
+_HIGH = -1  # the priority, as CUDA and XPU count
+
+
+@functools.cache
+def stream_of(device: torch.device, use: Collective | Copy) -> torch.Stream:
+    """Return the stream of all collectives, or copies, of one use."""
+    return torch.Stream(device, priority=0 if use in ("activations", "fetch", "offload") else _HIGH)
+
+
+class UnderWay:
+    """Is one collective, or several that are waited for together. ``start`` is called with ``async_op``, and returns
+    what else to wait for, with None for nothing; it may read and write ``tensors``, and no memory of others."""
+
+    def __init__(
+        self,
+        use: Collective,
+        group: dist.ProcessGroup,
+        tensors: Sequence[Tensor],
+        start: Callable[[bool], Sequence[Any]],
+    ) -> None:
+        self.tensors, self.device = tensors, tensors[0].device
+        self.stream: torch.Stream | None = None
+        if self.device.type == "cpu" or compat.uses_gloo(group, self.device):
+            self.works = start(True)
+            return
+        self.stream = stream_of(self.device, use)
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.stream:
+            self.works = start(False)
+        self.event = self.stream.record_event()
+
+    def wait(self) -> None:
+        if self.stream is not None:
+            torch.accelerator.current_stream(self.device).wait_event(self.event)
+        for work in self.works:
+            if work is not None:
+                lockstep.finish(work, self.device)
+        self.tensors = ()
+
+    def __del__(self) -> None:
+        if self.stream is not None:
+            for tensor in self.tensors:
+                tensor.record_stream(self.stream)
