@@ -4,7 +4,7 @@
 # make test-xla   set up torch_xla in an environment of its own and run the tests of the XLA backend
 # make test-package   build the source distribution and the wheel, and use the package outside of the repository
 # make test-matrix    a part of the tests on releases of torch and Python; writes docs/compatibility.md
-# make gpu        checks of this machine's accelerator, right and fast; without one a rehearsal on the CPU. PART=A, B, C
+# make gpu        checks of this machine's accelerator, right and fast; without one a rehearsal. PART=A, B, C
 # make replay     what of all graphs, programs and reports of a corpus has changed since AGAINST (default: HEAD)
 # make compatibility  models and trainers of other libraries, in an environment of its own; writes the same page
 # make docs           the site of the documentation, into build/site

@@ -1,9 +1,13 @@
-"""Part A: what the device computes, beside FSDP2 and beside the same without communication."""
+"""Part A: what the device computes, beside FSDP2 and beside the same without communication.
+
+Ordered by what is wanted first, should the part's time not do for all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import subprocess
@@ -15,43 +19,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import PROCESS_GROUPS, ROOT, start_ranks
-from implementations import Setup, fsdp2, ours
-from simulated_group import simulated_group
-from simulated_link import INSTANT
-from torch import Tensor
+from implementations import Builder, Setup, fsdp2, ours
+from torch import Tensor, nn
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from workloads import Workload, loss_of
 
 import graph_fsdp
-from device_checks import CannotRun, Figures, check
+from device_checks import ACCELERATORS, REHEARSED, VIRTUAL, CannotRun, Figures, check, one_of, schedule_of
+from device_checks.model import LlamaWorkload
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm.collectives import start_all_gather
 
 RANKS, STEPS = 8, 3
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Relative differences that rounding explains, by the dtype of compute. Operator by operator the CPU has equal bits; on
+# Relative differences that rounding explains, by the dtype of compute. Operator by operator the host has equal bits; on
 # other devices attention's backward adds in an order of its own.
 EAGER, INDUCTOR = {None: 1e-5, torch.bfloat16: 2e-2}, {None: 1e-4, torch.bfloat16: 2e-2}
 
 
 def llama_of(device: torch.device, layers: int = 4) -> Workload:
-    """A Llama of few layers; small on the CPU, where this is a rehearsal."""
-    if device.type == "cpu":
-        return Workload("llama", layers=2, width=64, heads=4, vocab=128, batch=1, length=32)
-    return Workload("llama", layers=layers, width=1024, heads=8, vocab=4096, batch=2, length=1024)
+    """A Llama of few layers; a narrow one in a rehearsal."""
+    if device.type in REHEARSED:
+        return LlamaWorkload("llama", layers=min(layers, 4), width=32, heads=4, vocab=64, batch=1, length=16)
+    return LlamaWorkload("llama", layers=layers, width=1024, heads=8, vocab=4096, batch=2, length=1024)
 
 
 @check("A", 60)
 def versions(device: torch.device) -> Figures:
     """What is installed, and what the device is."""
     found: Figures = {"torch": torch.__version__, "python": sys.version.split()[0], "device": device.type}
+    if device.type != "cpu":
+        found["name"] = torch.get_device_module(device).get_device_name(device)
     found |= {name: bool(importlib.util.find_spec(name)) for name in ("triton", "transformers", "pytest", "expecttest")}
     if device.type == "cuda":
         nccl: Any = torch.cuda.nccl
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl.version()))}
-        found |= {"name": torch.cuda.get_device_name(device), "memory": torch.cuda.mem_get_info(device)[1]}
+        found["memory"] = torch.cuda.mem_get_info(device)[1]
     return found
 
 
@@ -76,6 +82,10 @@ def gathers_on_one_rank(device: torch.device) -> Figures:
 
 @contextlib.contextmanager
 def one_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    if device.type == VIRTUAL:
+        with one_of(device, 1) as group:
+            yield group
+        return
     store = dist.HashStore()
     dist.init_process_group(PROCESS_GROUPS[device.type], store=store, rank=0, world_size=1)
     try:
@@ -88,7 +98,7 @@ def one_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
 def gathers_once(
     device: torch.device, group: dist.ProcessGroup, messages: int, source: torch.dtype, target: torch.dtype
 ) -> None:
-    chunk = 1 << (14 if device.type != "cpu" else 6)
+    chunk = 1 << (6 if device.type in REHEARSED else 14)
     length = chunk * messages
     bounds = [bound for message in range(messages) for bound in (message * chunk, chunk)]
     halves = [half for message in range(messages) for half in (message * chunk, message * chunk + chunk // 2)]
@@ -115,54 +125,108 @@ def delay(device: torch.device) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "unit": {"activation_checkpointing": "unit"},
-    "selective": {"activation_checkpointing": "selective"},
-    "activations on the CPU": {"activation_checkpointing": "offload"},
-    "bfloat16": {"mp_policy": BFLOAT16},
     "bfloat16, selective": {"mp_policy": BFLOAT16, "activation_checkpointing": "selective"},
+    "dropout, unit": {"activation_checkpointing": "unit"},
+    "activations on the CPU": {"activation_checkpointing": "offload"},
+    "parameters on the CPU": {"offload_policy": CPUOffloadPolicy()},
     "ZeRO-2": {"reshard_after_forward": False},
     "accumulation": {},
-    "parameters on the CPU": {"offload_policy": CPUOffloadPolicy()},
 }
+ALONE: dict[str, dict[str, Any]] = {
+    "unit": {"activation_checkpointing": "unit"},
+    "selective": {"activation_checkpointing": "selective"},
+    "bfloat16": {"mp_policy": BFLOAT16},
+    "dropout": {},
+}
+REHEARSED_BY_OTHERS = "others stand for it in a rehearsal"
 
 
-@check("A", 200)
-def eager_beside_fsdp2(device: torch.device) -> Figures:
+@check("A", 90, cases=list(VARIANTS))
+def eager_beside_fsdp2(device: torch.device, case: str) -> Figures:
     """Losses and gradients of a Llama on a simulated group of 8, operator by operator: FSDP2's."""
-    return {name: beside_fsdp2(device, name, options, "eager") for name, options in VARIANTS.items()}
+    return beside_fsdp2(device, case, VARIANTS[case], "eager")
 
 
-@check("A", 400)
-def inductor_beside_fsdp2(device: torch.device) -> Figures:
-    """The same with Inductor, within rounding; on CUDA with CUDA graphs, too."""
-    variants = dict(VARIANTS)
-    if device.type == "cuda":
-        variants |= {"CUDA graphs": {"cuda_graphs": True}, "whole graphs": {"regions": "whole"}}
-    else:
-        variants = {"plain": {}}
-    return {name: beside_fsdp2(device, name, options, "inductor") for name, options in variants.items()}
+@check("A", 200, cases=["plain"])
+def inductor_beside_fsdp2(device: torch.device, case: str) -> Figures:
+    """The same with Inductor, within rounding."""
+    return compiled_beside_fsdp2(device, case, VARIANTS[case])
 
 
-def beside_fsdp2(device: torch.device, name: str, options: dict[str, Any], backend: str) -> float:
+@check("A", 200, cases=list(VARIANTS)[1:], needs=ACCELERATORS, reason=REHEARSED_BY_OTHERS)
+def inductor_also_beside_fsdp2(device: torch.device, case: str) -> Figures:
+    return compiled_beside_fsdp2(device, case, VARIANTS[case])
+
+
+@check("A", 90, cases=list(ALONE), needs=ACCELERATORS, reason=REHEARSED_BY_OTHERS)
+def eager_also_beside_fsdp2(device: torch.device, case: str) -> Figures:
+    return beside_fsdp2(device, case, ALONE[case], "eager")
+
+
+@check("A", 200, needs=["cuda"], reason="CUDA graphs are captured")
+def cuda_graphs_beside_fsdp2(device: torch.device) -> Figures:
+    return compiled_beside_fsdp2(device, "CUDA graphs", {"cuda_graphs": True})
+
+
+@check("A", 200, needs=ACCELERATORS, reason="Inductor's own collectives are those of the device's process group")
+def whole_graphs_beside_fsdp2(device: torch.device) -> Figures:
+    return compiled_beside_fsdp2(device, "whole graphs", {"regions": "whole"})
+
+
+def compiled_beside_fsdp2(device: torch.device, case: str, options: dict[str, Any]) -> Figures:
+    if device.type == VIRTUAL:
+        from virtual import inductor
+
+        inductor.register()
+    # Dropout draws what torch's operators draw.
+    with config.patch(fallback_random="dropout" in case):
+        return beside_fsdp2(device, case, options, "inductor")
+
+
+def beside_fsdp2(device: torch.device, case: str, options: dict[str, Any], backend: str) -> Figures:
     """The largest relative difference of a loss, or of a gradient's norm. Raises where it is more than rounding."""
     policy = options.get("mp_policy", MixedPrecisionPolicy())
     reshard = options.get("reshard_after_forward")
     rest = {key: value for key, value in options.items() if key not in ("mp_policy", "reshard_after_forward")}
-    workload, built = llama_of(device), []
-    with simulated_group(RANKS, INSTANT):
-        setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)), policy, reshard)
-        for build in (fsdp2, ours(**rest, backend=backend)):
-            where = torch.device("cpu") if "offload_policy" in rest and build is not fsdp2 else device
-            built.append(trained(build(workload.make(where), setup), workload, device, name == "accumulation"))
-            torch._dynamo.reset()
-    theirs, found = built
-    differences = [abs(a - b) / max(abs(a), 1.0) for a, b in zip(theirs, found, strict=True)]
-    worst = max(differences)
-    limit = (EAGER if backend == "eager" else INDUCTOR)[policy.param_dtype]
-    if backend == "eager" and device.type == "cpu":
-        limit = 0.0
-    assert worst <= limit, f"{name}, {backend}: {worst:.2g} from FSDP2's losses and gradients, {limit:g} is rounding"
-    return worst
+    run = Run(device, policy, reshard, accumulates=case == "accumulation", drops="dropout" in case)
+    # Parameters of the CPU become the virtual device's only by being replaced, which torch does for its own devices.
+    where = torch.device("cpu") if "offload_policy" in rest and device.type != VIRTUAL else device
+    theirs, found = fsdp2_of(run), run.trained(ours(**rest, **schedule_of(device), backend=backend), where)
+    torch._dynamo.reset()
+    worst = max(abs(a - b) / max(abs(a), 1.0) for a, b in zip(theirs, found, strict=True))
+    exact = backend == "eager" and device.type in REHEARSED
+    limit = 0.0 if exact else (EAGER if backend == "eager" else INDUCTOR)[policy.param_dtype]
+    assert worst <= limit, f"{case}, {backend}: {worst:.2g} from FSDP2's losses and gradients, {limit:g} is rounding"
+    return {"difference": worst, "limit": limit}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Some steps of a Llama, on a simulated group."""
+
+    device: torch.device
+    policy: MixedPrecisionPolicy
+    reshard: bool | None
+    accumulates: bool
+    drops: bool
+
+    def trained(self, build: Builder, where: torch.device) -> list[float]:
+        """Losses and norms of an implementation, whose model is made ``where``."""
+        workload = llama_of(self.device)
+        model = workload.make(where)
+        if self.drops:
+            for block in workload.blocks(model):
+                block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.1))
+        with one_of(self.device, RANKS):
+            mesh = init_device_mesh(self.device.type, (RANKS,))
+            sharded = build(model, Setup(workload.blocks, mesh, self.policy, self.reshard))
+            torch.manual_seed(1)
+            return trained(sharded, workload, self.device, self.accumulates)
+
+
+@functools.cache
+def fsdp2_of(run: Run) -> list[float]:
+    return run.trained(fsdp2, run.device)
 
 
 def trained(model: Any, workload: Workload, device: torch.device, accumulates: bool) -> list[float]:
@@ -188,49 +252,71 @@ def local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-@check("A", 240)
-def equal_layers_share_compilations(device: torch.device) -> Figures:
+@check("A", 200, cases=["unit"])
+def equal_layers_share_compilations(device: torch.device, case: str) -> Figures:
     """As many compiled regions at 4 layers as at 8, with checkpointing too."""
-    layers = (4, 5) if device.type == "cpu" else (4, 8)
-    backend = "eager" if device.type == "cpu" else "inductor"
-    figures: Figures = {}
-    for options in ({}, {"activation_checkpointing": "unit"}, {"activation_checkpointing": "selective"}):
-        counts = []
-        for count in layers:
-            workload = dataclasses.replace(llama_of(device), layers=count)
-            with simulated_group(RANKS, INSTANT):
-                setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
-                model = ours(backend=backend, **options)(workload.make(device), setup)
-                loss_of(model(**workload.tokens(0, 0, device))).backward()
-                counts.append(graph_fsdp.inspect(model).compiled_regions)
-            torch._dynamo.reset()
-        name = options.get("activation_checkpointing", "plain")
-        figures[name] = counts
-        assert counts[0] == counts[1], f"{name}: {counts} regions are compiled at {layers} layers"
-    return figures
+    return compilations(device, case)
 
 
-@check("A", 120, needs="cuda")
+@check("A", 200, cases=["plain", "selective"], needs=ACCELERATORS, reason=REHEARSED_BY_OTHERS)
+def equal_layers_also_share_compilations(device: torch.device, case: str) -> Figures:
+    return compilations(device, case)
+
+
+def compilations(device: torch.device, case: str) -> Figures:
+    layers = (4, 5) if device.type in REHEARSED else (4, 8)
+    backend = "eager" if device.type in REHEARSED else "inductor"
+    counts = []
+    for count in layers:
+        workload = dataclasses.replace(llama_of(device), layers=count)
+        with one_of(device, RANKS):
+            setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
+            model = ours(backend=backend, **(VARIANTS | ALONE)[case])(workload.make(device), setup)
+            loss_of(model(**workload.tokens(0, 0, device))).backward()
+            counts.append(graph_fsdp.inspect(model).compiled_regions)
+        torch._dynamo.reset()
+    assert counts[0] == counts[1], f"{case}: {counts} regions are compiled at {layers} layers"
+    return {"layers": layers, "regions": counts}
+
+
+@check("A", 120, needs=["cuda", VIRTUAL], reason="who waits is seen there alone")
 def a_warm_step_does_not_wait_for_the_device(device: torch.device) -> Figures:
     """No operation of a warm step makes the host wait (``torch.cuda.set_sync_debug_mode("error")``)."""
-    workload = llama_of(device)
-    with simulated_group(RANKS, INSTANT):
+    workload, backend = llama_of(device), "eager" if device.type == VIRTUAL else "inductor"
+    with one_of(device, RANKS):
         setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
-        model = ours()(workload.make(device), setup)
+        model = ours(backend=backend, **schedule_of(device))(workload.make(device), setup)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         batches = [workload.tokens(step, 0, device) for step in range(4)]
         for batch in batches[:3]:
             loss_of(model(**batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        torch.cuda.set_sync_debug_mode("error")
-        loss_of(model(**batches[3])).backward()
-        optimizer.step()
-        torch.cuda.set_sync_debug_mode("default")
+        with host_that_must_not_wait(device):
+            loss_of(model(**batches[3])).backward()
+            optimizer.step()
     return {}
 
 
-@check("A", 150, needs="cuda")
+@contextlib.contextmanager
+def host_that_must_not_wait(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+        torch.cuda.set_sync_debug_mode("default")
+        return
+    from virtual.machine import Machine
+
+    machine = Machine.current
+    assert machine is not None
+    torch.accelerator.synchronize()
+    before = machine.clocks.host.seconds
+    yield
+    waited = machine.clocks.host.seconds - before  # launching takes no time there
+    assert not waited, f"the host waited until {waited * 1e6:.0f} µs of the step were over"
+
+
+@check("A", 150, needs=["cuda"], reason="it follows CUDA's streams; the virtual device looks for races in all checks")
 def torchs_sanitizer_finds_no_race(device: torch.device) -> Figures:
     """Steps under ``torch.cuda._sanitizer``, which follows every kernel's streams and events."""
     program = "from device_checks import correctness as c; import torch; c.steps_for_the_sanitizer()"
@@ -246,27 +332,34 @@ def steps_for_the_sanitizer() -> None:
     device = torch.device("cuda", 0)
     workload = dataclasses.replace(llama_of(device), layers=2, width=256, length=128)
     for options in ({}, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "offload"}):
-        with simulated_group(RANKS, INSTANT):
+        with one_of(device, RANKS):
             setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
             model = ours(backend="eager", **options)(workload.make(device), setup)
             trained(model, workload, device, accumulates=False)
 
 
-@check("A", 200, needs="cuda")
+@check("A", 200, needs=["cuda"], reason="the tests are of CUDA")
 def tests_that_need_an_accelerator(device: torch.device) -> Figures:
     """Those of the project's tests that are skipped without one, and those of streams and CUDA graphs."""
     if missing := [name for name in ("pytest", "expecttest") if not importlib.util.find_spec(name)]:
         raise CannotRun(f"{' and '.join(missing)} is not installed")
-    files = ("test_simulated_cluster.py", "test_meta.py", "test_offload_device.py", "test_device_path.py")
-    paths = [str(ROOT / "tests" / file) for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *paths]
+    tests = (
+        "test_cuda_graphs.py::test_on_cuda",
+        "test_meta.py::test_a_model_on_the_cpu_is_sharded_onto_the_accelerator",
+        "test_simulated_cluster.py",
+        "test_device_path.py",
+    )
+    paths = [str(ROOT / "tests" / test) for test in tests]
+    # Without pytest-timeout, pytest does not know a setting of the project's, which is an error by default.
+    settings = ["-p", "no:cacheprovider", *([] if importlib.util.find_spec("pytest_timeout") else ["-o", "addopts="])]
+    command = [sys.executable, "-m", "pytest", "-q", *settings, "-m", "not long", *paths]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     last = done.stdout.strip().splitlines()[-1:] or [""]
     assert done.returncode == 0, done.stdout[-3000:]
     return {"pytest": last[0]}
 
 
-@check("A", 150)
+@check("A", 150, needs=ACCELERATORS, reason="gloo moves no tensors of other devices; its ranks on the CPU are tested")
 def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
     """Two processes share the device, and gloo moves its tensors: two steps as one process takes them."""
     script = str(Path(__file__).with_name("two_ranks.py"))

@@ -9,16 +9,14 @@ from pathlib import Path
 import torch
 from harness import PROCESS_GROUPS, ROOT
 
-from device_checks import CannotRun, Figures, check
+from device_checks import ACCELERATORS, CannotRun, Figures, check
 
 REFUSED = ("Duplicate GPU detected", "invalid usage")
 
 
-@check("B", 240)
+@check("B", 240, needs=ACCELERATORS, reason="NCCL or xccl joins the ranks; gloo's on the CPU are tested")
 def ranks_of_the_devices_own_group(device: torch.device) -> Figures:
     """Two ranks with the process group that training uses; of one device, where it takes two ranks of one."""
-    if device.type == "cpu":
-        raise CannotRun("gloo's ranks on the CPU are what the tests run")
     devices = torch.accelerator.device_count()
     script = str(Path(__file__).with_name("two_ranks.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

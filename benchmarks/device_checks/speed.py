@@ -1,4 +1,8 @@
-"""Part C: what steps take on the device, in time and in memory, beside FSDP2's and beside what was planned."""
+"""Part C: what steps take on the device, in time and in memory, beside FSDP2's and beside what was planned.
+
+On the virtual device seconds are virtual ones, and the host's are those of this process. Ordered by what is wanted
+first, should the part's time not do for all.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,13 @@ import simulated_cluster
 import torch
 from harness import POLICIES, synchronize
 from implementations import Builder, Setup, fsdp2, fsdp2_compiled, ours
-from simulated_group import simulated_group
-from simulated_link import INSTANT, StreamLane
+from simulated_link import INSTANT, Link, StreamLane
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from workloads import Workload, loss_of
 
 import graph_fsdp
-from device_checks import Figures, check
+from device_checks import REHEARSED, VIRTUAL, Figures, check, one_of, schedule_of
 from device_checks.correctness import RANKS, llama_of
 from graph_fsdp.passes.analysis.hardware import detect_hardware
 
@@ -30,20 +33,12 @@ ROUNDS = 5
 @check("C", 240)
 def steps_of_a_simulated_cluster(device: torch.device) -> Figures:
     """Llama-3-8B's shapes, 8 layers, as one rank of 8 and of 64: ours beside FSDP2 with compiled blocks."""
+    if device.type == VIRTUAL:
+        link = simulated_cluster.CLUSTERS["nvlink"].link
+        return in_turns(
+            device, llama_of(device), {"ours": ours(backend="eager", **schedule_of(device)), "FSDP2": fsdp2}, link
+        )
     return cluster(device, layers=8)
-
-
-@check("C", 240, needs="cuda")
-def steps_with_a_link_of_normal_priority(device: torch.device) -> Figures:
-    """The same over 8 ranks, where collectives have no priority over compute: those of NCCL's own stream have none."""
-    StreamLane.priority = 0
-    return cluster(device, layers=8, clusters=("nvlink",))
-
-
-@check("C", 300, needs="cuda")
-def steps_of_32_layers(device: torch.device) -> Figures:
-    """Llama-3-8B whole, as one rank of 64."""
-    return cluster(device, layers=32, clusters=("infiniband",), rounds=3)
 
 
 def cluster(
@@ -68,6 +63,21 @@ def cluster(
     }
 
 
+def seconds_until_done(device: torch.device) -> float:
+    synchronize(device.type)
+    return machine().seconds if device.type == VIRTUAL else time.perf_counter()
+
+
+def seconds_of_host(device: torch.device) -> float:
+    return machine().clocks.host.seconds if device.type == VIRTUAL else time.process_time()
+
+
+def machine() -> Any:
+    from virtual.machine import Machine
+
+    return Machine.current
+
+
 class Timed:
     """A model in training on a simulated group whose collectives take no time. Seconds of wall and CPU time."""
 
@@ -79,25 +89,24 @@ class Timed:
         self.batch = workload.tokens(0, 0, device)
 
     def step(self) -> tuple[float, float]:
-        synchronize(self.device.type)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = seconds_until_done(self.device), seconds_of_host(self.device)
         loss_of(self.model(**self.batch)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        launched = time.process_time() - cpu
-        synchronize(self.device.type)
-        return time.perf_counter() - wall, launched
+        launched = seconds_of_host(self.device) - cpu
+        return seconds_until_done(self.device) - wall, launched
 
 
-def in_turns(device: torch.device, workload: Workload, builders: dict[str, Builder]) -> Figures:
+def in_turns(device: torch.device, workload: Workload, builders: dict[str, Builder], link: Link = INSTANT) -> Figures:
     """Median seconds of a step, and of the host until it has launched one, by implementation."""
-    with simulated_group(RANKS, INSTANT):
+    rounds, warmup = (1, 2) if device.type in REHEARSED else (4 * ROUNDS, 4)  # CUDA graphs are captured in the third
+    with one_of(device, RANKS, link):
         trainers = {name: Timed(build, workload, device) for name, build in builders.items()}
         for trainer in trainers.values():
-            for _ in range(4):  # CUDA graphs are captured in the third
+            for _ in range(warmup):
                 trainer.step()
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-        for _ in range(4 * ROUNDS):
+        for _ in range(rounds):
             for name, trainer in trainers.items():
                 times[name].append(trainer.step())
     return {
@@ -106,72 +115,85 @@ def in_turns(device: torch.device, workload: Workload, builders: dict[str, Build
     }
 
 
+def timed_llama(device: torch.device) -> Workload:
+    return llama_of(device, layers=2 if device.type in REHEARSED else 8)
+
+
+def eager_builders(device: torch.device) -> dict[str, Builder]:
+    return {"ours": ours(backend="eager", **schedule_of(device)), "FSDP2": fsdp2}
+
+
 def narrow(device: torch.device) -> Workload:
     """A GPT whose kernels take no time: what is left is the host's."""
-    return Workload(layers=2 if device.type == "cpu" else 24, width=64, heads=4, batch=1, length=32)
+    return Workload(layers=2 if device.type in REHEARSED else 24, width=64, heads=4, batch=1, length=32)
 
 
-@check("C", 200)
+@check("C", 200, host="counted")
 def host_time(device: torch.device) -> Figures:
     """CPU seconds of a step of a narrow GPT: ours, with CUDA graphs on CUDA, FSDP2, FSDP2 with compiled blocks."""
-    if device.type == "cpu":
-        return in_turns(device, narrow(device), {"ours": ours(backend="eager"), "FSDP2": fsdp2})
+    if device.type in REHEARSED:
+        return in_turns(device, narrow(device), eager_builders(device))
     builders: dict[str, Builder] = {"ours": ours(), "FSDP2": fsdp2, "FSDP2, compiled blocks": fsdp2_compiled}
     if device.type == "cuda":
         builders["ours, CUDA graphs"] = ours(cuda_graphs=True)
     return in_turns(device, narrow(device), builders)
 
 
-@check("C", 300, needs="cuda")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unit": {"activation_checkpointing": "unit"},
+    "selective": {"activation_checkpointing": "selective"},
+    "activations on the CPU": {"activation_checkpointing": "offload"},
+}
+
+
+@check("C", 120, needs=["cuda", "xpu", VIRTUAL], reason="the CPU's allocator does not count")
 def memory_beside_the_plan(device: torch.device) -> Figures:
     """Bytes that the allocator had live and reserved at most in a step, beside what was planned; and step times."""
-    figures: Figures = {}
-    options: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "unit": {"activation_checkpointing": "unit"},
-        "selective": {"activation_checkpointing": "selective"},
-        "activations on the CPU": {"activation_checkpointing": "offload"},
-    }
-    for name, chosen in options.items():
-        figures[name] = measured_memory(device, llama_of(device, layers=8), chosen)
-    figures["parameters on the CPU"] = measured_memory(
-        device, llama_of(device, layers=8), {"offload_policy": CPUOffloadPolicy()}, planned=False
-    )
-    return figures
+    return measured_memory(device, timed_llama(device), {})
+
+
+@check("C", 240, needs=["cuda", "xpu"], reason="Inductor decides what lies in memory")
+def memory_of_other_options_beside_the_plan(device: torch.device) -> Figures:
+    workload = timed_llama(device)
+    figures = {name: measured_memory(device, workload, OPTIONS[name]) for name in list(OPTIONS)[1:]}
+    offloaded = {"offload_policy": CPUOffloadPolicy()}
+    return figures | {"parameters on the CPU": measured_memory(device, workload, offloaded, planned=False)}
 
 
 def measured_memory(device: torch.device, workload: Workload, options: dict[str, Any], planned: bool = True) -> Figures:
-    module: Any = torch.get_device_module(device)
+    accelerator = torch.accelerator
     torch._dynamo.reset()
-    module.empty_cache()
+    accelerator.memory.empty_cache()
+    if device.type == VIRTUAL:
+        options = {**options, **schedule_of(device), "backend": "eager"}
     where = torch.device("cpu") if "offload_policy" in options else device
-    with simulated_group(RANKS, INSTANT):
+    with one_of(device, RANKS):
         mesh = init_device_mesh(device.type, (RANKS,))
         model = graph_fsdp.compile(workload.make(where), mesh, mp_policy=POLICIES["bfloat16"], **options)
-        module.empty_cache()
+        accelerator.memory.empty_cache()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         seconds = []
-        for step in range(6):
+        for step in range(3 if device.type == VIRTUAL else 6):
             if step == 2:
-                module.reset_peak_memory_stats(device)
-            module.synchronize(device)
-            begin = time.perf_counter()
+                accelerator.reset_peak_memory_stats(device)
+            begin = seconds_until_done(device)
             loss_of(model(**workload.tokens(step, 0, device))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            module.synchronize(device)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(seconds_until_done(device) - begin)
     found: Figures = {
-        "live": module.max_memory_allocated(device),
-        "reserved": module.max_memory_reserved(device),
+        "live": accelerator.max_memory_allocated(device),
+        "reserved": accelerator.max_memory_reserved(device),
         "step_s": statistics.median(seconds[2:]),
     }
+    del model, optimizer
     if planned:
         plan = graph_fsdp.plan(
             lambda: workload.make(torch.device("meta")),
             workload.tokens(0, 0, torch.device("cpu")),
             mesh_shape=(RANKS,),
-            hardware=detect_hardware(device),
+            hardware="h100" if device.type == VIRTUAL else detect_hardware(device),
             mp_policy=POLICIES["bfloat16"],
             **options,
         )
@@ -180,14 +202,27 @@ def measured_memory(device: torch.device, workload: Workload, options: dict[str,
     return found
 
 
-@check("C", 200)
+@check("C", 120)
 def seconds_of_kernels(device: torch.device) -> Figures:
     """What ``graph_fsdp.profile`` measured of a Llama's regions, for the cost model."""
-    workload = llama_of(device, layers=8)
-    with simulated_group(RANKS, INSTANT):
+    workload, rehearsal = timed_llama(device), device.type in REHEARSED
+    with one_of(device, RANKS):
         setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)), POLICIES["bfloat16"])
-        backend = "eager" if device.type == "cpu" else "inductor"
-        model = ours(backend=backend)(workload.make(device), setup)
-        profile = graph_fsdp.profile(model, steps=3, **workload.tokens(0, 0, device))
+        model = ours(backend="eager" if rehearsal else "inductor")(workload.make(device), setup)
+        steps = {"steps": 2, "warmup": 1} if rehearsal else {"steps": 3}
+        profile = graph_fsdp.profile(model, **steps, **workload.tokens(0, 0, device))
     print(profile)
     return {"table": str(profile).splitlines()}
+
+
+@check("C", 200, needs=["cuda"], reason="the virtual device's streams have no priorities")
+def steps_with_a_link_of_normal_priority(device: torch.device) -> Figures:
+    """The same over 8 ranks, where collectives have no priority over compute: those of NCCL's own stream have none."""
+    StreamLane.priority = 0
+    return cluster(device, layers=8, clusters=("nvlink",))
+
+
+@check("C", 300, needs=["cuda"], reason="it trains 8 billion parameters")
+def steps_of_32_layers(device: torch.device) -> Figures:
+    """Llama-3-8B whole, as one rank of 64."""
+    return cluster(device, layers=32, clusters=("infiniband",), rounds=3)

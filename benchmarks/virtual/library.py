@@ -54,19 +54,19 @@ class _Callbacks(ctypes.Structure):
     _fields_ = [(name, ctypes.CFUNCTYPE(*types)) for name, types in _CALLBACKS.items()]
 
 
-def build() -> Path:
+def build(source: Path = SOURCE) -> Path:
     """The library, built for this torch unless it is there already. It takes a compiler some ten seconds."""
     if COMPILER is None:
         raise RuntimeError("the virtual device needs a C++ compiler: g++ or clang++")
     root = Path(torch.__file__).parent
-    key = hashlib.sha256(f"{torch.__version__} {torch.version.git_version}".encode() + SOURCE.read_bytes()).hexdigest()
+    key = hashlib.sha256(f"{torch.__version__} {torch.version.git_version}".encode() + source.read_bytes()).hexdigest()
     user = os.getuid() if hasattr(os, "getuid") else ""
     folder = Path(os.environ.get("VIRTUAL_DEVICE_CACHE", Path(tempfile.gettempdir()) / f"virtual_device_{user}"))
     library = folder / f"{key[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")
-        command = [COMPILER, "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
+        command = [COMPILER, "-std=c++20", "-O0", "-shared", "-fPIC", str(source), "-o", str(made)]
         command += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-L{root / 'lib'}"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-lc10", "-ltorch_cpu"]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -226,7 +226,8 @@ class _HostCopy:
 
     def __post_init__(self) -> None:
         if self.is_target:
-            self._write(torch.full_like(self.value.view(torch.uint8), 0xFF).view(self.value.dtype))
+            unset = torch.full((self.value.nbytes,), 0xFF, dtype=torch.uint8)
+            self._write(unset.view(self.value.dtype).view(self.value.shape))
 
     def end(self) -> bool:
         """The host may know its result from here on. False if what it reads has changed since it was launched."""
