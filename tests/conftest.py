@@ -26,6 +26,9 @@ from graph_fsdp.runtime.backends.inductor import own_folder
 
 FAKE_WORLD_SIZE = 8
 
+# As torch has them. torch_xla, which transformers imports where it is installed, changes them for its process.
+DYNAMO = {name: getattr(torch._dynamo.config, name) for name in ("automatic_dynamic_shapes", "specialize_float")}
+
 # Those of XLA's CPU client run where torch_xla is installed, which is the environment of `make test-xla`.
 XLA_TESTS = Path(__file__).parent / "xla"
 if importlib.util.find_spec("torch_xla") is None:
@@ -127,11 +130,13 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_torch() -> Iterator[None]:
+def fresh_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # as on the ranks: kernels split their sums by the number of threads
     backends = dict(BACKENDS)
-    yield
+    of_xla = request.node.get_closest_marker("xla") is not None
+    with torch._dynamo.config.patch({} if of_xla else DYNAMO):
+        yield
     torch._dynamo.reset()
     assert backends == BACKENDS, "the test leaves a backend registered: messages of later tests would name it"
 

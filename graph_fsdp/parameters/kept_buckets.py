@@ -59,7 +59,7 @@ class KeptBuckets:
         places = [i for i, node in enumerate(graph.placeholders) if has_role(node, Role.KEPT)]
 
         def forward(args: list[Any]) -> Any:
-            shards = [[args[i] for i in inputs] for *_, inputs in found]
+            shards = [[args[i].detach() for i in inputs] for *_, inputs in found]  # without what autograd holds
             outputs = program(args)
             buckets = weak()
             assert buckets is not None, "the model's forward runs"
