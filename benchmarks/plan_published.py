@@ -1,113 +1,171 @@
-"""The plan against published measurements: torchtitan's table of Llama-3.1-8B, FSDP only, end of 2024.
+"""The plan against published measurements of torchtitan's program: Llama-3-8B under FSDP2 alone.
 
     python benchmarks/plan_published.py [--rows 0 1 2] [--layers 32]
+    python benchmarks/plan_published.py --other gpus=64 batch=1 hardware=h100 tokens=7000 gib=50 --out other.json
 
-Nothing is measured here: rows are predicted (``graph_fsdp.planning``) and set beside what the page says,
-https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md. All rows have one
-description of the hardware, ``h100_500w``, and one of the conditions: links and processors are shared
-(``contention``), and the slowest GPU computes 1.08 times slower than the others, which is the variation between GPUs of
-one kind that Sinha et al. (SC 2022) measured on average. No row has a figure of its own. The model is
-``published_llama.py``, its optimizer and clipping are those of the page's commit: AdamW as separate kernels, gradients
-clipped by their norm.
+Nothing is measured here: rows are predicted (``graph_fsdp.planning``) and set beside what pages say. A row's conditions
+are what its page and torchtitan's code at that time say; none has a figure that was fitted to it (docs/planning.md).
+``--other`` is a row that is not in the table, by the fields of ``Row``.
 
-The page's gigabytes are what torch's allocator has reserved (``max_reserved_gib`` of torchtitan's ``metrics.py``, from
-``reserved_bytes.all.peak``), with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``, which ``run_llama_train.sh``
-sets. So is what is predicted: of the plan's own program, and with the buffers that FSDP2 has in its place
-(``fsdp2_memory.py``).
+The plan is of the model that torchtitan had (``published_llama.py``), in operators of PyTorch. Its steps are those of
+torchtitan's program: blocks compiled, or not; the loss too, or not; FSDP2's collectives, copies and buffers
+(``fsdp2_program.py``, ``fsdp2_memory.py``). A page's gigabytes are GiB that torch's allocator has reserved
+(``max_reserved_gib`` of torchtitan's ``metrics.py``), with ``expandable_segments:True``, which its scripts set.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from fsdp2_memory import fsdp2_step
-from published_llama import EveryOtherProduct, PublishedLlama, Sizes
+from fsdp2_program import Compiled, fsdp2_seconds
+from published_llama import Block, EveryOtherProduct, Head, PublishedLlama, SaveAsAutograd, Sizes
 from tables import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import Embedding
 
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.planning import Plan, plan
 from graph_fsdp.planning.allocator import replay
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
-HARDWARE, STRAGGLER, BATCH, LENGTH = "h100_500w", 1.08, 2, 8192
-GIB = 2**30
-# GPUs, backend, and as published: tokens per second and GPU, GiB.
-ROWS: tuple[tuple[int, str, int, float], ...] = (
-    (8, "inductor", 6667, 77.0),
-    (128, "inductor", 6514, 62.0),
-    (8, "eager", 5762, 82.4),
-    (128, "eager", 5605, 67.0),
+STRAGGLER, LENGTH, GIB = 1.08, 8192, 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is published, tokens per second and GPU and GiB (None: not published), and its conditions. ``batch``:
+    sequences of a GPU. ``root_only``: embedding, last norm and output are parameters of the root, not of units of their
+    own."""
+
+    name: str
+    tokens: float
+    gib: float | None
+    gpus: int = 8
+    batch: int = 2
+    blocks_compiled: bool = True
+    loss_compiled: bool = False
+    root_only: bool = True
+    optimizer: str = "adamw"
+    hardware: str = "h100_500w"
+    expandable_segments: bool = True
+
+    @property
+    def compiled(self) -> Compiled:
+        return Compiled(self.blocks_compiled, self.loss_compiled)
+
+
+_END_OF_2024: dict[str, Any] = {"optimizer": "adamw_foreach"}
+_APRIL_2024: dict[str, Any] = {"optimizer": "adamw_foreach", "blocks_compiled": False, "hardware": "a100"}
+_AUGUST_2025: dict[str, Any] = {
+    "loss_compiled": True,
+    "root_only": False,
+    "hardware": "mi300x",
+    "expandable_segments": False,  # torch has none on ROCm
+}
+ROWS = (
+    Row("December 2024: 8 H100s, compiled", 6667, 77.0, **_END_OF_2024),
+    Row("128 H100s, compiled", 6514, 62.0, gpus=128, **_END_OF_2024),
+    Row("8 H100s, eager", 5762, 82.4, blocks_compiled=False, **_END_OF_2024),
+    Row("128 H100s, eager", 5605, 67.0, gpus=128, blocks_compiled=False, **_END_OF_2024),
+    Row("March 2025: 8 H100s, compiled, one sequence", 6150, 47.65, batch=1),
+    Row("June 2025: the same, loss compiled", 6300, 30.89, batch=1, loss_compiled=True),
+    Row("April 2024: 64 A100s, eager, one sequence", 2973, None, gpus=64, batch=1, **_APRIL_2024),
+    Row("August 2025: 8 MI300Xs, compiled, one sequence", 5376.5, 39.09, batch=1, **_AUGUST_2025),
 )
+SEEN = 5  # rows that the program was written for; the others were predicted when it stood
 
 
-def predict(gpus: int, backend: str, layers: int) -> Plan:
-    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+def predict(row: Row, layers: int = Sizes.layers) -> Plan:
+    tokens = torch.zeros(row.batch, LENGTH, dtype=torch.long, device="meta")
+    passes = default_pipeline(hardware=row.hardware).insert_after("recompute", EveryOtherProduct())
     return plan(
         lambda: PublishedLlama(Sizes(layers=layers)),
         (tokens, tokens),
-        mesh_shape=(gpus,),
-        hardware=HARDWARE,
-        backend=backend,
-        optimizer="adamw_foreach",
+        mesh_shape=(row.gpus,),
+        hardware=row.hardware,
+        backend="eager",
+        optimizer=row.optimizer,  # type: ignore[arg-type]
         clip_gradients=True,
-        expandable_segments=True,
+        expandable_segments=row.expandable_segments,
         straggler=STRAGGLER,
         contention=True,
-        passes=default_pipeline(hardware=HARDWARE).insert_after("recompute", EveryOtherProduct()),
+        auto_wrap_policy={Block} if row.root_only else {Block, Embedding, Head},
+        passes=passes.insert_after("activation_checkpointing", SaveAsAutograd(row.loss_compiled)),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
 
 
-def row(gpus: int, backend: str, tokens: int, gib: float, layers: int) -> dict[str, Any]:
-    made = predict(gpus, backend, layers)
-    as_fsdp2 = replay(fsdp2_step(made), expandable_segments=made.expandable_segments)
+def result_of(row: Row, layers: int = Sizes.layers) -> dict[str, Any]:
+    made = predict(row, layers)
+    seconds = fsdp2_seconds(made, row.compiled)
+    reserved = replay(fsdp2_step(made, row.compiled), expandable_segments=row.expandable_segments)
+    assert made.tokens is not None
     return {
-        "gpus": gpus,
-        "backend": backend,
-        "published": {"tokens_per_second": tokens, "reserved_gib": gib},
+        **dataclasses.asdict(row),
         "predicted": {
-            "tokens_per_second": made.tokens_per_second,
-            "live_gib": made.peak_nbytes / GIB,
-            "reserved_gib": made.reserved.nbytes / GIB,
-            "reserved_as_fsdp2_gib": as_fsdp2.nbytes / GIB,
+            "tokens_per_second": made.tokens / sum(seconds.values()),
+            "seconds": seconds,
+            "allocated_gib": reserved.allocated / GIB,
+            "reserved_gib": reserved.nbytes / GIB,
         },
         "plan": made.summary(),
     }
 
 
 def table(result: dict[str, Any]) -> Table:
-    names = ("published", "predicted", "error")
-    header = ("", *(f"tokens/s and GPU, {names[0]}", *names[1:]), *(f"GiB, {names[0]}", "live tensors", "reserved"))
-    header += ("error", "reserved, FSDP2's buffers", "error")
+    header = ("", "tokens/s and GPU, published", "predicted", "error")
+    header += ("GiB, published", "in use", "reserved", "error")
     rows = []
     for found in result["rows"]:
-        published, predicted = found["published"], found["predicted"]
-        speed, gib = published["tokens_per_second"], published["reserved_gib"]
-        cells = [f"{found['gpus']} GPUs, {'compiled' if found['backend'] == 'inductor' else 'eager'}"]
-        cells += [f"{speed:,}", f"{predicted['tokens_per_second']:,.0f}"]
-        cells += [f"{predicted['tokens_per_second'] / speed - 1:+.1%}", f"{gib:.1f}", f"{predicted['live_gib']:.1f}"]
-        for name in ("reserved_gib", "reserved_as_fsdp2_gib"):
-            cells += [f"{predicted[name]:.1f}", f"{predicted[name] / gib - 1:+.1%}"]
-        rows.append(cells)
+        predicted, speed, gib = found["predicted"], found["tokens"], found["gib"]
+        rows.append(
+            [
+                found["name"],
+                f"{speed:,.0f}",
+                f"{predicted['tokens_per_second']:,.0f}",
+                f"{predicted['tokens_per_second'] / speed - 1:+.1%}",
+                "" if gib is None else f"{gib:.1f}",
+                f"{predicted['allocated_gib']:.1f}",
+                f"{predicted['reserved_gib']:.1f}",
+                "" if gib is None else f"{predicted['reserved_gib'] / gib - 1:+.1%}",
+            ]
+        )
     return Table(header, rows)
+
+
+def other_row(settings: list[str]) -> Row:
+    """Read ``name=value`` pairs, by the types of ``Row``'s fields."""
+    readers = {"str": str, "float": float, "int": int, "bool": lambda text: text.lower() in ("1", "true", "yes")}
+    kinds = {field.name: str(field.type).removesuffix(" | None") for field in dataclasses.fields(Row)}
+    values: dict[str, Any] = {"name": "another row", "tokens": float("nan"), "gib": None}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in kinds or not value:
+            raise ValueError(f"--other: {setting!r} is no setting of a row; give name=value of {', '.join(kinds)}")
+        values[name] = readers[kinds[name]](value)
+    return Row(**values)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="of the table, from 0")
+    parser.add_argument("--other", nargs="+", metavar="NAME=VALUE", help="one row that is not in the table")
     parser.add_argument("--layers", type=int, default=Sizes().layers)
     parser.add_argument("--out", type=Path, help="where the result goes as JSON (default: nowhere)")
     chosen = parser.parse_args()
+    rows = [other_row(chosen.other)] if chosen.other else [ROWS[index] for index in chosen.rows]
     result = {
         "benchmark": "plan_published",
         "command": f"python benchmarks/plan_published.py --out benchmarks/results/{RESULTS.name}",
         "torch": torch.__version__,
-        "rows": [row(*ROWS[index], chosen.layers) for index in chosen.rows],
+        "rows": [result_of(row, chosen.layers) for row in rows],
     }
     print(table(result).text())
     if chosen.out is not None:

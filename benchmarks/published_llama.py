@@ -1,22 +1,27 @@
 """A Llama-3.1-8B of the operators that torchtitan's was at the end of 2024: rotary embeddings as complex numbers, keys
-and values repeated to as many heads as the queries have, norms and loss in float32; and its selective activation
-checkpointing, as a pass."""
+and values repeated to as many heads as the queries have, norms and loss in float32; and what torchtitan saves for
+backward, as passes."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from graph_fsdp.compat import CheckpointPolicy
-from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes import Graph, GraphPass, PassContext
+from graph_fsdp.passes.analysis.kernels import has_tensor
+from graph_fsdp.passes.ir.unit_calls import module_path, unit_calls
 from graph_fsdp.passes.transforms.activation_checkpointing import CheckpointActivations
-from graph_fsdp.passes.transforms.recompute import tag
+from graph_fsdp.passes.transforms.recompute import forward_nodes, is_of_parameters, save, tag
 
 aten = torch.ops.aten
+# What torchtitan's policy names.
+NAMED = (aten.mm, aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu)
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,7 @@ class EveryOtherProduct(CheckpointActivations):
     """Saves of a block the results of attention and of its first, third, fifth and seventh matrix multiplication."""
 
     def __init__(self) -> None:
-        names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
-        super().__init__([aten.mm, *(getattr(aten, name) for name in names)])
+        super().__init__(NAMED)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         said = super().run(graph, context)
@@ -49,6 +53,47 @@ class EveryOtherProduct(CheckpointActivations):
                 if seen[node.meta["ac_graph_id"]] % 2 == 0:
                     tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         return said
+
+
+class SaveAsAutograd(GraphPass):
+    """Saves of what lies outside of blocks what autograd saves of it, as no partitioner chooses there. Of a compiled
+    loss the logits are saved, and all else is computed again, as the partitioner of its own graph chooses."""
+
+    name = "save_as_autograd"
+    phases = ("joint",)
+    requires = ("activations_tagged",)
+
+    def __init__(self, compiled_loss: bool) -> None:
+        self.compiled_loss = compiled_loss
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({self.name!r}, compiled_loss={self.compiled_loss})"
+
+    def run(self, graph: Graph, context: PassContext) -> str | None:
+        calls, forward = unit_calls(graph, context.model), forward_nodes(graph, context)
+        in_blocks = {node for node, call in calls.items() if is_block(call.unit)}
+        outside = [n for n in graph.nodes if n.op == "call_function" and n in forward and n not in in_blocks]
+        saved = 0
+        for node in outside:
+            if is_of_parameters(node) or not has_tensor(node) or node.target is operator.getitem:
+                continue
+            readers = [r for user in node.users for r in (user.users if user.target is operator.getitem else (user,))]
+            if self.compiled_loss and module_of(node) == "loss":
+                tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+            elif any(r not in forward or (self.compiled_loss and module_of(r) == "loss") for r in readers):
+                save(node)
+                saved += 1
+        return f"{saved} nodes outside of blocks are saved"
+
+
+def is_block(unit: str) -> bool:
+    return unit.startswith("layers.")
+
+
+def module_of(node: fx.Node) -> str | None:
+    """Return the name of the innermost module whose forward, or whose gradient, a node is part of; None if unknown."""
+    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
+    return ".".join(module_path(list(stack.values())[-1][0])[1:]) if stack else None
 
 
 class Norm(nn.Module):
@@ -95,13 +140,30 @@ class Block(nn.Module):
         return self.wo(result.transpose(1, 2).contiguous().view(x.shape))
 
 
+class Head(nn.Module):
+    """The last norm and the output."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = Norm(sizes.width)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class Loss(nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
 class PublishedLlama(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm = Norm(sizes.width)
-        self.output = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.head, self.loss = Head(sizes), Loss()
         half = sizes.width // sizes.heads // 2
         self.register_buffer("angles", torch.zeros(sizes.length, half, dtype=torch.complex64), persistent=False)
 
@@ -109,5 +171,5 @@ class PublishedLlama(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.angles[: tokens.shape[1]])
-        logits = self.output(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss: Tensor = self.loss(self.head(x), labels)
+        return loss

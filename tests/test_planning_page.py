@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -56,27 +57,17 @@ def test_the_commands_of_the_page_are_commands() -> None:
     assert len(commands) == 4
 
 
-def test_published_rows_are_within_what_the_page_says() -> None:
-    """Of the results that are kept: compiled rows within 15% in tokens per second, and in what is reserved."""
-    if not plan_published.RESULTS.exists():
-        assert f"<!-- results/{plan_published.RESULTS.name} -->\nNot measured yet." in PAGE.read_text()
-        return
+def test_published_rows_are_as_near_as_the_page_says() -> None:
+    """Of the results that are kept: rows that the program was written for within 8% in tokens per second and 5% in what
+    is reserved; the others too, but for the two figures that the page names."""
     result = json.loads(plan_published.RESULTS.read_text())
-    rows = {(row["gpus"], row["backend"]): row for row in result["rows"]}
-    assert list(rows) == [(gpus, backend) for gpus, backend, *_ in plan_published.ROWS]
-    for (_, backend), row in rows.items():
-        assert row["plan"]["hardware"] == "h100_500w"
-        error = row["predicted"]["tokens_per_second"] / row["published"]["tokens_per_second"] - 1
-        assert backend == "eager" or abs(error) < 0.15
-        for figure in ("reserved_gib", "reserved_as_fsdp2_gib"):
-            error = row["predicted"][figure] / row["published"]["reserved_gib"] - 1
-            assert backend == "eager" or abs(error) < 0.15
-            assert row["predicted"][figure] > row["predicted"]["live_gib"]
-
-
-def test_a_published_row_is_planned_with_its_settings() -> None:
-    made = plan_published.predict(8, "inductor", layers=2)
-    assert made.tokens == 2 * 8192 and made.mesh_shape == (8,) and made.conditions.contention
-    products = [n for n in made.backward.graph.nodes if n.target is torch.ops.aten.mm.default]  # type: ignore[union-attr]
-    # Two for each of a block's seven and the head's, and three of each block that are computed again: wk, wo, w3.
-    assert len(products) == 2 * (2 * 7 + 1) + 2 * 3
+    assert [row["name"] for row in result["rows"]] == [row.name for row in plan_published.ROWS]
+    off = []
+    for number, (row, published) in enumerate(zip(result["rows"], plan_published.ROWS, strict=True)):
+        assert {name: row[name] for name in dataclasses.asdict(published)} == dataclasses.asdict(published)
+        predicted = row["predicted"]
+        assert predicted["reserved_gib"] > predicted["allocated_gib"]
+        near = {"time": abs(predicted["tokens_per_second"] / row["tokens"] - 1) < 0.08}
+        near["memory"] = row["gib"] is None or abs(predicted["reserved_gib"] / row["gib"] - 1) < 0.05
+        off += [(number, figure) for figure, is_near in near.items() if not is_near]
+    assert plan_published.SEEN == 5 and off == [(5, "memory"), (7, "time")]

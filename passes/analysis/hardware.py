@@ -17,8 +17,8 @@ Peaks are the vendors', without sparsity; efficiencies say what kernels reach of
   For ``torch.set_float32_matmul_precision("high")`` copy the entry with the device's TF32 peak as
   ``flops[torch.float32]``: half of its bfloat16 peak on NVIDIA and Intel.
 - ``h100_500w``: hosts of ``benchmarks/llama3_h100_202412_torchtitan.md`` in pytorch/torchtitan, with the efficiencies
-  of pytorch/ao's ``roofline_utils.py`` (0.6 of the arithmetic, 0.92 of the bandwidth); attention loses as much to the
-  power limit as matrix multiplications.
+  of pytorch/ao's ``roofline_utils.py`` until March 2025 (0.6 of the arithmetic, since then 0.78; 0.92 of the
+  bandwidth); attention loses as much to the power limit as matrix multiplications.
 - Attention on Hopper is FlashAttention-2, which torch runs there: 333 TFLOP/s in forward, causal, and 318 in backward
   at a head dimension of 128 and 8,192 tokens (Shah et al. 2024, figures 5 and 6: H100 SXM5).
 - ``interference`` on Hopper: 20 of 132 multiprocessors, DeepSeek-V3's share for communication (2024, section 3.2.2).
