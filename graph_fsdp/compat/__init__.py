@@ -50,6 +50,7 @@ imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``_has_compatible_shallow_copy_type`` | whether a tensor's ``data`` may lie on another device | 2.9 to 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
 | ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
 | ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
