@@ -47,6 +47,7 @@ def register() -> None:
     own.impl("_copy_from_and_resize", copy, "PrivateUse1")
     own.impl("_local_scalar_dense", item, "PrivateUse1")
     own.impl("set_.source_Tensor", set_tensor, "PrivateUse1")
+    own.impl("set_.source_Storage", set_storage, "PrivateUse1")
     own.impl("resize_", resize, "PrivateUse1")
     own.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "PrivateUse1")  # the math of it
     rng_prims.get_device = _device_of_random_numbers
@@ -236,6 +237,10 @@ def item(value: Tensor) -> Any:
 
 def set_tensor(target: Tensor, source: Tensor) -> Tensor:
     return target.set_(source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+
+
+def set_storage(target: Tensor, source: torch.UntypedStorage) -> Tensor:
+    return target.set_(source, 0, (source.nbytes() // target.element_size(),), (1,))
 
 
 def resize(value: Tensor, size: Sequence[int], memory_format: Any = None) -> Tensor:

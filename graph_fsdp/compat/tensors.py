@@ -40,6 +40,9 @@ without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = t
 # attributes too, and refuses what has weak references (those of ``nn.LSTM`` to its parameters).
 swap: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 
+# Whether a tensor's ``data`` may be another one: not the CPU's for a meta tensor, nor that of a device in PrivateUse1.
+can_be_data: Callable[[torch.Tensor, torch.Tensor], bool] = torch._has_compatible_shallow_copy_type
+
 
 def schema_arguments(operator: OpOverload[..., Any]) -> list[Any]:
     """Return an operator's arguments, each with ``name`` and ``default_value``."""

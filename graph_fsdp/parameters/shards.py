@@ -313,7 +313,7 @@ def _set_memory(tensor: Tensor, value: Tensor) -> None:
     """Give ``tensor`` the memory of ``value``, wherever the model refers to it."""
     if isinstance(tensor, DTensor):
         give_memory(tensor, value)
-    elif tensor.is_meta:  # torch lets no other device's memory be its ``data``
+    elif not compat.can_be_data(tensor, value):
         compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
     else:
         tensor.data = value

@@ -214,9 +214,9 @@ def find_hardware(name: str | Hardware) -> Hardware:
 def detect_hardware(device: torch.device) -> Hardware:
     """Find the entry for a device of this machine; its memory is what the device itself reports.
 
-    An unknown CUDA or ROCm device counts as an A100, an unknown XPU as a Max 1550 stack, any XLA device as a TPU v5p,
-    and every other device as a CPU; their name then starts with "unknown". Plans agree only where all ranks detect the
-    same hardware: pass the name where devices differ.
+    An unknown XPU counts as a Max 1550 stack, any XLA device as a TPU v5p, another accelerator that has a driver to ask
+    as an A100, and every other device as a CPU; their name then starts with "unknown". Plans agree only where all ranks
+    detect the same hardware: pass the name where devices differ.
     """
     if device.type == "cpu":
         return HARDWARE["cpu"]
@@ -224,7 +224,7 @@ def detect_hardware(device: torch.device) -> Hardware:
     for entry, parts in _DEVICE_NAMES.items():
         if any(part in name for part in parts):
             return dataclasses.replace(HARDWARE[entry], memory=memory or HARDWARE[entry].memory)
-    fallback = HARDWARE[_FALLBACKS.get(device.type, "cpu")]
+    fallback = HARDWARE[_FALLBACKS.get(device.type, "a100" if name else "cpu")]
     return dataclasses.replace(
         fallback, name=f"unknown {name or device.type} (as {fallback.name})", memory=memory or fallback.memory
     )
@@ -232,10 +232,9 @@ def detect_hardware(device: torch.device) -> Hardware:
 
 def describe_device(device: torch.device) -> tuple[str, int]:
     """Return the driver's name of a device and its bytes of memory; "" and 0 where there is no driver to ask."""
-    if device.type not in _FALLBACKS or device.type == "xla":
+    backend: Any = getattr(torch, device.type, None)
+    ask = getattr(backend, "get_device_properties", None)
+    if device.type in ("cpu", "xla") or ask is None or not backend.is_available():
         return "", 0
-    backend = torch.get_device_module(device)
-    if not backend.is_available():
-        return "", 0
-    properties = backend.get_device_properties(device)
-    return properties.name, properties.total_memory
+    properties = ask(device)
+    return getattr(properties, "name", ""), getattr(properties, "total_memory", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from virtual.machine import Machine, RaceError
 
 from graph_fsdp.compat import all_gather_single, grouped, reduce_scatter_single
 from graph_fsdp.passes import HARDWARE
+from graph_fsdp.passes.analysis.hardware import detect_hardware
 
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
@@ -38,6 +40,18 @@ def it_is_an_accelerator_while_there_is_a_machine() -> None:
         assert torch.get_device_module("virtual").get_device_properties().total_memory == HARDWARE["h100"].memory
         assert torch.empty(2, device="virtual").device == torch.device("virtual", 0)
     assert not torch.accelerator.is_available()
+
+
+@FACTS
+def its_hardware_is_what_its_driver_says() -> None:
+    device = torch.device("virtual")
+    with Machine("mi300x"):
+        assert detect_hardware(device) == HARDWARE["mi300x"]
+    with Machine(dataclasses.replace(HARDWARE["mi300x"], name="thing", memory=1 << 30)):
+        found = detect_hardware(device)
+        assert (found.name, found.memory) == ("unknown virtual THING (as a100)", 1 << 30)
+        assert found.overlaps
+    assert detect_hardware(device).name == "unknown virtual (as cpu)"
 
 
 @FACTS
