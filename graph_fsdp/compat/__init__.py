@@ -1,8 +1,9 @@
 """``compat`` has every private name of PyTorch that graph_fsdp uses: a new torch release changes nothing else.
 
-Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``) and torch_xla (``xla.py``) are
-imported by themselves, and list their names. The table says what a name is for, and the torch versions in which it was
-imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
+Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``), its devices
+(``inductor_devices.py``) and torch_xla (``xla.py``) are imported by themselves, and list their names. The table says
+what a name is for, and the torch versions in which it was imported. The whole test-suite was run on 2.9.1, 2.13.0 and
+2.15.0.
 
 | name | for | torch |
 |---|---|---|
