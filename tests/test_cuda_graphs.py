@@ -6,6 +6,8 @@ Graphs are executed again on the CPU (``reexecution.py``); the last test needs C
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from models import MLP
 from reexecution import Reexecution, cpu_graphs
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.cuda.capture import CudaCapture
@@ -259,6 +263,30 @@ def test_a_profile_runs_without_graphs(fake_group: None, graphs: None) -> None:
     assert Reexecution.replays == before + 3 * of_a_step
 
 
+def test_what_a_replay_lends_does_not_grow_with_the_model(
+    fake_group: None, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage_at = compat.storage_at
+
+    def lent(depth: int) -> tuple[int, int]:
+        """Storages made in a step that is replayed, and results that are saved for backward."""
+        model, made = compiled(Layers(depth), reshard_after_forward=True), []
+        report = train(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(compat, "storage_at", lambda *given: (made.append(given), storage_at(*given))[1])
+            assert train(model, 1).forward.cuda_graphs.runs["replayed"] == 2
+        captured = report.forward.cuda_graphs.captured
+        assert not captured.is_lent
+        output = model(torch.ones(4, 16))
+        assert captured.is_lent
+        del output
+        assert not captured.is_lent
+        return len(made), len(captured.shared)
+
+    (few, saved), (many, more) = lent(2), lent(5)
+    assert few == many <= 1 and more == saved + 3
+
+
 # Errors and ends
 
 
@@ -294,6 +322,48 @@ def test_a_deleted_model_gives_its_memory_back(fake_group: None, graphs: None) -
     del report, model
     gc.collect()
     assert [reference() for reference in captured] == [None, None]
+
+
+class Calls(TorchDispatchMode):
+    """What is called of a CUDA that is not there, and the operators in between."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        for name in ("synchronize", "empty_cache", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, functools.partial(self.names.append, name))
+        for name in ("device", "stream", "Stream"):
+            monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.names.append(f"begin {capture_error_mode}")
+
+    def capture_end(self) -> None:
+        self.names.append("end")
+
+    def replay(self) -> None:
+        raise AssertionError("nothing is replayed")
+
+
+def test_captures_wait_for_the_device_once_behind_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(inputs: list[Any]) -> Any:
+        raise ValueError("in the capture")
+
+    with Calls(monkeypatch) as calls:
+        capture = CudaCapture(torch.device("cpu"))
+        pool, x = capture.pool(), torch.empty(2)
+        for _ in range(2):
+            capture.capture(lambda inputs: [torch.sin(inputs[0])], [x], pool)
+        with pytest.raises(ValueError, match="in the capture"):
+            capture.capture(fail, [x], pool)
+    of_one = ["begin thread_local", "sin", "end"]
+    prepared = ["ones", "mm", "synchronize", "empty_cache", "graph_pool_handle", "empty"]
+    assert calls.names == [*prepared, *of_one, *of_one, "begin thread_local", "end"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")

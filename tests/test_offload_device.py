@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graph_fsdp.parameters.host_memory import pieces_of, pinned_nbytes
 from graph_fsdp.passes import (
     CostModel,
     Graph,
@@ -155,3 +158,43 @@ def _gather_unwaited(graph: Graph) -> None:
 def _move_shard(graph: Graph) -> None:
     start = graph.with_role(Role.FETCH_START)[0]
     start.args = (start.args[0], [4], *start.args[2:])
+
+
+# Pinned memory
+
+
+def taken(sizes: list[int]) -> int:
+    """Bytes of pinned memory in the pieces of ``sizes``."""
+    left = iter(sizes)
+    pieces = [sum(itertools.islice(left, count)) for count in pieces_of(sizes)]
+    assert sum(pieces) == sum(sizes)
+    return sum(map(pinned_nbytes, pieces))
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 512])
+@pytest.mark.parametrize(
+    ("width", "inner", "keys", "layers", "vocabulary"),
+    [(2048, 8192, 512, 16, 128_256), (4096, 14_336, 1024, 32, 128_256), (8192, 28_672, 1024, 80, 128_256)],
+    ids=["Llama-3.2-1B", "Llama-3-8B", "Llama-3-70B"],
+)
+def test_pieces_of_pinned_memory_waste_little(
+    ranks: int, width: int, inner: int, keys: int, layers: int, vocabulary: int
+) -> None:
+    layer = [width * width, width * keys, width * keys, width * width, *[width * inner] * 3, width, width]
+    sizes = [4 * numel // ranks for numel in [vocabulary * width, *layer * layers, width, vocabulary * width]]
+    assert taken(sizes) <= 1.02 * sum(sizes) and len(pieces_of(sizes)) <= 8
+    assert sum(pieces_of(sizes)) == len(sizes)
+
+
+def test_no_other_pieces_take_less() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        sizes = [generator.choice([0, *range(1, 4000)]) for _ in range(7)]
+        every = []
+        for cuts in itertools.product([False, True], repeat=len(sizes) - 1):
+            pieces = [sizes[0]]
+            for cut, size in zip(cuts, sizes[1:], strict=True):
+                pieces = [*pieces, size] if cut else [*pieces[:-1], pieces[-1] + size]
+            every.append(sum(map(pinned_nbytes, pieces)))
+        assert taken(sizes) <= min(every) + 7 * sum(sizes) / 512, "which is what pieces cost beside their memory"
+    assert pieces_of([]) == [] and pinned_nbytes(0) == 0

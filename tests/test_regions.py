@@ -115,6 +115,27 @@ def test_what_distinguishes_regions(other: Build) -> None:
     assert key_of(other).digest != key_of(unary()).digest
 
 
+def filled(device: str, other: str) -> Build:
+    """Of an input on one device, and a tensor that is made on another."""
+
+    def build(c: Computation) -> None:
+        x = c.input(lambda: torch.empty(4, 4, device=device))
+        with c.mode:
+            ones = c.module.graph.call_function(aten.full.default, ([4, 4], 1.0), {"device": torch.device(other)})
+            ones.meta["val"] = torch.empty(4, 4, device=other)
+        c.returns(c.call(aten.relu.default, x), c.call(aten.neg.default, ones))
+
+    return build
+
+
+def test_ranks_with_other_devices_have_one_digest_for_equal_regions() -> None:
+    first, second = key_of(filled("cuda:0", "cuda:0")), key_of(filled("cuda:1", "cuda:1"))
+    assert first.digest == second.digest and first != second, "one process runs it on the device that it is of"
+    assert first.devices == (torch.device("cuda:0"),) and second.devices == (torch.device("cuda:1"),)
+    others = [key_of(filled(*devices)) for devices in [("cuda:0", "cuda:1"), ("cuda:0", "cpu"), ("xpu:0", "xpu:0")]]
+    assert len({key.digest for key in (first, *others)}) == 4
+
+
 def test_regions_of_forward_and_backward_are_not_equal() -> None:
     assert key_of(unary(), "forward") != key_of(unary(), "backward")
 

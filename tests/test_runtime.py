@@ -255,7 +255,8 @@ def test_shards_lie_in_one_buffer_per_dtype(fake_group: None) -> None:
     model = MLP()
     model.blocks[1].to(torch.float64)
     graph_fsdp.compile(model, backend="eager")
-    buffers = engine_of(model).storage.buffers
+    buffers = {buffer.dtype: buffer for buffer in engine_of(model).storage.buffers}
+    assert len(buffers) == len(engine_of(model).storage.buffers)
     for p in model.parameters():
         offset = p.to_local().data_ptr() - buffers[p.dtype].data_ptr()
         assert 0 <= offset <= buffers[p.dtype].nbytes - p.to_local().nbytes

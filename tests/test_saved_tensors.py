@@ -96,7 +96,7 @@ def a_file_holds_the_shard_and_no_more() -> None:
 def a_bucket_is_still_one_slice() -> None:
     trained = model()
     storage = engine_of(trained).storage
-    (buffer,) = storage.buffers.values()
+    (buffer,) = storage.buffers
     for p in storage.parameters.values():
         local = p.shard.to_local()
         assert p.input.untyped_storage().data_ptr() == buffer.data_ptr()

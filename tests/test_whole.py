@@ -258,7 +258,7 @@ def test_what_a_gather_sends_is_one_input_in_place_of_the_shards() -> None:
     shards = [storage.parameters[record.params[0]].input for record in records]
     places = {place for i in sent for place in i.places}
     args = [shards.pop(0) if place in places else None for place in range(len(program.graph.placeholders))]
-    (memory,) = storage.buffers.values()
+    (memory,) = storage.buffers
     end = memory.data_ptr()
     for i in sent:
         flat = i.of(args)

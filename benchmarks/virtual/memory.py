@@ -52,6 +52,12 @@ class Memory:
     def reserved(self) -> int:
         return self.allocator.reserved
 
+    @property
+    def pinned(self) -> int:
+        """Bytes of the host that are pinned: torch's allocator rounds each request up to a power of two."""
+        sizes = (storage.nbytes for storage in self.storages.values() if storage.block is None)
+        return sum(1 << (nbytes - 1).bit_length() for nbytes in sizes if nbytes)
+
     def allocate(self, address: int, nbytes: int, stream: int) -> Iterator[tuple[Storage, Access]]:
         """Account for a request on a stream; what it could be given although others may still use it."""
         now = self.clocks[stream].copy()

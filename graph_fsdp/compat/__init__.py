@@ -1,7 +1,8 @@
 """``compat`` has every private name of PyTorch that graph_fsdp uses: a new torch release changes nothing else.
 
-Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``) and torch_xla (``xla.py``) are
-imported by themselves. ``docs/private_names.md`` lists the names, what each is for, and where it was imported.
+Inductor's scheduler (``inductor_scheduler.py``), its C++ compiler (``inductor_cpp.py``), its devices
+(``inductor_devices.py``) and torch_xla (``xla.py``) are imported by themselves. ``docs/private_names.md`` lists the
+names, what each is for, and where it was imported.
 """
 
 from __future__ import annotations

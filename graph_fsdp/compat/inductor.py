@@ -1,4 +1,4 @@
-"""Inductor compiles one region here. (Its scheduler: inductor_scheduler.py; its C++ compiler: inductor_cpp.py.)"""
+"""Inductor compiles one region here. (Its scheduler, C++ compiler and devices: inductor_*.py.)"""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def inductor_compile(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
+    from graph_fsdp.compat.inductor_devices import shared_by_devices
     from graph_fsdp.compat.inductor_scheduler import graph_order
 
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
@@ -83,7 +84,7 @@ def inductor_compile(
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
     mode = current_fake_mode()
     order = graph_order() if keep_order else contextlib.nullcontext()
-    with tracing(TracingContext(mode)), order, _vectors_named(module):
+    with tracing(TracingContext(mode)), order, _vectors_named(module), shared_by_devices(module):
         return compile_fx_inner(
             module, inputs, is_backward=is_backward, is_inference=is_inference, cudagraphs=BoxedBool(False)
         )

@@ -193,3 +193,8 @@ def tensor_offset(file: Any, offset: int, length: int) -> int:
     entry: Any = _create_file_view(file, offset, length)
     reader: Any = torch._C.PyTorchFileReader(entry)
     return offset + int(reader.get_record_offset("data/0"))
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and other objects hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

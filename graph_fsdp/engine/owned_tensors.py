@@ -65,7 +65,7 @@ def model_graphs(model: nn.Module, storage: Storage, counter: GatheredBytes) -> 
         now, shards = model_reference(), storage_reference()
         if now is None or shards is None:
             return
-        yield from shards.buffers.values()
+        yield from shards.buffers
         yield from now.buffers()
         for p in now.parameters():  # those that are not sharded
             if id(p) not in shards.by_placeholder and not isinstance(p, DTensor):

@@ -1,4 +1,5 @@
-"""Parameters become shards: one contiguous buffer per dtype, DTensor views of it, and placeholders for tracing.
+"""Parameters become shards: one contiguous buffer per dtype (pinned ones: ``host_memory.py``), DTensor views of it, and
+placeholders for tracing.
 
 [Note: three tensors per parameter]
 - The *shard* is a DTensor parameter whose local tensor lies in the storage. ``parameters()``, ``state_dict()``, the
@@ -20,6 +21,8 @@ which an assignment is noticed.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -31,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import guard
 from graph_fsdp.parameters.placements import give_memory, shard_spec
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
@@ -53,33 +57,39 @@ class Storage(Shards):
     ) -> None:
         super().__init__(spec, mesh, device)
         self.rank = mesh.shard_rank if mesh is not None else 0
-        offsets, sizes = _layout(spec)
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
-        # Not zeroed: on the CPU, pages are then taken as shards are filled, while the originals give theirs back.
-        self.buffers = {dtype: self._allocate_shards(n, dtype) for dtype, n in sizes.items()}
+        self.buffers: list[Tensor] = []
+        memory = self._allocate()
         for name, p in spec.parameters.items():
             original = originals[name]
-            begin = offsets[name]
-            memory = self.buffers[p.dtype][begin : begin + p.shard_numel]
-            padded = memory.view(p.used_shard_shape)
+            padded = memory[name][: p.shard_numel].view(p.used_shard_shape)
             rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.rank))
             local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
             if self.has_memory:
-                end = begin + local.numel()
-                self.buffers[p.dtype][end : begin + aligned(p.shard_numel, p.dtype)].zero_()
+                memory[name][local.numel() :].zero_()
             owners, shard = owners_of(model, names[original]), self._make_shard(p, original, local)
             stored = p.as_stored(padded)
             self.parameters[name] = ShardedParameter(p, owners, original, shard, stored, local, seen=_parts(shard))
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
 
-    def _allocate_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _allocate(self) -> dict[str, Tensor]:
+        """Allocate the buffers; return each parameter's part of them, flat and with what follows it up to the next."""
         offload = self.spec.offload
         device, pinned = (self.device, False) if offload is None else (HOST, offload.pin_memory)
-        if not self.has_memory:
-            return compat.without_memory((numel,), dtype, device)
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        parts: dict[str, Tensor] = {}
+        for dtype, numels in _layout(self.spec).items():
+            names = iter(numels)
+            sizes = [numel * dtype.itemsize for numel in numels.values()]
+            for count in pieces_of(sizes) if pinned else [len(sizes)]:
+                members = list(itertools.islice(names, count))
+                lengths = [numels[name] for name in members]
+                # Not zeroed: on the CPU, pages are then taken as shards are filled, while originals give theirs back.
+                make = functools.partial(torch.empty, pin_memory=pinned) if self.has_memory else compat.without_memory
+                self.buffers.append(make((sum(lengths),), dtype=dtype, device=device))
+                parts.update(zip(members, self.buffers[-1].split(lengths), strict=True))
+        return parts
 
     def _make_shard(self, p: ParameterSpec, original: nn.Parameter, local: Tensor) -> nn.Parameter:
         value = local
@@ -291,22 +301,14 @@ def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
     return compat.make_dtensor(compat.with_storage_of_its_own(used), p.shard)
 
 
-def _layout(spec: ModelSpec) -> tuple[dict[str, int], dict[torch.dtype, int]]:
-    """Return parameter name → element at which its chunk starts in its dtype's buffer, and the buffers' sizes."""
-    offsets: dict[str, int] = {}
-    sizes: dict[torch.dtype, int] = {}
-    for bucket in spec.buckets:
-        if bucket.parameters[0].name in spec.payloads:
-            continue
-        dtype = bucket.parameters[0].dtype
-        begin = sizes.setdefault(dtype, 0)
-        offsets.update({name: begin + offset for name, offset in bucket.offsets.items()})
-        sizes[dtype] = begin + bucket.shard_numel
-    for p in spec.parameters.values():
-        if p.name not in offsets:
-            offsets[p.name] = sizes.setdefault(p.dtype, 0)
-            sizes[p.dtype] += aligned(p.shard_numel, p.dtype)
-    return offsets, sizes
+def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:
+    """Return, by dtype, the elements that each parameter takes with its padding, in the order in which they lie behind
+    one another: that of buckets."""
+    found: dict[torch.dtype, dict[str, int]] = {}
+    for p in itertools.chain(*(bucket.parameters for bucket in spec.buckets), spec.parameters.values()):
+        if p.name not in spec.payloads:
+            found.setdefault(p.dtype, {})[p.name] = aligned(p.shard_numel, p.dtype)
+    return found
 
 
 def _set_memory(tensor: Tensor, value: Tensor) -> None:

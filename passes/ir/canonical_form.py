@@ -33,9 +33,10 @@ def canonical_form(
     body: Iterable[fx.Node],
     value: Callable[[fx.Node], Hashable],
     target: Callable[[fx.Node], Hashable] = lambda node: node.target,
+    literal: Callable[[Any], Any] = lambda argument: argument,
 ) -> tuple[tuple[Hashable, ...], dict[fx.Node, int]]:
     """Return what ``body`` computes of ``inputs``, up to the names of nodes and parameters, and the number of each node
-    in it. ``value`` describes the value of a node, ``target`` what it calls."""
+    in it. ``value`` describes the value of a node, ``target`` what it calls, ``literal`` an argument that is none."""
     names: dict[fx.Node, _Name] = {}
     parts: list[Hashable] = []
     for node in inputs:
@@ -43,7 +44,7 @@ def canonical_form(
         names[node] = _Name(len(names))
     for node in body:
         given: Any = (dialect.with_parameter(node.target, node.args, ""), node.kwargs)
-        renamed = fx.map_arg(given, names.__getitem__)
+        renamed = fx.node.map_aggregate(given, lambda a: names[a] if isinstance(a, fx.Node) else literal(a))
         parts.append((target(node), repr(renamed), value(node)))
         names[node] = _Name(len(names))
     return tuple(parts), {node: name.number for node, name in names.items()}

@@ -170,6 +170,16 @@ def _exchange(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> Any:
 
 def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
     """Return the bucket's slice of the shard storage; packed into a new tensor where the shards do not lie in one."""
+    if (found := slice_in_place(shards, layout)) is not None:
+        return found
+    packed = shards[0].new_zeros(layout.length)
+    for shard, offset in zip(shards, layout.offsets, strict=True):
+        packed[offset : offset + shard.numel()].copy_(shard.reshape(-1))
+    return packed
+
+
+def slice_in_place(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor | None:
+    """Return the bucket's slice of the shard storage, if the shards lie in one."""
     first = shards[0]
     if len(shards) == 1 and first.numel() == layout.length:  # flat, with all chunks in it
         return first.reshape(-1)
@@ -180,12 +190,7 @@ def shard_slice(shards: Sequence[Tensor], layout: GatherLayout) -> Tensor:
         shard.data_ptr() == base + offset * itemsize and shard.is_contiguous()
         for shard, offset in zip(shards, layout.offsets, strict=True)
     )
-    if in_place:
-        return first.as_strided((layout.length,), (1,), begin)
-    packed = first.new_zeros(layout.length)
-    for shard, offset in zip(shards, layout.offsets, strict=True):
-        packed[offset : offset + shard.numel()].copy_(shard.reshape(-1))
-    return packed
+    return first.as_strided((layout.length,), (1,), begin) if in_place else None
 
 
 def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> None:

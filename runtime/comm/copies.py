@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm import streams
-from graph_fsdp.runtime.comm.collectives import Pending, shard_slice
+from graph_fsdp.runtime.comm.collectives import Pending, slice_in_place
 
 
 @dataclass(eq=False)
@@ -32,10 +32,14 @@ class Copy(Pending):
 
 
 def start_fetch(shards: Sequence[Tensor], layout: GatherLayout, device: torch.device) -> Copy:
-    """Start to copy a bucket's slice of the shard storage, flat, to ``device``."""
-    source = shard_slice(shards, layout).detach()
-    buffer = torch.empty_like(source, device=device)
-    return _start(buffer, [(buffer, source)], device, "fetch")
+    """Start to copy a bucket's slice of the shard storage, flat, to ``device``; where the shards lie in several pieces
+    of memory, each by itself."""
+    buffer = torch.empty(layout.length, dtype=shards[0].dtype, device=device)
+    if (source := slice_in_place(shards, layout)) is not None:
+        return _start(buffer, [(buffer, source.detach())], device, "fetch")
+    targets = [buffer[begin : begin + shard.numel()] for begin, shard in zip(layout.offsets, shards, strict=True)]
+    pairs = [(part, shard.detach().reshape(-1)) for part, shard in zip(targets, shards, strict=True)]
+    return _start(buffer, pairs, device, "fetch")
 
 
 def start_offload(values: Sequence[Tensor], pin_memory: bool) -> Copy:

@@ -35,7 +35,14 @@ class CudaCapture:
 
     def pool(self) -> Any:
         """Return memory for several captured functions, which are replayed in the order of their capture. Those
-        captured later reuse what a result frees; nothing goes back to the device while one exists."""
+        captured later reuse what a result frees; nothing goes back to the device while one exists. Prepares the thread
+        that captures: it waits for the device once for all of them, and cuBLAS makes its handle, which it cannot do in
+        a capture."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            one = torch.ones(1, 1, device=self.device)
+            torch.mm(one, one)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         return torch.cuda.graph_pool_handle()
 
     def capture(self, function: Compiled, inputs: list[Any], pool: Any) -> tuple[Callable[[], None], Sequence[Any]]:
@@ -44,11 +51,13 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps its workspace from call to call: each graph takes one from the pool, and gives it back.
         compat.clear_cublas_workspaces()
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            outputs = function(list(inputs))
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            # ``torch.cuda.graph`` would wait for the device, and empty the allocator's cache, before each capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                outputs = function(list(inputs))
+            finally:
+                graph.capture_end()
         compat.clear_cublas_workspaces()
         return graph.replay, outputs
 

@@ -10,15 +10,14 @@ A replay reads and writes the addresses of the capture. Whether that is right is
   copy lay (the batch; gradients of outputs). Gathered buffers lie in kept slots. Otherwise the run is ordinary; if that
   goes on, the program is captured anew.
 - Results lie in one pool per program, in which later regions reuse what is dropped during a run. So none of them may be
-  alive when the next run replays: the user's are copied out, and what is saved for backward is *lent*, in storages that
-  say when they are gone. While something lent is alive (two forwards before a backward), a run is ordinary.
+  alive when the next run replays: the user's are copied out, and what is saved for backward is *lent*: storages tell
+  how many tensors use them. While something lent is alive (two forwards before a backward), a run is ordinary.
 
 No collective is added, left out or moved, so ranks need not decide alike. Other addresses within a run are an error.
 """
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections import Counter
@@ -66,8 +65,8 @@ class ModelGraphs:
 
 # Makes a tensor of a storage.
 _Layout = Callable[[torch.UntypedStorage], Tensor]
-# Makes what a replayed call returns, of its inputs and of what lends the memory at an address.
-_Result = Callable[[list[Any], Callable[[int], torch.UntypedStorage]], Any]
+# Makes what a replayed call returns, of its inputs.
+_Result = Callable[[list[Any]], Any]
 
 
 def _layout(value: Tensor) -> _Layout:
@@ -86,7 +85,10 @@ class Captured:
         self.inputs: dict[int, Tensor] = {}  # by place, where what is copied lies
         self.addresses: dict[int, int] = {}  # by place, of what is not
         self.owned: dict[int, int] = {}  # address of a storage → bytes
-        self.lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.graphs: list[Any] = [self.pool]  # what keeps the memory of results
+        # By address: what all runs lend of results that outlive them, and how often it is used between runs.
+        self.shared: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self.lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # other memory, which each run lends anew
         self.copied_nbytes = 0
         self.saved_names: frozenset[str] = frozenset()  # of what the program saves, that which lies in owned memory
         self.buffers: dict[str, Tensor] = {}  # by bucket, gathered for backward
@@ -103,6 +105,20 @@ class Captured:
 
     def owns(self, value: Any) -> bool:
         return isinstance(value, Tensor) and address_of(value) in self.owned
+
+    @property
+    def is_lent(self) -> bool:
+        return bool(self.lent) or any(compat.storage_uses(s) > between for s, between in self.shared.values())
+
+    def share(self, value: Tensor) -> Tensor:
+        """Return a tensor in the memory of ``value``, a result. Its ``detach()`` is lent for as long as somebody holds
+        it, and keeps the memory."""
+        address = address_of(value)
+        storage, _ = self.shared.get(address) or (compat.storage_at(address, self.owned[address], self.device), 0)
+        vars(storage)["kept"] = self.graphs
+        shared = _layout(value)(storage)
+        self.shared[address] = storage, compat.storage_uses(storage)
+        return shared
 
     def lend(self, address: int) -> torch.UntypedStorage:
         """Return owned memory as a storage, for as long as somebody holds it."""
@@ -153,8 +169,7 @@ class CapturedCall:
                     "read there is not its input; leave cuda_graphs out, and report this"
                 )
         self._replay()
-        lend = functools.cache(self.captured.lend)  # once to all results in the same memory
-        results = [result(inputs, lend) for result in self._results]
+        results = [result(inputs) for result in self._results]
         inputs.clear()
         return results
 
@@ -177,6 +192,7 @@ class CapturedCall:
                     captured.watch(value.untyped_storage())
             self._results = [self._result(value, sources, saved) for value in outputs]
         self._replay = replay
+        captured.graphs.append(replay)
         replay()
         inputs.clear()
         return outputs
@@ -185,15 +201,16 @@ class CapturedCall:
         """Make one result. ``sources`` maps addresses of inputs to places; ``saved`` has those of what outlives the
         run."""
         if not isinstance(value, Tensor) or not address_of(value):
-            return lambda inputs, lend: value
+            return lambda inputs: value
         address, layout = address_of(value), _layout(value)
         if address in sources:
-            return lambda inputs, lend: layout(inputs[sources[address]].untyped_storage())
+            return lambda inputs: layout(inputs[sources[address]].untyped_storage())
         if address in saved:
-            return lambda inputs, lend: layout(lend(address))
+            shared = self.captured.share(value)
+            return lambda inputs: shared.detach()
         # The pool keeps the memory, and uses it again behind where the program drops ``outputs``.
         kept = layout(compat.storage_at(address, self.captured.owned[address], self.captured.device))
-        return lambda inputs, lend: kept
+        return lambda inputs: kept
 
 
 class ProgramGraphs:
@@ -216,7 +233,7 @@ class ProgramGraphs:
         model.programs.append(self)
 
     def forget(self) -> None:
-        if self.captured is not None and not self.captured.lent:
+        if self.captured is not None and not self.captured.is_lent:
             self.captured.drop()
         self.captured = self._slots = None
 
@@ -250,7 +267,7 @@ class ProgramGraphs:
         """Say why this run is an ordinary one; "" if it is not."""
         if sum(self.runs.values()) < WARM_UP_RUNS:
             return "warming up"
-        if self.captured is not None and self.captured.lent:
+        if self.captured is not None and self.captured.is_lent:
             return "with saved tensors of another run alive"
         if self.forward is not None and not self.forward.has_saved(zip(self._names, args, strict=True)):
             return "behind an ordinary forward"

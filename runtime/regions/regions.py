@@ -184,21 +184,36 @@ def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
 @dataclass(frozen=True)
 class RegionKey:
     """Is equal for regions that one compiled function can serve. ``body`` is a digest of what is computed from which
-    inputs; ``called`` has the ids of its operators and constants; ``returned`` says which of its nodes are returned."""
+    inputs; ``called`` has the ids of its operators and constants; ``returned`` says which of its nodes are returned;
+    ``devices`` are those of its values, in the order in which ``body`` numbers them."""
 
     kind: str
     body: str
     called: tuple[int, ...]
     returned: tuple[int, ...]
+    devices: tuple[torch.device, ...]
 
     @property
     def digest(self) -> str:
-        """Return a digest that is equal in all processes for regions that are equal, or differ in constants alone."""
+        """Return a digest that is equal in all processes for regions that are equal, or differ in constants alone, or
+        in the indices of devices: each rank of a host has another."""
         return hashlib.sha256(f"{self.kind} {self.returned} {self.body}".encode()).hexdigest()
 
 
 def region_key(region: Region, kind: str) -> RegionKey:
     called: list[int] = []
+    devices: dict[torch.device, str] = {}
+
+    def named(argument: Any) -> Any:
+        if not isinstance(argument, torch.device):
+            return argument
+        return devices.setdefault(argument, f"{argument.type}, device {len(devices)}")
+
+    def value_key(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            layout = map(str, (value.shape, value.stride(), value.storage_offset(), value.dtype))
+            return (*layout, named(value.device))
+        return tuple(map(value_key, value)) if isinstance(value, (list, tuple)) else str(value)
 
     def target(node: fx.Node) -> str:
         value = operator.attrgetter(str(node.target))(region.owner) if node.op == "get_attr" else node.target
@@ -209,17 +224,13 @@ def region_key(region: Region, kind: str) -> RegionKey:
             return str(value)
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
-    parts, index = canonical_form(region.inputs, region.body, lambda node: _value_key(node.meta.get("val")), target)
+    parts, index = canonical_form(
+        region.inputs, region.body, lambda node: value_key(node.meta.get("val")), target, named
+    )
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
     body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
-    return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs))
-
-
-def _value_key(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return tuple(map(str, (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)))
-    return tuple(map(_value_key, value)) if isinstance(value, (list, tuple)) else str(value)
+    return RegionKey(kind, body, tuple(called), tuple(index[node] for node in region.outputs), tuple(devices))
 
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:

@@ -29,7 +29,9 @@ from virtual.group import VirtualGroup, virtual_group
 from virtual.machine import Machine, Operation
 
 from graph_fsdp.compat import reduce_scatter_single
+from graph_fsdp.parameters.host_memory import pinned_nbytes
 from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime import slots
 from graph_fsdp.runtime.comm import collectives, copies, streams
 from graph_fsdp.runtime.comm.collectives import Comms
@@ -193,8 +195,18 @@ def ours_in_bfloat16() -> None:
 
 
 @FACTS
-def ours_with_offload() -> None:
-    same_numbers(functools.partial(ours, offload_policy=CPUOffloadPolicy()))
+def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -> None:
+    def shard(model: Any) -> Any:
+        made = ours(model, offload_policy=CPUOffloadPolicy())
+        if Machine.current is not None:
+            pinned, buffers = Machine.current.memory.pinned, engine_of(made).storage.buffers
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            assert pinned_nbytes(nbytes) > 1.8 * nbytes, "as one buffer"
+            assert nbytes <= pinned <= 1.05 * nbytes and 1 < len(buffers) <= 8
+        return made
+
+    uneven = functools.partial(MLP, depth=5, width=84)
+    same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator))
 
 
 # Mutants. Each leaves out, or moves, what keeps one operation behind another.
