@@ -49,6 +49,7 @@ imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
   guards of earlier graphs that failed, as ``TORCH_LOGS="recompiles"`` has them | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
+| ``_C._dynamo.guards._reinterpret_tensor`` | tensors whose storage has no bytes | 2.13 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
 | ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
