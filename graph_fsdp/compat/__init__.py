@@ -68,6 +68,7 @@ imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 | ``distributed_c10d._coalescing_manager``, ``_world`` | grouped collectives on CUDA and XPU; never run | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
 | ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
+| ``ProcessGroup.bound_device_id`` | groups that are not split from the default one; never run on NCCL | 2.13 |
 | ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
 | ``_C.PyTorchFileReader`` | likewise, in a file of ``torch.distributed.checkpoint`` | 2.9, 2.13 |
