@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from graph_fsdp import compat
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape
 from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
@@ -145,8 +146,8 @@ class DataParallelMesh(Mesh):
         members = tuple(ranks[begin : begin + size])
         key = (self.ranks, members, use)
         if key not in _subgroups or not _exists(_subgroups[key]):
-            # Made by its own ranks alone: those of other slices of a larger mesh may never come here.
-            _subgroups[key] = dist.new_group(list(members), use_local_synchronization=True)
+            # Those of other slices of a larger mesh may never come here.
+            _subgroups[key] = compat.group_of_members(members)
         return _subgroups[key]
 
     def group_shapes(self) -> dict[str, GroupShape]:
@@ -181,7 +182,8 @@ class DataParallelMesh(Mesh):
             group = self.mesh.get_group(self.shard_dim)
             chunks = None
             if full is not None:
-                chunks = list(_padded(full, self.world_size * shard.shape[0]).chunk(self.world_size))
+                rows = shard.shape[0]
+                chunks = [_padded(full[i * rows : (i + 1) * rows], rows) for i in range(self.world_size)]
                 shard.copy_(chunks[0])
             source = dist.get_process_group_ranks(group)[0]
             dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, source, group=group)

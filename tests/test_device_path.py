@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from simulated_group import simulated_group
 from simulated_link import INSTANT
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import codecache, compile_fx, config
 from torch._inductor.codegen.common import get_device_op_overrides

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from models import MLP, UnevenBlock
 from printed import bucket_table, bucket_tables, calls, sequence, stage_text
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graph_fsdp
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.passes.ir.dialect import keep_shard
 from graph_fsdp.report.report import GraphReport, engine_of
@@ -248,6 +250,16 @@ def test_models_share_the_groups_that_they_reshard_to() -> None:
         return engine_of(model).spec.reshard_group
 
     assert group(2) == group(2) != group(4), "a process group has threads and files, and nobody destroys it"
+
+
+def test_its_own_ranks_alone_make_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a default group that is bound to a device, torch would divide the communicator, on all of its ranks."""
+    world, device = dist.group.WORLD, torch.device("cuda", 0)
+    mesh = DataParallelMesh.of(init_device_mesh("cpu", (4,)))
+    monkeypatch.setattr(world, "bound_device_id", device)  # as init_process_group(device_id=device)
+    made = mesh.subgroup(2, "a use of its own")
+    assert dist.get_process_group_ranks(made) == [0, 1]
+    assert made.bound_device_id is None and world.bound_device_id == device
 
 
 def test_evaluation_keeps_no_shards() -> None:

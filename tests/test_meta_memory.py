@@ -46,6 +46,14 @@ def test_tied_weights_are_not_there_twice(fake_group: None) -> None:
     assert peak <= nbytes(model[0]) + nbytes(model) // FAKE_WORLD_SIZE + SLACK
 
 
+def test_of_a_model_with_values_nothing_is_there_above_the_shards(fake_group: None) -> None:
+    """On a device that the model is not on, its placeholders would be whole for a moment."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    shards = nbytes(model) // FAKE_WORLD_SIZE
+    peak = peak_of(lambda: graph_fsdp.compile(model, backend="eager"))
+    assert shards <= peak <= shards + SLACK < shards + nbytes(model[0])
+
+
 def resident() -> int:
     """The most bytes of memory that this process ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

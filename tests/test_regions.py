@@ -227,6 +227,28 @@ def test_a_region_that_runs_more_often_is_compiled_for_what_it_returns() -> None
     assert compiled_for("abc", "ac", "c")[0] == 1
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["gathered", "kept for backward"])
+def test_no_kernel_is_given_a_buffer_that_32_bits_do_not_index(kept: bool) -> None:
+    """Two parameters of a bucket of 2^31 elements, whose memory is fake; the second is used twice, in two regions."""
+    c = Computation()
+    x, full = c.input(lambda: torch.empty(4)), c.input(lambda: torch.empty(2**31))
+    bucket = full if kept else c.call(torch.ops.graph_fsdp.all_gather_wait.default, full)
+    first = c.call(aten.sin.default, c.call(aten.slice.Tensor, bucket, 0, 0, 4))
+    weight = c.call(aten.view.default, c.call(aten.slice.Tensor, bucket, 0, 2**31 - 4, 2**31), [4])
+    second = c.call(aten.add.Tensor, first, weight)
+    other = c.call(torch.ops.graph_fsdp.all_gather_wait.default, x)
+    third = c.call(aten.add.Tensor, c.call(aten.mul.Tensor, second, other), weight)
+    c.returns(third)
+    regions = [step for step in cut(Graph(c.module, "forward")) if isinstance(step, Region)]
+    sizes = {region: [node.meta["val"].numel() for node in region.inputs] for region in regions}
+    assert [(region.is_view_only, max(given)) for region, given in sizes.items()] == [
+        (True, 2**31),
+        (False, 4),
+        (False, 4),
+    ]
+    assert [node.target for node in regions[0].nodes] == [aten.slice.Tensor] * 2
+
+
 def compiled_regions(model: nn.Module, *batch: Tensor, **named: Tensor) -> tuple[int, int]:
     graph_fsdp.compile(model, backend="no_kernels")
     output = model(*batch, **named)

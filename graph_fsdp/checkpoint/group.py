@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError, UnsupportedError
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.failure import gone
@@ -135,6 +136,6 @@ def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     known = _groups.setdefault(world, {})
     if ranks not in known:
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        # Its own ranks alone make it: those of another mesh may never come here.
-        known[ranks] = dist.new_group(list(ranks), timeout, backend="gloo", use_local_synchronization=True)
+        # Those of another mesh may never come here.
+        known[ranks] = compat.group_of_members(ranks, timeout, "gloo")
     return known[ranks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import inspect
 import types
@@ -122,6 +123,19 @@ _COALESCED: dict[Any, tuple[str, Callable[..., Any]]] = {
         _reduce_scatter_options,
     ),
 }
+
+
+def group_of_members(
+    ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group that its own ``ranks`` alone make. Where ``init_process_group`` was given a ``device_id``,
+    torch would divide NCCL's communicator of all ranks, which hangs until each of them takes part."""
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

@@ -149,6 +149,14 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, like.shape, like.stride())
 
 
+def emptied(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a contiguous tensor whose storage has no bytes, as after ``resize_(0)`` of it. No memory is allocated."""
+    view: Any = torch._C._dynamo.guards._reinterpret_tensor  # looks at no bounds
+    stride = torch.empty(shape, device="meta").stride()
+    found: torch.Tensor = view(torch.empty(0, dtype=dtype, device=device), tuple(shape), stride)
+    return found
+
+
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Make a new storage in memory that somebody else owns, and must keep for as long as it is used."""
     construct: Any = torch._C._construct_storage_from_data_pointer

@@ -1,6 +1,5 @@
-"""This file has every name of torch_xla that graph_fsdp uses (``docs/private_names.md``). torch_xla is imported when one
-of them is first needed.
-"""
+"""This file has every name of torch_xla that graph_fsdp uses (``docs/private_names.md``), and imports it when one of
+them is first needed."""
 
 from __future__ import annotations
 

@@ -129,11 +129,8 @@ class Storage(Shards):
             if self.has_memory and not p.filled:
                 self.fill(p, p.placeholder)
             p.register(p.shard)
-            allocate = torch.empty if self.has_memory else compat.without_memory
-            empty = allocate(p.spec.shape, dtype=p.spec.param_dtype, device=self.device)
-            if self.has_memory:
-                empty.untyped_storage().resize_(0)
-            _set_memory(p.placeholder, empty)
+            make = compat.emptied if self.has_memory else compat.without_memory
+            _set_memory(p.placeholder, make(p.spec.shape, p.spec.param_dtype, self.device))
             guard(p.placeholder, p.spec.name, self)
         for tensor, value in self._whole:
             if tensor.device == value.device:

@@ -5,6 +5,11 @@ dtypes, devices, inputs and outputs. Layers of one class give equal regions, so 
 
 A region that returns less than another one, and otherwise computes the same, uses the other one's function and drops
 the rest, if that runs at least as often: only the head reads the last layer's result, the next layer those before, too.
+
+[Note: large buffers]
+Inductor indexes a kernel by 64 bits where any of its inputs has 2^31 elements or more. A gathered bucket may, of which
+each kernel reads a parameter: the views that cut parameters out of such a bucket are a region of their own, without a
+kernel, and other regions get the parameters.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 
+_INT32_MAX = torch.iinfo(torch.int32).max
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
 
 _PARAMETERS = frozenset({Role.GATHER_WAIT, Role.KEPT, Role.UNPACK})
@@ -73,7 +79,7 @@ class Region:
 def unit_of(region: Region) -> str:
     """Name the units whose gathered parameters a region computes with, in order; else those whose gradients it makes
     for a reduction; else ""."""
-    found = _units([*region.inputs, *region.nodes], _PARAMETERS)
+    found = _units([*region.inputs, *region.nodes, *region.body], _PARAMETERS)
     return found or _units([user for node in region.outputs for user in node.users], _REDUCTIONS)
 
 
@@ -90,11 +96,15 @@ def cut(graph: Graph) -> list[Step]:
     symbols = _symbol_inputs(graph.placeholders)
     steps: list[list[fx.Node] | fx.Node] = []
     region_of: dict[fx.Node, list[fx.Node]] = {}
+    cut_out: dict[fx.Node, list[fx.Node]] = {}  # views, by their buffer: see [Note: large buffers]
     for node in graph.fx_graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node.target in dialect.EXECUTED:
             steps.append(node)
+            continue
+        if _is_cut_out(node):
+            cut_out.setdefault(node.all_input_nodes[0], []).append(node)
             continue
         if node.target is operator.getitem and node.args[0] in region_of:
             region = region_of[node.args[0]]  # a region returns tensors, not tuples of them
@@ -104,6 +114,8 @@ def cut(graph: Graph) -> list[Step]:
             steps.append(region := [])
         region.append(node)
         region_of[node] = region
+    for buffer, views in cut_out.items():
+        steps.insert(steps.index(buffer) + 1 if buffer in steps else 0, views)
     kept = set(graph.output.all_input_nodes)  # values that are read outside of regions
     kept.update(source for step in steps if isinstance(step, fx.Node) for source in step.all_input_nodes)
     bodies = {id(s): _body(s, [n for n in s if n in kept]) for s in steps if isinstance(s, list)}
@@ -163,7 +175,18 @@ def _is_repeated(node: fx.Node) -> bool:
     if node.target is operator.getitem or len(node.all_input_nodes) != 1 or not is_view(node):
         return False
     base = node.all_input_nodes[0].meta.get("val")
-    return isinstance(base, torch.Tensor) and compat.same_memory(value, base)
+    return isinstance(base, torch.Tensor) and compat.same_memory(value, base) and not _is_cut_out(node)
+
+
+def _is_cut_out(node: fx.Node) -> bool:
+    """Say whether a node is a view of a buffer that is larger than regions may be given; see [Note: large buffers]."""
+    if len(node.all_input_nodes) != 1 or not is_view(node):
+        return False
+    (buffer,) = node.all_input_nodes
+    if buffer.op != "placeholder" and buffer.target not in dialect.EXECUTED:
+        return False
+    sizes = [value.numel() if isinstance(value := n.meta.get("val"), torch.Tensor) else 0 for n in (node, buffer)]
+    return all(isinstance(size, int) for size in sizes) and sizes[0] <= _INT32_MAX < sizes[1]
 
 
 def _symbols(value: Any) -> set[Any]:
