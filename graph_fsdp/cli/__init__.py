@@ -1,1 +1,1 @@
-"""Each subcommand of ``graph-fsdp`` is a module with ``SUMMARY`` for the list of commands and ``add(parser)``."""
+"""The subcommands of ``graph-fsdp``; what they need of torch is imported when one is run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 from collections.abc import Iterable
@@ -14,11 +13,9 @@ from graph_fsdp.cli.sizes import parse_bytes
 if TYPE_CHECKING:
     from graph_fsdp.planning import Choice
 
-SUMMARY = "time and memory of a training step on a cluster that is not there"
 _DTYPES = ("float32", "bfloat16", "float16")
 _RESHARD = {"default": None, "true": True, "false": False}
 _CHECKPOINTING = ("none", "unit", "selective", "offload")
-_nbytes = functools.partial(parse_bytes, hint="a number with KB, MB, GB, KiB, MiB, GiB")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +46,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--contention", action="store_true", help="collectives share links, and processors with compute"
     )
     parser.add_argument("--search", action="store_true", help="compare meshes, resharding, buckets and checkpointing")
-    parser.add_argument("--memory", type=_nbytes, help="of a rank, such as 80GB, for --search (default the hardware's)")
+    parser.add_argument(
+        "--memory", type=parse_bytes, help="of a rank, such as 80GB, for --search (default the hardware's)"
+    )
     parser.add_argument("--report", metavar="FILE.html", help="also save the page of the report")
     parser.add_argument("--trace", metavar="FILE.json", help="also save the schedule for Perfetto")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
