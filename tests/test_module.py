@@ -52,6 +52,12 @@ def trained() -> Trained:
     return Trained(model, before, memory, [record.getMessage() for record in records])
 
 
+def autograd_nodes() -> int:
+    """Those between the inputs of graphs and the shards, of calls whose backward may still come."""
+    gc.collect()
+    return sum(type(o).__name__ == "LinkedBackward" for o in gc.get_objects())
+
+
 @pytest.mark.usefixtures("fake_group")
 class TestOneProcess:
     def test_the_same_object_comes_back_with_its_own_class_and_fsdp_module(self) -> None:
@@ -72,8 +78,10 @@ class TestOneProcess:
         assert python_inspect.signature(model.forward) == signature
 
     def test_a_deleted_model_leaves_nothing_behind(self) -> None:
+        nodes = autograd_nodes()
         model = graph_fsdp.compile(MLP(), backend="eager")
         model(torch.randn(4, 16)).sum().backward()
+        assert autograd_nodes() == nodes, "they have the parameters, where the garbage collector may not see it"
         engine, storage = map(weakref.ref, (engine_of(model), engine_of(model).storage))
         del model
         gc.collect()

@@ -70,7 +70,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream = next.id();
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  // Overrides nothing in torch 2.9.
+  void* getStreamNativeHandle(const c10::Stream stream) const { return reinterpret_cast<void*>(stream.id()); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (!*event) *event = reinterpret_cast<void*>(++events);
     if (callbacks.record) callbacks.record(id(*event), stream.id());
