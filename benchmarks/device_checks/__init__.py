@@ -22,6 +22,7 @@ Function = Callable[..., Figures]
 VIRTUAL = "virtual"
 REHEARSED = ("cpu", VIRTUAL)  # devices that compute on the host: models are small
 ACCELERATORS = ("cuda", "xpu")
+HERE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks of one machine, whose name may not resolve
 
 
 class CannotRun(Exception):

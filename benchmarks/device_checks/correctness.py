@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from workloads import Workload, loss_of
 
 import graph_fsdp
-from device_checks import ACCELERATORS, REHEARSED, VIRTUAL, CannotRun, Figures, check, one_of, schedule_of
+from device_checks import ACCELERATORS, HERE, REHEARSED, VIRTUAL, CannotRun, Figures, check, one_of, schedule_of
 from device_checks.model import LlamaWorkload
 from graph_fsdp.passes.ir.layout import GatherLayout
 from graph_fsdp.runtime.comm.collectives import start_all_gather
@@ -168,7 +168,7 @@ def cuda_graphs_beside_fsdp2(device: torch.device) -> Figures:
     return compiled_beside_fsdp2(device, "CUDA graphs", {"cuda_graphs": True})
 
 
-@check("A", 200, needs=ACCELERATORS, reason="Inductor's own collectives are those of the device's process group")
+@check("A", 200)
 def whole_graphs_beside_fsdp2(device: torch.device) -> Figures:
     return compiled_beside_fsdp2(device, "whole graphs", {"regions": "whole"})
 
@@ -252,26 +252,22 @@ def local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-@check("A", 200, cases=["unit"])
+@check(
+    "A",
+    200,
+    cases=["unit", "selective", "plain"],
+    needs=ACCELERATORS,
+    reason="on the host a test counts them",
+)
 def equal_layers_share_compilations(device: torch.device, case: str) -> Figures:
     """As many compiled regions at 4 layers as at 8, with checkpointing too."""
-    return compilations(device, case)
-
-
-@check("A", 200, cases=["plain", "selective"], needs=ACCELERATORS, reason=REHEARSED_BY_OTHERS)
-def equal_layers_also_share_compilations(device: torch.device, case: str) -> Figures:
-    return compilations(device, case)
-
-
-def compilations(device: torch.device, case: str) -> Figures:
-    layers = (4, 5) if device.type in REHEARSED else (4, 8)
-    backend = "eager" if device.type in REHEARSED else "inductor"
+    layers = (4, 8)
     counts = []
     for count in layers:
         workload = dataclasses.replace(llama_of(device), layers=count)
         with one_of(device, RANKS):
             setup = Setup(workload.blocks, init_device_mesh(device.type, (RANKS,)))
-            model = ours(backend=backend, **(VARIANTS | ALONE)[case])(workload.make(device), setup)
+            model = ours(**(VARIANTS | ALONE)[case])(workload.make(device), setup)
             loss_of(model(**workload.tokens(0, 0, device))).backward()
             counts.append(graph_fsdp.inspect(model).compiled_regions)
         torch._dynamo.reset()
@@ -363,6 +359,6 @@ def tests_that_need_an_accelerator(device: torch.device) -> Figures:
 def gloo_with_two_ranks_on_one_device(device: torch.device) -> Figures:
     """Two processes share the device, and gloo moves its tensors: two steps as one process takes them."""
     script = str(Path(__file__).with_name("two_ranks.py"))
-    code = start_ranks(script, [device.type, "gloo"], 2, device.type)
+    code = start_ranks(script, [device.type, "gloo"], 2, device.type, **HERE)
     assert code == 0, f"the ranks ended with {code}"
     return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from harness import PROCESS_GROUPS, ROOT
 
-from device_checks import ACCELERATORS, CannotRun, Figures, check
+from device_checks import ACCELERATORS, HERE, CannotRun, Figures, check
 
 REFUSED = ("Duplicate GPU detected", "invalid usage")
 
@@ -25,6 +26,7 @@ def ranks_of_the_devices_own_group(device: torch.device) -> Figures:
         capture_output=True,
         text=True,
         cwd=ROOT / "benchmarks",
+        env={**os.environ, **HERE},
     )
     said = ranks.stdout + ranks.stderr
     if ranks.returncode and devices == 1 and any(text in said for text in REFUSED):
