@@ -25,36 +25,50 @@ from typing import Any
 import torch
 from fsdp2_memory import fsdp2_step
 from fsdp2_program import Compiled, fsdp2_seconds
-from published_llama import Block, EveryOtherProduct, Head, PublishedLlama, SaveAsAutograd, Sizes
+from published_llama import MODELS, Block, EveryOtherProduct, Head, PublishedLlama, SaveAsAutograd
 from tables import Table
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Embedding
 
 from graph_fsdp.passes import default_pipeline
+from graph_fsdp.passes.transforms.activation_checkpointing import CheckpointActivations
 from graph_fsdp.planning import Plan, plan
 from graph_fsdp.planning.allocator import replay
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
-STRAGGLER, LENGTH, GIB = 1.08, 8192, 2**30
+STRAGGLER, GIB = 1.08, 2**30
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is published, tokens per second and GPU and GiB (None: not published), and its conditions. ``batch``:
-    sequences of a GPU. ``root_only``: embedding, last norm and output are parameters of the root, not of units of their
-    own."""
+    """What is published, tokens per second and GPU and GiB (None: not published), and its conditions.
+
+    batch: sequences of a GPU. checkpointing: "op" saves what torchtitan's list of operators says, "full" the inputs of
+    blocks only, "none" all that autograd saves. root_only: embedding, last norm and output are parameters of the root,
+    not of units of their own. Raises ValueError on a model or a checkpointing that there is none of.
+    """
 
     name: str
     tokens: float
     gib: float | None
+    model: str = "Llama-3-8B"
     gpus: int = 8
     batch: int = 2
+    checkpointing: str = "op"
     blocks_compiled: bool = True
     loss_compiled: bool = False
     root_only: bool = True
     optimizer: str = "adamw"
     hardware: str = "h100_500w"
     expandable_segments: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("model", self.model, list(MODELS)),
+            ("checkpointing", self.checkpointing, ["op", "full", "none"]),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: there is no {value!r}; give one of {', '.join(known)}")
 
     @property
     def compiled(self) -> Compiled:
@@ -82,11 +96,18 @@ ROWS = (
 SEEN = 5  # rows that the program was written for; the others were predicted when it stood
 
 
-def predict(row: Row, layers: int = Sizes.layers) -> Plan:
-    tokens = torch.zeros(row.batch, LENGTH, dtype=torch.long, device="meta")
-    passes = default_pipeline(hardware=row.hardware).insert_after("recompute", EveryOtherProduct())
+def predict(row: Row, layers: int | None = None) -> Plan:
+    """Plan a row, or its model with fewer layers."""
+    sizes = MODELS[row.model]
+    sizes = dataclasses.replace(sizes, layers=layers or sizes.layers)
+    tokens = torch.zeros(row.batch, sizes.length, dtype=torch.long, device="meta")
+    saves = SaveAsAutograd(row.loss_compiled, everywhere=row.checkpointing == "none")
+    checkpointing = {"none": [], "op": [EveryOtherProduct()], "full": [CheckpointActivations("unit")]}
+    passes = default_pipeline(hardware=row.hardware)
+    for new in (saves, *checkpointing[row.checkpointing]):  # the last one comes first
+        passes = passes.insert_after("recompute", new)
     return plan(
-        lambda: PublishedLlama(Sizes(layers=layers)),
+        lambda: PublishedLlama(sizes),
         (tokens, tokens),
         mesh_shape=(row.gpus,),
         hardware=row.hardware,
@@ -97,12 +118,12 @@ def predict(row: Row, layers: int = Sizes.layers) -> Plan:
         straggler=STRAGGLER,
         contention=True,
         auto_wrap_policy={Block} if row.root_only else {Block, Embedding, Head},
-        passes=passes.insert_after("activation_checkpointing", SaveAsAutograd(row.loss_compiled)),
+        passes=passes,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
 
 
-def result_of(row: Row, layers: int = Sizes.layers) -> dict[str, Any]:
+def result_of(row: Row, layers: int | None = None) -> dict[str, Any]:
     made = predict(row, layers)
     seconds = fsdp2_seconds(made, row.compiled)
     reserved = replay(fsdp2_step(made, row.compiled), expandable_segments=row.expandable_segments)
@@ -128,10 +149,10 @@ def table(result: dict[str, Any]) -> Table:
         rows.append(
             [
                 found["name"],
-                f"{speed:,.0f}",
+                f"{speed:,g}",
                 f"{predicted['tokens_per_second']:,.0f}",
                 f"{predicted['tokens_per_second'] / speed - 1:+.1%}",
-                "" if gib is None else f"{gib:.1f}",
+                "" if gib is None else f"{gib:g}",
                 f"{predicted['allocated_gib']:.1f}",
                 f"{predicted['reserved_gib']:.1f}",
                 "" if gib is None else f"{predicted['reserved_gib'] / gib - 1:+.1%}",
@@ -157,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="of the table, from 0")
     parser.add_argument("--other", nargs="+", metavar="NAME=VALUE", help="one row that is not in the table")
-    parser.add_argument("--layers", type=int, default=Sizes().layers)
+    parser.add_argument("--layers", type=int, help="fewer than the models have")
     parser.add_argument("--out", type=Path, help="where the result goes as JSON (default: nowhere)")
     chosen = parser.parse_args()
     rows = [other_row(chosen.other)] if chosen.other else [ROWS[index] for index in chosen.rows]

@@ -37,6 +37,15 @@ class Sizes:
     length: int = 8192
 
 
+# As published.
+MODELS = {
+    "Llama-3-8B": Sizes(),
+    "Llama-3-70B": Sizes(layers=80, width=8192, inner=28672, heads=64),
+    "Llama-2-13B": Sizes(40, 5120, 13824, heads=40, key_heads=40, vocabulary=32000, length=4096),
+    "Llama-2-70B": Sizes(80, 8192, 28672, heads=64, vocabulary=32000, length=4096),
+}
+
+
 class EveryOtherProduct(CheckpointActivations):
     """Saves of a block the results of attention and of its first, third, fifth and seventh matrix multiplication."""
 
@@ -56,22 +65,23 @@ class EveryOtherProduct(CheckpointActivations):
 
 
 class SaveAsAutograd(GraphPass):
-    """Saves of what lies outside of blocks what autograd saves of it, as no partitioner chooses there. Of a compiled
-    loss the logits are saved, and all else is computed again, as the partitioner of its own graph chooses."""
+    """Saves of what lies outside of blocks, or ``everywhere``, what autograd saves of it, as no partitioner chooses
+    there. Of a compiled loss the logits are saved, and all else is computed again, as the partitioner of its own graph
+    chooses."""
 
     name = "save_as_autograd"
     phases = ("joint",)
-    requires = ("activations_tagged",)
+    requires = ("recompute_tagged",)
 
-    def __init__(self, compiled_loss: bool) -> None:
-        self.compiled_loss = compiled_loss
+    def __init__(self, compiled_loss: bool, everywhere: bool = False) -> None:
+        self.compiled_loss, self.everywhere = compiled_loss, everywhere
 
     def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({self.name!r}, compiled_loss={self.compiled_loss})"
+        return f"{type(self).__qualname__}({self.name!r}, {self.compiled_loss}, {self.everywhere})"
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         calls, forward = unit_calls(graph, context.model), forward_nodes(graph, context)
-        in_blocks = {node for node, call in calls.items() if is_block(call.unit)}
+        in_blocks = {node for node, call in calls.items() if is_block(call.unit) and not self.everywhere}
         outside = [n for n in graph.nodes if n.op == "call_function" and n in forward and n not in in_blocks]
         saved = 0
         for node in outside:
