@@ -67,7 +67,9 @@ imported. The whole test-suite was run on 2.9.1, 2.13.0 and 2.15.0.
 | ``distributed_c10d._resolve_process_group`` | group name in a graph → process group | 2.9 to 2.15 |
 | ``distributed_c10d._coalescing_manager``, ``_world`` | grouped collectives on CUDA and XPU; never run | 2.9 to 2.15 |
 | ``distributed_c10d._get_default_store`` | comparing plan fingerprints | 2.9 to 2.15 |
-| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory | 2.13 |
+| ``Store.append``, ``Store.clone`` | lists in the store; a thread's own connection | 2.13 |
+| ``ProcessGroup._get_backend`` | whether a process group allocates memory, and that memory; its timeout | 2.13 |
+| ``ProcessGroupNCCL._group_start``, ``_group_end`` | aborting collectives of several groups; never run | |
 | ``ProcessGroup.bound_device_id`` | groups that are not split from the default one; never run on NCCL | 2.13 |
 | ``ops.c10d._allgather_base_``, ``_reduce_scatter_base_`` | a collective as modes know it | 2.9, 2.13 |
 | ``UntypedStorage._checkpoint_offset`` | where in a file of ``torch.save`` a tensor is | 2.9, 2.13 |
