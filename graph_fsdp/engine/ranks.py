@@ -106,6 +106,8 @@ class Schedules:
             agree(f"model{self.index}/collectives{self._agreements}", fingerprint, self.ranks, self._timeout, refused)
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
+        if self.lockstep is not None:
+            self.lockstep.compiled()
 
     def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, context: PassContext) -> Runnable:
         """Return ``program``, which runs ``graph``, so that it begins when all ranks are about to run it."""

@@ -141,6 +141,12 @@ class Lockstep(Lookout):
         self._settled = -1  # others may have gone on to the next
         self._compiling_since = time.monotonic()
 
+    def compiled(self) -> None:
+        """Withdraw what ``compiling`` announced, if it did: a later process group may have the same store."""
+        if self._compiling_since:
+            self._compiling_since = 0.0
+            self._delete(f"{self._base}compiling{self._compiled - 1}")
+
     def check_refused(self) -> None:
         """Raise RankDisagreement if another rank runs a program here, while this one waits to compile, RankFailure if
         it failed."""
@@ -253,8 +259,11 @@ class Lockstep(Lookout):
 
     def _forget(self, position: int, *names: str) -> None:
         for name in names:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
-                self.store.delete_key(f"{self._prefix(position)}/{name}")
+            self._delete(f"{self._prefix(position)}/{name}")
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
+            self.store.delete_key(name)
 
 
 def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
