@@ -99,6 +99,9 @@ def a_training_loop_asks_nobody_after_its_third_program() -> None:
         model(torch.ones(4, 16)).sum().backward()
         counts.append(lockstep(model).comparisons)
     assert counts == [2, 3, 3, 3]
+    dist.barrier()
+    names = [f"graph_fsdp/0-1/programcompiling{number}" for number in range(4)]
+    assert not any(lockstep(model).store.check([name]) for name in names), "nobody compiles any more"
 
 
 @FACTS

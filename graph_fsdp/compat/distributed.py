@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -58,6 +59,49 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Say whether a process group runs collectives of a device's tensors by gloo."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def host_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Say whether waiting for a process group's collectives of a device's tensors makes the host wait. Otherwise a
+    stream of the device waits."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device.type) in ("gloo", "mpi")
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds after which a process group ends a collective; torch's default where it does not say."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return float(default_pg_timeout.total_seconds())
+
+
+def is_done(work: Any) -> bool:
+    """Say whether a collective has ended on its device, or several that were launched as a group, or an event."""
+    parts = getattr(work, "works", None) or [work]
+    asked = (getattr(part, "is_completed", None) or getattr(part, "query", None) for part in parts)
+    return all(is_completed() for is_completed in asked if is_completed is not None)
+
+
+def abort_process_groups(device: torch.device) -> None:
+    """Abort the collectives of all process groups that the host does not wait for, as torch's ``_abort_process_group``
+    does, which also forgets the groups: ``get_rank`` and ``destroy_process_group`` then fail. Raises RuntimeError where
+    a backend cannot."""
+    backends: list[Any] = []
+    for group in sorted(_world.pg_names, key=lambda group: _world.pg_names[group], reverse=True):
+        if not host_waits(group, device):
+            try:
+                backends.append(group._get_backend(device))
+            except RuntimeError:  # the group is written in Python, and its own backend
+                backends.append(group)
+    # NCCL's communicators wait for each other unless they are aborted as a group.
+    grouped = [backend for backend in backends[-1:] if hasattr(backend, "_group_start")]
+    for backend in grouped:
+        backend._group_start()
+    for backend in backends:
+        backend.abort()
+    for backend in grouped:
+        backend._group_end()
 
 
 def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -150,8 +194,32 @@ def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def append(store: dist.Store, name: str, value: str) -> None:
+    """Append to what stands under a name, which nobody has to have written to."""
+    any_store: Any = store  # torch's stubs lack it
+    any_store.append(name, value)
+
+
 def default_store() -> dist.Store:
     return _get_default_store()
+
+
+def is_default_store(store: dist.Store) -> bool:
+    """Say whether it is the store of the default process group that there is now."""
+    try:
+        return _get_default_store() is store
+    except ValueError:  # there is none
+        return False
+
+
+def clone_store(store: dist.Store) -> dist.Store:
+    """Return another connection to the same store, which does not wait for what the first one waits for."""
+    any_store: Any = store  # torch's stubs lack it
+    try:
+        cloned: dist.Store = any_store.clone()
+    except (AttributeError, RuntimeError):
+        return store
+    return cloned
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:

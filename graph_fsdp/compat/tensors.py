@@ -151,9 +151,10 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 def emptied(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a contiguous tensor whose storage has no bytes, as after ``resize_(0)`` of it. No memory is allocated."""
-    view: Any = torch._C._dynamo.guards._reinterpret_tensor  # looks at no bounds
+    guards: Any = torch._C._dynamo.guards
     stride = torch.empty(shape, device="meta").stride()
-    found: torch.Tensor = view(torch.empty(0, dtype=dtype, device=device), tuple(shape), stride)
+    # It looks at no bounds.
+    found: torch.Tensor = guards._reinterpret_tensor(torch.empty(0, dtype=dtype, device=device), tuple(shape), stride)
     return found
 
 

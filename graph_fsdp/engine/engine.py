@@ -95,7 +95,8 @@ class Engine:
         self._traced: list[TracedGraph] = []  # by Dynamo
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
-        self.schedules = Schedules(ranks, getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward"))
+        name = getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward")
+        self.schedules = Schedules(ranks, name, (spec.group, spec.replicate_group, spec.reshard_group), storage.device)
         self._inputs: dict[str, Tensor] = {}
         self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``

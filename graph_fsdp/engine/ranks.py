@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from graph_fsdp.passes import Graph, PassContext, PassPipeline, Plan
 from graph_fsdp.passes.ir.dialect import STARTS, reduce_payloads
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.runtime.comm.collectives import Pending
+from graph_fsdp.runtime.ranks import agreement
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement, RunnableProgram, agree, is_shared, publish, receive
 from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 
@@ -37,13 +38,18 @@ def models_not_counted() -> Iterator[None]:
 
 
 class Schedules:
-    """Holds the plans of one model, whose class has this ``name``, and what its ranks have agreed to."""
+    """Holds the plans of one model, whose class has this ``name``, and what its ranks have agreed to. Process groups of
+    these names run its collectives on ``device``."""
 
-    def __init__(self, ranks: tuple[int, ...], name: str) -> None:
+    def __init__(self, ranks: tuple[int, ...], name: str, groups: Iterable[str], device: torch.device) -> None:
         self.ranks, self.name = ranks, name
         self.index = _models_of_ranks[ranks]  # of the model, among those of these ranks
         _models_of_ranks[ranks] += 1
         self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
+        self._timeout = agreement.TIMEOUT_SECONDS
+        if self.lockstep is not None:
+            self.lockstep.runs_on(filter(None, groups), device)
+            self._timeout = max(self._timeout, self.lockstep.timeout)
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
         self._agreed: set[tuple[str, ...]] = set()  # collectives that all ranks run
@@ -68,14 +74,14 @@ class Schedules:
         if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
             self.lockstep.compiling()
         if shared and not self._facts_agreed:
-            agree(f"model{self.index}", facts(), self.ranks, refused=refused)
+            agree(f"model{self.index}", facts(), self.ranks, self._timeout, refused)
             self._facts_agreed = True
         plan, key = self.plans.get(kind), f"model{self.index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
         if is_new:  # ranks meet new kinds in the same order, so this key is theirs too
             self._plans_made += 1
             if not decides:
-                found = json.loads(receive(key, self.ranks, refused=refused))
+                found = json.loads(receive(key, self.ranks, self._timeout, refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
         context.plan = Plan(kept=kept) if plan is None else plan.copy()
@@ -97,9 +103,11 @@ class Schedules:
             if not is_new:
                 self.lockstep.compiling()
             self._agreements += 1  # also where it fails: ranks that go on must not find what they said before
-            agree(f"model{self.index}/collectives{self._agreements}", fingerprint, self.ranks, refused=refused)
+            agree(f"model{self.index}/collectives{self._agreements}", fingerprint, self.ranks, self._timeout, refused)
         self._agreed.add(fingerprint)
         self.plans[kind] = plan
+        if self.lockstep is not None:
+            self.lockstep.compiled()
 
     def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, context: PassContext) -> Runnable:
         """Return ``program``, which runs ``graph``, so that it begins when all ranks are about to run it."""

@@ -23,7 +23,6 @@ TIMEOUT_SECONDS = 300.0
 PATIENCE_SECONDS = 5.0  # a rank that waits longer looks whether another one has given up
 _POLL_SECONDS = 0.02
 _RANKS_IN_MESSAGE = 16
-_AGREED = "agreed"
 # Backends of which only this process exists: torch's for planning and tests, and those of benchmarks/.
 _ALONE = frozenset({"fake", "simulated", "virtual"})
 
@@ -76,24 +75,46 @@ def agree(
     if not is_shared(ranks):
         return
 
+    text = json.dumps(list(entries))
+    place = (compat.default_store(), prefix_of(ranks, key), ranks)
+
     def judge(published: dict[int, str]) -> str:
-        different = [rank for rank, text in published.items() if text != published[ranks[0]]]
-        if not different:
-            return _AGREED
-        at, theirs, own = first_difference(*(json.loads(published[rank]) for rank in (different[0], ranks[0])))
-        return (
-            f"ranks {listed(different)} are about to run another program than rank {ranks[0]} ({key!r}): entry "
-            f"{at} is {theirs!r} on rank {different[0]} and {own!r} on rank {ranks[0]}; use the same model, options "
-            "and passes on all ranks, and let no branch depend on a rank's own data"
-        )
+        return json.dumps([rank for rank, digest in published.items() if digest != published[ranks[0]]])
 
     def missing(late: list[int]) -> str:
-        return _did_not_come(late, key, timeout)
+        return json.dumps(_did_not_come(late, key, timeout))
 
-    place = (compat.default_store(), prefix_of(ranks, key), ranks)
-    verdict = compare(*place, json.dumps(list(entries)), judge, missing, timeout, refused)
-    if verdict != _AGREED:
-        raise RankDisagreement(verdict)
+    found = json.loads(compare(*place, digest([text]), judge, missing, timeout, refused))
+    if isinstance(found, list) and found:
+        found = _difference(*place, key, found, text, timeout)
+    if found:
+        raise RankDisagreement(found)
+
+
+def _difference(
+    store: dist.Store,
+    prefix: str,
+    ranks: Sequence[int],
+    key: str,
+    different: Sequence[int],
+    text: str,
+    timeout: float,
+) -> str:
+    """Say how the entries of the ``different`` ranks, of which this one's are ``text``, differ from the first rank's.
+    Only the two that are compared publish them: of a large model, they are long."""
+    two = (different[0], ranks[0])
+    names = [f"{prefix}/entries/{rank}" for rank in two]
+    if (me := dist.get_rank()) in two:
+        store.set(f"{prefix}/entries/{me}", text)
+    which = f"ranks {listed(different)} are about to run another program than rank {two[1]} ({key!r})"
+    where = ""
+    if not wait(store, names, timeout):
+        at, theirs, own = first_difference(*(json.loads(entries) for entries in read_all(store, names)))
+        where = f": entry {at} is {theirs!r} on rank {two[0]} and {own!r} on rank {two[1]}"
+    return (
+        f"{which}{where}; use the same model, options and passes on all ranks, and let no branch depend on a rank's "
+        "own data"
+    )
 
 
 def compare(
@@ -106,17 +127,17 @@ def compare(
     timeout: float,
     refused: Refused | None = None,
 ) -> str:
-    """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all, which is not
-    empty. The last one to come makes it with ``judge``; ``missing`` makes it, of the ranks that did not come, after
-    ``timeout`` seconds. Where two ranks make one at that moment, the first that is written counts."""
+    """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all. Neither is
+    empty. The last one to come makes the verdict with ``judge``; ``missing`` makes it, of the ranks that did not come,
+    after ``timeout`` seconds. Where two ranks make one at that moment, the first that is written counts."""
     verdict, names = f"{prefix}/verdict", [f"{prefix}/{rank}" for rank in ranks]
     store.set(f"{prefix}/{dist.get_rank()}", mine)
     if store.add(f"{prefix}/arrived", 1) < len(ranks):
         wait(store, [verdict], timeout, refused)
     if not store.check([verdict]):
-        late = [rank for rank, name in zip(ranks, names, strict=True) if not store.check([name])]
-        published = [] if late else [value.decode() for value in store.multi_get(names)]
-        write_once(store, verdict, missing(late) if late else judge(dict(zip(ranks, published, strict=True))))
+        published = dict(zip(ranks, read_all(store, names), strict=True))
+        late = [rank for rank, value in published.items() if not value]
+        write_once(store, verdict, missing(late) if late else judge(published))
     return store.get(verdict).decode()
 
 
@@ -142,6 +163,13 @@ def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, re
 def read(store: dist.Store, name: str) -> str:
     """Return what is published under ``name``; "" where nothing is."""
     return store.get(name).decode() if store.check([name]) else ""
+
+
+def read_all(store: dist.Store, names: list[str]) -> list[str]:
+    """Return what is published under each name; "" where nothing is."""
+    if names and store.check(names):
+        return [value.decode() for value in store.multi_get(names)]
+    return [read(store, name) for name in names]
 
 
 def prefix_of(ranks: Sequence[int], key: str) -> str:

@@ -3,8 +3,13 @@
 A rank that fails in or before a program writes what happened into the store. A rank whose collective ends with an error
 writes that, too, and calls the roll: it names ranks that raised, with their errors, and those that do not answer, with
 the state of their processes where they run on this host. A rank that waits in a collective looks into the store now and
-then (``lockstep.finish``), and so answers; after long it warns, once. Nothing of this runs in a step in which nothing
-fails and nobody waits for long (docs/decisions/ranks_and_collectives.md, "Failure of a rank").
+then (``lockstep.finish``), and so answers; after long it warns, once. Where hosts do not wait for collectives, a thread
+looks (``watch.py``). Nothing else runs in a step in which nothing fails and nobody waits for long
+(docs/decisions/ranks_and_collectives.md, "Failure of a rank").
+
+[Note: news]
+A look is one access of the store, whatever the number of ranks: a counter, which a rank increases once it has written
+something that others have to know. What ranks have written, under keys of their own, is read where that has changed.
 """
 
 from __future__ import annotations
@@ -19,12 +24,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from graph_fsdp import compat
-from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed, read
+from graph_fsdp.runtime.ranks.agreement import PATIENCE_SECONDS, RankDisagreement, listed, read, read_all
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +40,6 @@ ROLL_CALL_SECONDS = 2 * PATIENCE_SECONDS + 2.0
 RETRY_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _END_SECONDS = 2.0
-_PROCESS = "graph_fsdp/process/"  # of each rank, in the store
-_RANKS_OF_HOST = 64  # no host has more; of farther ones the kernel is not asked
 _DESCRIBED = 4  # ranks, of those that a long wait is for
 _ERROR_CHARACTERS = 600
 _ADVICE = "start all ranks again from the last complete checkpoint: their collectives do not match any more"
@@ -103,15 +106,32 @@ class Failures:
 
     def __init__(self, ranks: Sequence[int], store: dist.Store, base: str) -> None:
         self.ranks, self.store, self.base = tuple(ranks), store, base
+        self.me = dist.get_rank()
         self.mine: Failure | None = None
+        self.standing = False  # whether other ranks had failures at the last look
         self._last_own = -1  # position of the last program in which this rank failed by itself
+        self._listed = False  # this rank among those that have failed
         self._first_seen: dict[Failure, float] = {}
-        self._told = -1  # the position of a long wait
+        self._waits = self._told = -1  # the position of a wait, and of one that others were told of
+        self._news = -1
+        self._processes: Processes = {}
+        _answered(lambda: publish_process(store, self.me, os.getpid()))
+        _answered(self.add_news)
 
-    def publish_process(self) -> None:
-        """Publish this rank's process, so that other ranks of its host can see whether it exists."""
-        own = json.dumps([*kernel_of_host(), os.getpid(), started_at(os.getpid())])
-        _answered(lambda: self.store.set(f"{_PROCESS}{dist.get_rank()}", own))
+    def add_news(self) -> None:
+        """Have the other ranks read what this one has written."""
+        self.store.add(f"{self.base}news", 1)
+
+    def news(self) -> int:
+        """Return a number that grows with what ranks have written; see [Note: news]."""
+        found = self.store.add(f"{self.base}news", 0)
+        if found != self._news:
+            self._processes, self._news = processes_of_host(self.store), found
+        return found
+
+    def ended(self) -> str:
+        """Name the ranks whose processes had been published at the last ``news``, and have ended; "" for none."""
+        return ended(self._processes, self.ranks)
 
     def announce(self, failure: Failure) -> None:
         """Announce what happened on this rank, in place of what it announced before."""
@@ -120,7 +140,10 @@ class Failures:
             self._last_own = failure.position
         text = json.dumps(dataclasses.astuple(failure))
         _answered(lambda: self.store.set(f"{self.base}failure/{failure.rank}", text))
-        _answered(lambda: self.store.set(f"{self.base}failures", "some"))
+        if not self._listed:
+            self._listed = True
+            _answered(lambda: compat.append(self.store, f"{self.base}failures", f"{failure.rank} "))
+        _answered(self.add_news)
 
     def withdraw(self) -> None:
         """Withdraw this rank's failure: it takes part again."""
@@ -131,9 +154,8 @@ class Failures:
 
     def others(self) -> list[Failure]:
         """Return what other ranks have announced, not withdrawn, and has not happened here as well."""
-        if not self.store.check([f"{self.base}failures"]):
-            return []
-        texts = [read(self.store, f"{self.base}failure/{rank}") for rank in self.ranks if rank != dist.get_rank()]
+        failed = set(map(int, read(self.store, f"{self.base}failures").split())) - {self.me}
+        texts = read_all(self.store, [f"{self.base}failure/{rank}" for rank in sorted(failed)])
         found = [Failure(*json.loads(text)) for text in texts if text]
         return [f for f in found if not f.inside or f.of_others or f.position != self._last_own]
 
@@ -141,28 +163,33 @@ class Failures:
         """Return the failure of another rank because of which the program at ``position`` will not begin or end."""
         now = time.monotonic()
         others = self.others()
+        self.standing = bool(others)
         # A rank's own error first: those of others follow from it.
         for failure in sorted(others, key=lambda f: f.of_others):
             if failure.inside and failure.position <= position:
                 return failure
             if not failure.inside and now - self._first_seen.setdefault(failure, now) >= RETRY_SECONDS:
                 return failure
-        self._first_seen = {f: first for f, first in self._first_seen.items() if f in others}
+        self._first_seen = {f: first for f, first in list(self._first_seen.items()) if f in others}
         return None
 
     def tell(self, position: int, seconds: float, what: Callable[[], str]) -> None:
         """Warn once of a long wait in ``what`` at a program's ``position``. Called now and then while it lasts."""
         if self._told == position:
             return
-        me, name = dist.get_rank(), f"{self.base}waits/"
-        self.store.set(f"{name}{me}", str(position))
+        me, names = self.me, [f"{self.base}waits/{rank}" for rank in self.ranks]
+        if self._waits != position:
+            self.store.set(f"{self.base}waits/{me}", str(position))
+            self._waits = position
         if seconds < TELL_AFTER_SECONDS:
             return
         self._told = position
         if self.store.add(f"{self.base}{position}/told", 1) > 1:  # one rank is enough
             return
-        missing = [rank for rank in self.ranks if read(self.store, f"{name}{rank}") != str(position)]
-        known = in_words({rank: state_of(self.store, rank) for rank in missing[:_DESCRIBED]})
+        found = zip(self.ranks, read_all(self.store, names), strict=True)
+        missing = [rank for rank, waits in found if waits != str(position)]
+        self.news()
+        known = in_words({rank: state_of(self._processes, rank) for rank in missing[:_DESCRIBED]})
         who = f"ranks {listed(missing)} have" if missing else "all other ranks wait there, too, and none has"
         log.warning(
             f"rank {me} has waited {seconds:.0f} s in {what()}, where {who} not come{f' ({known})' if known else ''}; "
@@ -177,10 +204,11 @@ class Failures:
         what = f"rank {mine.rank}: {mine.where} failed"
         while True:
             try:
+                self.news()
                 others = self.others()
                 answered = {failure.rank for failure in others}
                 missing = [rank for rank in self.ranks if rank != mine.rank and rank not in answered]
-                states = {rank: state_of(self.store, rank) for rank in missing}
+                states = {rank: state_of(self._processes, rank) for rank in missing}
             except RuntimeError as error:
                 return (
                     f"{what} ({mine.error}), and the store of the process group does not answer either "
@@ -212,9 +240,9 @@ def interrupted(error: BaseException, what: str) -> None:
         log.warning(f"rank {dist.get_rank()} was interrupted in {what}")
 
 
-def ended(store: dist.Store, ranks: Sequence[int]) -> str:
-    """Name those of ``ranks`` whose processes have ended, as far as this host knows; "" for none."""
-    states = {rank: state_of(store, rank) for rank in ranks if rank != dist.get_rank()}
+def ended(processes: Processes, ranks: Sequence[int]) -> str:
+    """Name those of ``ranks`` whose ``processes`` have ended; "" for none."""
+    states = {rank: state_of(processes, rank) for rank in ranks if rank in processes}
     return in_words({rank: state for rank, state in states.items() if "ended" in state})
 
 
@@ -226,18 +254,36 @@ def gone(ranks: Sequence[int]) -> str:
     """Call ``ended`` for an error message about a connection that broke, where the store may be gone, too. The kernel
     closes the connections of a process shortly before it ends it."""
     deadline = time.monotonic() + _END_SECONDS
-    while not (found := _answered(lambda: ended(compat.default_store(), ranks))) and time.monotonic() < deadline:
+    processes = _answered(lambda: processes_of_host(compat.default_store())) or {}
+    while not (found := ended(processes, ranks)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return found or ""
+    return found
 
 
-def state_of(store: dist.Store, rank: int) -> str:
+# Rank → its process id and when that started, of the ranks of a host.
+Processes: TypeAlias = dict[int, tuple[int, str]]
+
+
+def publish_process(store: dist.Store, rank: int, pid: int) -> None:
+    """Publish the process of a rank, so that other ranks of its host can see whether it exists."""
+    compat.append(store, _name_of_host(), f"{rank} {pid} {started_at(pid)}\n")
+
+
+def processes_of_host(store: dist.Store) -> Processes:
+    """Return the processes that ranks of this host have published."""
+    lines = map(str.split, read(store, _name_of_host()).splitlines())
+    return {int(line[0]): (int(line[1]), line[2]) for line in lines if len(line) == 3}
+
+
+def _name_of_host() -> str:
+    return f"graph_fsdp/processes/{' '.join(kernel_of_host())}"
+
+
+def state_of(processes: Processes, rank: int) -> str:
     """Return the state of the rank's process; "" where it is on another host, or this host's kernel does not say."""
-    if abs(rank - dist.get_rank()) >= _RANKS_OF_HOST or not (published := read(store, f"{_PROCESS}{rank}")):
+    if rank not in processes:
         return ""
-    *kernel, pid, started = json.loads(published)
-    if kernel != kernel_of_host() or not started:
-        return ""
+    pid, started = processes[rank]
     letter = _stat(pid)[0] if started_at(pid) == started else "X"
     if letter in "XxZ":
         return f"its process {pid} has ended"

@@ -121,7 +121,7 @@ def start_group(timeout: float) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
 
 
-def rounds(*functions: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def rounds(*functions: Callable[[], None], backend: str = "gloo") -> Iterator[Callable[[], None]]:
     """Each function with a process group of its own: a fault leaves the ranks out of step."""
     agreement.PATIENCE_SECONDS = 0.3
     store = compat.default_store()
@@ -131,5 +131,5 @@ def rounds(*functions: Callable[[], None]) -> Iterator[Callable[[], None]]:
         FAULTS.clear()
         dist.destroy_process_group()
         prefix = dist.PrefixStore(function.__name__, store)
-        dist.init_process_group("gloo", store=prefix, rank=me, world_size=size)
+        dist.init_process_group(backend, store=prefix, rank=me, world_size=size)
         yield function

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -216,6 +217,7 @@ def all_ranks_raise() -> None:
     model = compiled()
     model.set_all_reduce_hook(lambda reduced: FAULTS.pop("hook", lambda: None)())
     warm(model, steps=5)
+    assert all(thread.name != "graph_fsdp watch" for thread in threading.enumerate()), "hosts wait, and look"
     for function in TOGETHER:
         model.zero_grad()
         function(model)

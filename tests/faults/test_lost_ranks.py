@@ -16,6 +16,7 @@ from launch import run_ranks
 from struck import FAULTS, assert_whole, caught, compiled, rank, start_group, step, warm
 
 import graph_fsdp
+from graph_fsdp.report.report import engine_of
 from graph_fsdp.runtime.ranks import agreement, failure
 
 TIMEOUT = 10.0  # of collectives
@@ -34,6 +35,7 @@ def lose_rank_1(where: str, how: str) -> tuple[str, str]:
     torch.set_num_threads(1)
     start_group(TIMEOUT)
     model = warm(compiled())
+    assert engine_of(model).schedules.lockstep.timeout == TIMEOUT - TIMEOUT / 10
     shards = list(model.parameters())
     if rank() == 1:
         FAULTS[where] = {"die": die, "stop": stop}[how]

@@ -22,13 +22,17 @@ from graph_fsdp.runtime.ranks import agreement, failure, lockstep
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 # Modules of faults; what each has beside tests and facts.
-MODULES = ("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits")
+MODULES = (
+    *("test_lost_ranks", "test_exceptions", "test_gradients", "test_checkpoint_faults", "test_long_waits"),
+    "test_watch",
+)
 _RUNNERS = {
     "test_on_two_ranks",
     "all_ranks_raise",
     "zz_one_rank_raises",
     "test_one_rank_raises_elsewhere",
     "long_waits_are_told",
+    "ranks_are_watched",
 }
 _ROW = re.compile(r"^\| (?P<fault>[^|]+) \| (?P<what>[^|]+) \| `(?P<file>\w+)\.py`: (?P<names>[^|]+) \|(?P<rest>.*)$")
 
