@@ -50,9 +50,9 @@ what a name is for, and the torch versions in which it was imported. The whole t
   guards of earlier graphs that failed, as ``TORCH_LOGS="recompiles"`` has them | 2.9, 2.13 |
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
-| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``_C._storage_Use_Count`` | whether results of CUDA graphs are still held | 2.9, 2.13 |
 | ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
+| ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
 | ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
 | ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
