@@ -23,6 +23,7 @@ what a name is for, and the torch versions in which it was imported. The whole t
 | ``_dynamo.exc`` | Dynamo's errors, to be retold with the user's line | 2.9 to 2.15 |
 | ``_dynamo.config.ignore_logging_functions`` | logging in models; another name in 2.9 | 2.9 to 2.15 |
 | ``_dynamo.config.allow_rnn`` | tracing ``nn.LSTM`` | 2.9 to 2.15 |
+| ``_dynamo.config._make_closure_patcher`` | settings for the time of a call, quickly | 2.9, 2.13 |
 | ``_dynamo.config.skip_nnmodule_hook_guards`` | graphs of models with hooks are guarded by them | 2.13 |
 | ``_dynamo.eval_frame.skip_code`` | functions of ours that Dynamo compiles only within others | 2.13 |
 | ``_dynamo.guards.profile_guard_manager``, ``guards_log`` | guards that nobody times | 2.13 |
@@ -51,9 +52,11 @@ what a name is for, and the torch versions in which it was imported. The whole t
 | ``UntypedStorage._cdata`` | whether two fake tensors share memory | 2.9 to 2.15 |
 | ``_C._construct_storage_from_data_pointer`` | tensors without memory; results of CUDA graphs | 2.9 to 2.15 |
 | ``_C._storage_Use_Count`` | whether results of CUDA graphs are still held | 2.9, 2.13 |
-| ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
 | ``_C._swap_tensor_impl`` | a meta tensor gets memory, and references to it stay valid | 2.9 to 2.13 |
+| ``_C._autograd._unsafe_set_version_counter`` | that a parameter's memory is gone, for autograd | 2.13 |
 | ``_C._current_graph_task_id``, ``_execution_engine.queue_callback`` | when a backward ends | 2.13 |
+| ``_C._will_engine_execute_node``, ``Tensor._backward_hooks``, ``_post_accumulate_grad_hooks``,
+  ``RemovableHandle.next_id`` | whether a backward does more with a gradient than to add it to ``grad`` | 2.13 |
 | ``_C._set_grad_enabled``, ``_C._log_api_usage_once`` | calls in Dynamo's graphs that compute nothing | 2.9 to 2.15 |
 | ``_C.DisableTorchFunctionSubclass`` | operators on guarded placeholders | 2.9 to 2.15 |
 | ``_C._cuda_clearCublasWorkspaces`` | capturing CUDA graphs; never run | |
@@ -62,6 +65,7 @@ what a name is for, and the torch versions in which it was imported. The whole t
 | ``_ops.OpOverload``, ``OpOverloadPacket``, ``OpOverload._schema`` | names of an operator's arguments | 2.9 to 2.15 |
 | ``_decomp.get_decompositions`` | operators that torch_xla lacks | 2.9 |
 | ``_chunk_cat``, ``_foreach_copy_`` | packing gradients, padded; casting a message: one kernel each | 2.9 to 2.15 |
+| ``_foreach_add_`` | adding gradients: one call for those of a model | 2.13 |
 | ``utils.flop_counter.flop_registry`` | FLOPs of an operator | 2.9 to 2.15 |
 | ``utils._pytree`` | casts of inputs and outputs; inputs of any structure | 2.9 to 2.15 |
 | ``autograd.profiler._is_profiler_enabled`` | whether a profiler of torch records | 2.9, 2.13 |

@@ -145,7 +145,9 @@ class Storage(Shards):
     def refresh(self) -> None:
         for p in self._tied:
             check_tied(p)
-        assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
+        with compat.without_torch_function():
+            changed = [p for p in self.parameters.values() if not _is_as_seen(p)]
+            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -174,9 +176,8 @@ class Storage(Shards):
             self._adopt(p, memory)
         if any(changed):
             p.seen = _parts(p.shard)
-        with compat.without_torch_function():
-            if p.placeholder.requires_grad != p.shard.requires_grad:
-                p.placeholder.requires_grad_(p.shard.requires_grad)
+        if p.placeholder.requires_grad != p.shard.requires_grad:
+            p.placeholder.requires_grad_(p.shard.requires_grad)
         return assigned
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
@@ -204,6 +205,20 @@ class Storage(Shards):
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
     return compat.local_part(shard), shard.untyped_storage()
+
+
+def _is_as_seen(p: ShardedParameter) -> bool:
+    """Say that nothing was done to a parameter since it was last taken over, as in nearly every call. Its placeholder
+    is asked too, in ``without_torch_function``."""
+    shard, (memory, storage), (module, leaf) = p.shard, p.seen, p.owners[0]
+    return (
+        p.whole is None
+        and module._parameters.get(leaf) is shard
+        and compat.local_part(shard) is memory
+        and shard.untyped_storage() is storage
+        and memory.data_ptr() == p.input.data_ptr()
+        and p.placeholder.requires_grad == shard.requires_grad
+    )
 
 
 def check_tied(p: ShardedParameter) -> None:
