@@ -171,7 +171,7 @@ class AbsentGradients:
                 given = {value.grad_fn for value in args if isinstance(value, Tensor)}
                 node = next((found for o in outputs if (found := _node_of(o, given)) is not None), None)
                 if node is not None:
-                    node.register_prehook(note)
+                    compat.hook_before(node, note)
             return outputs
 
         return call

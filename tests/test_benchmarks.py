@@ -377,3 +377,13 @@ def test_kernel_count_finds_the_same_products_in_every_form_and_the_executors_co
         assert all(row.kernels > 0 and row.kernel_bytes > 0 and row.functions > 0 for row in (cut, whole, local))
     # Three buckets of one message each, cast nowhere: what their gathers receive is read once and written once.
     assert rows["forward", "cut"].packing_bytes == 2 * 4 * kernel_count.WORLD_SIZE * (160 + 160 + 32)
+
+
+@pytest.mark.long
+def test_host_time_measures_each_piece_of_work_of_each_implementation(tmp_path: Path) -> None:
+    arguments = ["--parameters", "8", "--implementations", "fsdp2", "ours_eager", "--rounds", "2", "--warm-up", "1"]
+    result = benchmark("host_time").main([*arguments, "--save", str(tmp_path / "host_time.json")])
+    assert json.loads((tmp_path / "host_time.json").read_text()) == result
+    for kinds in (result["seconds"]["8"][name] for name in ("fsdp2", "ours_eager")):
+        assert {*kinds} == {"step", "accumulation", "evaluation"}
+        assert all(0 < low <= middle <= high for low, middle, high in kinds.values())

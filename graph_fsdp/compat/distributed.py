@@ -18,7 +18,7 @@ from torch.distributed import device_mesh
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _world
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -173,11 +174,9 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
     - To save time, graph modules write their code when asked, no garbage is collected after a compilation, and guards
       are timed only if the log wants it (docs/decisions/tracing.md).
     """
-    owners = (logging.Logger, logging)
-    ignored = {getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method)}
     name = "ignore_logging_functions" if hasattr(dynamo_config, "ignore_logging_functions") else "ignore_logger_methods"
     options = {
-        name: set(getattr(dynamo_config, name)) | ignored,
+        name: getattr(dynamo_config, name) | _logging_functions(len(vars(logging.Logger))),
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": not hooks,
     }
@@ -191,13 +190,28 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
         with dynamo_config.patch({name: set()}):
             return config_for_log()
 
-    with (
-        dynamo_config.patch(options),
-        _use_lazy_graph_module(True),
-        unittest.mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", without_functions),
-        _unless(guards.guards_log.isEnabledFor(logging.DEBUG), guards, "profile_guard_manager", 0.0),
-    ):
-        yield
+    # Each call of a model comes here: ``mock.patch`` and ``config.patch`` take ten times as long.
+    restore = dynamo_config._make_closure_patcher(**options)()
+    profile = getattr(guards, "profile_guard_manager", None)
+    untimed = profile is not None and not guards.guards_log.isEnabledFor(logging.DEBUG)
+    try:
+        dynamo_utils._get_dynamo_config_for_logging = without_functions
+        if untimed:
+            guards.profile_guard_manager = lambda *_, **__: 0.0
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        dynamo_utils._get_dynamo_config_for_logging = config_for_log
+        if untimed:
+            guards.profile_guard_manager = profile
+        restore()
+
+
+@functools.cache
+def _logging_functions(_: int) -> frozenset[Any]:
+    """Return the functions that log; anew when ``logging.Logger`` has more of them."""
+    owners = (logging.Logger, logging)
+    return frozenset(getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method))
 
 
 def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._decomp import get_decompositions as get_decompositions
@@ -22,11 +22,13 @@ from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.utils import _pytree, dlpack
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.flop_counter import flop_registry as flop_registry
+from torch.utils.hooks import RemovableHandle
 
 pytree = _pytree  # its functions for values of any structure: lists, dicts, dataclasses
 
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
+foreach_add: Callable[..., Any] = torch._foreach_add_
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 
@@ -100,9 +102,60 @@ def set_local_tensor(parameter: torch.Tensor, local: torch.Tensor) -> None:
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """Return a DTensor of ``local``, placed and shaped as ``like``, without the checks of ``DTensor.from_local``, which
-    cost more than the gradient of a small parameter."""
+    cost more than the gradient of a small parameter, and without the constructor, which does nothing."""
     assert isinstance(like, DTensor)
-    return DTensor(local, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+
+
+def is_placed_like(value: torch.Tensor, like: torch.Tensor) -> bool:
+    """Say whether a gradient is a DTensor with a parameter's mesh, placements and sizes, and no history."""
+    if not isinstance(value, DTensor) or not isinstance(like, DTensor) or value.requires_grad:
+        return False
+    return value._spec is like._spec or value._spec == like._spec
+
+
+def only_accumulates(parameter: torch.Tensor) -> bool:
+    """Say whether a gradient of a leaf is only added to its ``grad``: it has no hooks, and ``create_graph`` is off."""
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return not hooks and not torch.is_grad_enabled()
+
+
+def is_run(node: Any) -> bool:
+    """Say whether the backward under way runs a leaf's ``AccumulateGrad``. Those of ``torch.autograd.grad`` run none,
+    and those with ``inputs`` not all."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+class _Own:
+    """Counts the hooks of this package that come and go in each step."""
+
+    hooks = 0
+
+
+def hook_before(node: Any, call: Callable[[Any], None]) -> RemovableHandle:
+    """Have ``call`` called before a node of autograd runs."""
+    _Own.hooks += 1
+    return cast(RemovableHandle, node.register_prehook(call))
+
+
+def hooks_of_others() -> int:
+    """Count the hooks on anything that this process has ever made, but for this package's."""
+    return int(RemovableHandle.next_id) - _Own.hooks
+
+
+def is_hooked(node: Any) -> bool:
+    """Say whether a node of autograd has hooks. Torch does not say, but for the one that is then added, and removed."""
+    for register in (node.register_hook, node.register_prehook):
+        _Own.hooks += 1
+        handle = register(lambda *_: None)
+        count = len(handle.hooks_dict_ref())
+        handle.remove()
+        if count > 1:
+            return True
+    return False
 
 
 def forget_fake_values(shape_envs: Iterable[Any]) -> None:
@@ -164,6 +217,11 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     return construct(address, device, nbytes)
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and other objects hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous, plain tensor's memory, without a copy, in a storage of exactly its bytes that keeps the
     memory alive. A DTensor of a tensor that lies further back in its storage cannot be pickled or copied, since torch
@@ -202,8 +260,3 @@ def tensor_offset(file: Any, offset: int, length: int) -> int:
     entry: Any = _create_file_view(file, offset, length)
     reader: Any = torch._C.PyTorchFileReader(entry)
     return offset + int(reader.get_record_offset("data/0"))
-
-
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and other objects hold a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata))

@@ -91,9 +91,9 @@ def differentiable_once(outputs: Any, before: Callable[[Any], None] | None = Non
         compat.tree_map_only(Tensor, tensors.append, outputs)
         for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
             if node is not None:
-                node.register_prehook(_refuse_second_derivative)
+                compat.hook_before(node, _refuse_second_derivative)
                 if before is not None:
-                    node.register_prehook(before)
+                    compat.hook_before(node, before)
     return outputs
 
 

@@ -31,6 +31,7 @@ class ShardedParameter:
     local: Tensor  # the shard's own local tensor: the same memory without padding, in a storage of its own
     filled: bool = False  # it has the parameter's values
     seen: tuple[Any, Any] = None, None  # local tensor and storage of the shard at the last ``refresh``
+    hooks: int = -1  # that others had made when the shard's node of autograd was found without any
     whole: nn.Parameter | None = None  # stands in the modules while the unit is unsharded (see unshard.py)
 
     @property

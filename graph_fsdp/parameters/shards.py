@@ -142,7 +142,9 @@ class Storage(Shards):
     def refresh(self) -> None:
         for p in self._tied:
             check_tied(p)
-        assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
+        with compat.without_torch_function():
+            changed = [p for p in self.parameters.values() if not _is_as_seen(p)]
+            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -171,9 +173,8 @@ class Storage(Shards):
             self._adopt(p, memory)
         if any(changed):
             p.seen = _parts(p.shard)
-        with compat.without_torch_function():
-            if p.placeholder.requires_grad != p.shard.requires_grad:
-                p.placeholder.requires_grad_(p.shard.requires_grad)
+        if p.placeholder.requires_grad != p.shard.requires_grad:
+            p.placeholder.requires_grad_(p.shard.requires_grad)
         return assigned
 
     def _adopt(self, p: ShardedParameter, memory: Tensor) -> None:
@@ -201,6 +202,20 @@ class Storage(Shards):
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
     return compat.local_part(shard), shard.untyped_storage()
+
+
+def _is_as_seen(p: ShardedParameter) -> bool:
+    """Say that nothing was done to a parameter since it was last taken over, as in nearly every call. Its placeholder
+    is asked too, in ``without_torch_function``."""
+    shard, (memory, storage), (module, leaf) = p.shard, p.seen, p.owners[0]
+    return (
+        p.whole is None
+        and module._parameters.get(leaf) is shard
+        and compat.local_part(shard) is memory
+        and shard.untyped_storage() is storage
+        and memory.data_ptr() == p.input.data_ptr()
+        and p.placeholder.requires_grad == shard.requires_grad
+    )
 
 
 def check_tied(p: ShardedParameter) -> None:
@@ -244,13 +259,13 @@ def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> 
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
     shards: Sequence[Tensor] = [p.shard for p in trained]
     if are_dtensors and trained:
-        shards = Linked.apply([p.input for p in trained], lambda grads: map(_shard_gradient, trained, grads), *shards)
+        shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
     linked = iter(shards)
     return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
 
 
-# Gradients of what comes out of a node of autograd → those of what went in.
-Gradients: TypeAlias = Callable[[Sequence[Tensor | None]], Iterable[Tensor | None]]
+# Gradients of what comes out of a node of autograd, and (node, output) that each input came from → those of the inputs.
+Gradients: TypeAlias = Callable[[Sequence[Tensor | None], Sequence[tuple[Any, int]]], Iterable[Tensor | None]]
 
 
 class Linked(torch.autograd.Function):
@@ -265,7 +280,7 @@ class Linked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.call(grads))
+        return (None, None, *ctx.call(grads, ctx.next_functions))
 
 
 def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> Any:
@@ -288,14 +303,41 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
     return rows
 
 
-def _shard_gradient(p: ShardedParameter, grad: Tensor | None) -> Tensor | None:
-    """Return the gradient of a padded local shard as a DTensor."""
-    if grad is None:
-        return None
+def _accumulate(
+    parameters: list[ShardedParameter], grads: Sequence[Tensor | None], edges: Sequence[tuple[Any, int]]
+) -> list[Tensor | None]:
+    """Add gradients of padded local shards to the ``grad`` of their parameters. Return those that autograd is to add,
+    which takes it several times as long: they have hooks, or ``torch.autograd.grad`` wants them."""
+    left: list[Tensor | None] = [None] * len(grads)
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    hooks = compat.hooks_of_others()
+    for index, (p, grad, (node, _)) in enumerate(zip(parameters, grads, edges, strict=True)):
+        if grad is None:
+            continue
+        local, found = _local_gradient(p, grad), p.shard.grad
+        # Its node of autograd is asked for hooks where there are new ones on anything.
+        direct = compat.only_accumulates(p.shard) and compat.is_run(node)
+        if direct and (p.hooks == hooks or not compat.is_hooked(node)):
+            p.hooks = hooks
+            if found is None:
+                p.shard.grad = compat.make_dtensor(local, p.shard)
+                continue
+            if compat.is_placed_like(found, p.shard):
+                sums.append(compat.local_part(found))
+                added.append(local)
+                continue
+        left[index] = compat.make_dtensor(local, p.shard)
+    if sums:
+        compat.foreach_add(sums, added)
+    return left
+
+
+def _local_gradient(p: ShardedParameter, grad: Tensor) -> Tensor:
+    """Return the gradient of a padded local shard as that of the shard itself, in a storage of its own."""
     rows = p.local.shape[p.spec.shard_dim] if p.local.dim() else 0
     local = grad if p.spec.replicated or rows == grad.shape[0] else grad[:rows]
-    used = p.spec.as_used(local).contiguous()
-    return compat.make_dtensor(compat.with_storage_of_its_own(used), p.shard)
+    return compat.with_storage_of_its_own(p.spec.as_used(local).contiguous())
 
 
 def _layout(spec: ModelSpec) -> dict[torch.dtype, dict[str, int]]:

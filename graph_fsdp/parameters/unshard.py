@@ -199,7 +199,7 @@ class UnshardedUnits:
         if not trained or not torch.is_grad_enabled():
             return inputs
 
-        def ended(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        def ended(grads: Sequence[Tensor | None], _: Any) -> Sequence[Tensor | None]:
             self.after_backward()
             return grads
 

@@ -1,0 +1,127 @@
+"""Gradients of shards are added without autograd's nodes, and all that autograd does with a gradient still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import MLP
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+import graph_fsdp
+from graph_fsdp import compat
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return graph_fsdp.compile(MLP(), backend="eager")
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(4, 16)).square().sum()
+
+
+def local(value: Tensor | None) -> Tensor:
+    assert isinstance(value, DTensor)
+    return value.to_local()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [local(p.grad).clone() for p in model.parameters()]
+
+
+def test_gradients_of_a_backward_are_added_in_one_call(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_of(model).backward()
+    first, objects = gradients(model), [p.grad for p in model.parameters()]
+    for grad, p in zip(objects, model.parameters(), strict=True):
+        assert isinstance(grad, DTensor) and isinstance(p, DTensor)
+        assert (grad.shape, grad.placements, grad.device_mesh) == (p.shape, p.placements, p.device_mesh)
+    calls: list[int] = []
+    add = compat.foreach_add
+
+    def counted(sums: list[Tensor], added: list[Tensor]) -> None:
+        calls.append(len(sums))
+        add(sums, added)
+
+    monkeypatch.setattr(compat, "foreach_add", counted)
+    loss_of(model).backward()
+    assert calls == [len(objects)]
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), objects, strict=True))
+    assert all(torch.equal(now, 2 * before) for now, before in zip(gradients(model), first, strict=True))
+    model.zero_grad()
+    loss_of(model).backward()
+    assert calls == [len(objects)], "there is nothing to add to"
+    assert all(torch.equal(now, before) for now, before in zip(gradients(model), first, strict=True))
+
+
+def of_tensor(p: Tensor, called: list[Any]) -> Any:
+    return p.register_hook(lambda grad: called.append(grad))
+
+
+def of_tensor_after(p: Tensor, called: list[Any]) -> Any:
+    return p.register_post_accumulate_grad_hook(lambda p: called.append(p.grad))
+
+
+def of_node(p: Tensor, called: list[Any]) -> Any:
+    node = get_gradient_edge(p).node
+    return node, node.register_hook(lambda *_: called.append(p.grad))
+
+
+def before_node(p: Tensor, called: list[Any]) -> Any:
+    node = get_gradient_edge(p).node
+    return node, node.register_prehook(lambda grads: called.append(*grads))
+
+
+@pytest.mark.parametrize("register", [of_tensor, of_tensor_after, of_node, before_node])
+def test_hooks_of_a_parameter_are_called(model: nn.Module, register: Callable[..., Any]) -> None:
+    loss_of(model).backward()
+    expected = gradients(model)
+    p, called = next(model.parameters()), []
+    kept = register(p, called)
+    for times in (1, 2):
+        model.zero_grad()
+        loss_of(model).backward()
+        assert len(called) == times and torch.equal(local(called[-1]), expected[0])
+        assert all(torch.equal(now, before) for now, before in zip(gradients(model), expected, strict=True))
+    loss_of(model).backward()
+    assert len(called) == 3 and torch.equal(local(p.grad), 2 * expected[0])
+    (kept[1] if isinstance(kept, tuple) else kept).remove()
+    loss_of(model).backward()
+    assert len(called) == 3 and torch.equal(local(p.grad), 3 * expected[0])
+
+
+def test_a_hook_between_forward_and_backward_changes_the_gradient(model: nn.Module) -> None:
+    loss_of(model).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    loss = loss_of(model)
+    next(model.parameters()).register_hook(lambda grad: 2 * grad)
+    loss.backward()
+    assert torch.equal(local(next(model.parameters()).grad), 2 * expected[0])
+
+
+def test_autograd_grad_returns_gradients_and_keeps_none(model: nn.Module) -> None:
+    loss_of(model).backward()
+    expected, parameters = gradients(model), list(model.parameters())
+    model.zero_grad()
+    found = torch.autograd.grad(loss_of(model), parameters[::2])
+    assert all(torch.equal(local(grad), right) for grad, right in zip(found, expected[::2], strict=True))
+    assert all(p.grad is None for p in parameters)
+    loss_of(model).backward(inputs=parameters[1:3])
+    assert [p.grad is not None for p in parameters[:4]] == [False, True, True, False]
+    assert torch.equal(local(parameters[1].grad), expected[1])
+
+
+def test_a_gradient_of_the_users_own_is_added_to(model: nn.Module) -> None:
+    loss_of(model).backward()
+    expected, p = gradients(model), next(model.parameters())
+    p.grad = torch.ones_like(p)
+    loss_of(model).backward()
+    assert torch.equal(local(p.grad), expected[0] + 1)
