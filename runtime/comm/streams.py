@@ -56,12 +56,10 @@ class UnderWay:
         self.stream = stream_of(self.device, use)
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
-            self.works = start(False)
-        self.event = self.stream.record_event()
+            works = start(False)
+        self.works = [*works, self.stream.record_event()]
 
     def wait(self) -> None:
-        if self.stream is not None:
-            torch.accelerator.current_stream(self.device).wait_event(self.event)
         for work in self.works:
             if work is not None:
                 lockstep.finish(work, self.device)
