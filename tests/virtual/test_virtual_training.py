@@ -4,35 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from facts import Facts, Failures, check
+from facts import Fact, Facts, Failures, check
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from models import GPT, MLP, VOCABULARY
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 
-from both_devices import Training, fsdp2, on_cpu, on_virtual, ours
-from mutants import mutated
+from both_devices import RANKS, Training, fsdp2, on_cpu, on_virtual, ours
+from case_strategies import cases
+from checked import may_refuse
+from extreme_lanes import bits
+from lasting_ranks import Raised, Runner, make_mesh
+from mutants import Mutant
+from option_cases import OPTIONS, OptionTraining, pairs, reference, trained
+from random_cases import Case
+from random_training import Outcome
+from runtime_mutants import MUTANTS
 from virtual import library
 from virtual.group import VirtualGroup
 from virtual.machine import Machine
-
-from graph_fsdp.passes import default_pipeline
-from graph_fsdp.runtime import slots
-from graph_fsdp.runtime.comm import collectives, copies
 
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 mlp = functools.partial(MLP, depth=4)
+SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
+PAIRS, CASES = 14, 5
+ALLOCATION = "the next allocation"
+HEALTH = list(HealthCheck)
+# Of the options, and of those that mutants train with, those in `make test`.
+SHORT = (
+    *("ZeRO-2", "int", "HSDP", "bf16", "float8", "offload", "activation offload", "accumulation", "unshard()"),
+    *("custom collectives", "from the CPU", "evaluation"),
+)
+SHORT_MUTANTS = (("ZeRO-3",), ("offload", "evaluation"), ("activation offload",))
 
 
 def rows(generator: torch.Generator) -> Tensor:
@@ -88,76 +106,76 @@ def fsdp2_with_offload() -> None:
 
 
 @FACTS
-def ours_by_default() -> None:
-    same_numbers(ours)
-
-
-@FACTS
-def ours_overlaps_where_the_hardware_does() -> None:
-    machine = same_numbers(functools.partial(ours, passes=default_pipeline(hardware="h100")))
+def ours_trains_as_on_the_cpu_and_overlaps() -> None:
+    machine = same_numbers(ours)
     assert overlapped(machine) > 20e-6
 
 
-@FACTS
-def ours_in_bfloat16() -> None:
-    same_numbers(functools.partial(ours, mp_policy=BF16))
+# Options
 
 
-@FACTS
-def ours_with_offload() -> None:
-    same_numbers(functools.partial(ours, offload_policy=CPUOffloadPolicy()))
+def trains_as_on_the_cpu(*names: str) -> None:
+    machine = Machine("h100")
+    with strict(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = on_virtual(machine, lambda device: trained(names, device))
+        expected = numbers_of_the_cpu(reference(names))
+    wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+    assert not wrong, f"values {wrong} of {len(found)} are not those of the CPU with {reference(names)}"
+    assert not any(value.isnan().any() for value in found)
 
 
-# Mutants. Each leaves out, or moves, what keeps one operation behind another.
+@functools.cache
+def numbers_of_the_cpu(names: tuple[str, ...]) -> list[Tensor]:
+    found: list[Tensor] = on_cpu(lambda device: trained(names, device))
+    return found
 
-COLLECTIVES: dict[str, tuple[Any, ...]] = {
-    "a gather is not waited for": (
-        collectives.start_all_gather,
-        ("_wait_for(works, result.device)", "pass"),
-    ),
-    "a reduction is not waited for": (
-        getattr(collectives, "_reduction"),  # noqa: B009
-        ("_wait_for(works, out.device)", "pass"),
-    ),
-    "nothing keeps the reduced gradients": (
-        getattr(collectives, "_reduction"),  # noqa: B009
-        ("def finish(keep_alive: Any = keep_alive)", "def finish(keep_alive: Any = None)"),
-    ),
-    "all buckets have one slot": (
-        slots.Slots.take,
-        ("buffer = self._storage[slot]", "slot = min(self._storage); buffer = self._storage[slot]"),
-    ),
-    "landing buffers lie in slots of gathered ones": (
-        slots.Slots.take_landing,
-        ("self.take(numel, dtype, device, slot)", "self.take(numel, dtype, device, min(self._storage, default=slot))"),
-    ),
-}
-COPIES: dict[str, tuple[Any, ...]] = {
-    "a copy starts at once": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("stream.wait_stream(torch.accelerator.current_stream(device))", "pass"),
-    ),
-    "a fetch is not waited for": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("lambda: torch.accelerator.current_stream(device).wait_event(event), event", "lambda: None, event"),
-    ),
-    "the allocator does not know of a copy": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("source.record_stream(stream)", "pass"),
-    ),
-    "the event comes before the copy": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("    with stream:", "    event = stream.record_event()\n    with stream:"),
-        (
-            "            part.copy_(source, non_blocking=True)\n    event = stream.record_event()",
-            "            part.copy_(source, non_blocking=True)",
-        ),
-    ),
-    "the host does not wait for gradients": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("return Copy(whole, event.synchronize, event)", "return Copy(whole, lambda: None, event)"),
-    ),
-}
+
+def trains_with(*names: str) -> Fact:
+    def fact() -> None:
+        trains_as_on_the_cpu(*names)
+
+    fact.__name__ = " and ".join(names)
+    return fact
+
+
+for name in OPTIONS:
+    (FACTS if name in SHORT else FACTS.long)(trains_with(name))
+for pair in pairs(SEED, count=PAIRS):
+    FACTS.long(trains_with(*pair))
+
+
+@FACTS.long
+def random_cases_train_as_on_the_cpu() -> None:
+    """Random models on meshes of the virtual device, where they are put from the CPU; what is ignored stays there."""
+    drawn: list[bool] = []  # whether it was trained
+
+    @seed(SEED)
+    @settings(max_examples=CASES, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HEALTH)
+    @given(cases(RANKS, ("shard", "replicate", "hybrid")).filter(lambda case: not case.model.ignored))
+    def check_case(case: Case) -> None:
+        def run(device: str) -> Outcome | Raised:
+            return Runner().run(case, make_mesh(case.mesh, device), 0)
+
+        found, expected = on_virtual(Machine("h100"), run), on_cpu(run)
+        for seen in (found, expected):
+            assert not isinstance(seen, Raised) or may_refuse(case, seen.types, seen.message), f"{seen}\n{case!r}"
+        assert type(found) is type(expected), f"{found}\n{expected}\n{case!r}"
+        drawn.append(isinstance(found, Outcome))
+        if isinstance(found, Outcome):
+            pairs = zip(values(found), values(expected), strict=True)
+            assert all(torch.equal(bits(a), bits(b)) for a, b in pairs), f"seed {SEED}: {case!r}"
+
+    check_case()
+    assert sum(drawn) >= 0.6 * len(drawn) and len(drawn) >= CASES, f"too many cases are refused: {drawn}"
+
+
+def values(seen: Outcome) -> list[Tensor]:
+    leaves = pytree.tree_leaves(vars(seen))
+    return [torch.as_tensor(leaf).cpu() for leaf in leaves if leaf is not None]
+
+
+# Mutants
 
 
 @contextlib.contextmanager
@@ -170,44 +188,86 @@ def strict() -> Iterator[None]:
         VirtualGroup.keeps_tensors = True
 
 
-def survivors(mutants: dict[str, tuple[Any, ...]], **options: Any) -> list[str]:
-    """Mutants that one step does not show: it has no race, and no wrong loss."""
+class Trial:
+    """A training with these options, whose steps can be repeated by wrong runtimes."""
+
+    def __init__(self, names: Sequence[str], machine: Machine) -> None:
+        self.names, self.machine = names, machine
+        self.training = OptionTraining(names, "virtual")
+        self.first = self.training.values(steps=2)
+        self.state = [value.clone() for value in self.training.state()]
+        self.numbers = [generator.get_state() for generator in self.training.generators()]
+        self.second = self.again()
+        assert not machine.take_races(), "nothing is mutated yet"
+
+    def again(self) -> list[Tensor]:
+        torch.accelerator.synchronize()
+        for value, before in zip(self.training.state(), self.state, strict=True):
+            value.copy_(before)
+        for generator, numbers in zip(self.training.generators(), self.numbers, strict=True):
+            generator.set_state(numbers)
+        torch.accelerator.synchronize()
+        self.training.seen.clear()
+        return self.training.values(steps=2)
+
+    def finds(self, mutant: Mutant) -> tuple[str, bool]:
+        """What finds a mutant, and whether the training is none any more."""
+        found, raised = [], False
+        try:
+            with mutant.active():
+                if mutant.compiles:
+                    torch._dynamo.reset()
+                    values, expected = OptionTraining(self.names, "virtual").values(steps=2), self.first
+                else:
+                    values, expected = self.again(), self.second
+            if any(value.isnan().any() for value in values):
+                found.append("NaN")
+            elif not all(map(torch.equal, values, expected)):
+                found.append("numbers")
+        except Exception as error:
+            found.append(type(error).__name__)
+            raised = True
+        torch.accelerator.synchronize()
+        races = self.machine.take_races()
+        # What a wait left out leads to first may be that memory is given away; an operator that reads it says more.
+        for race in sorted(races, key=lambda race: race.second.operator == ALLOCATION)[:1]:
+            found.insert(0, f"{race.first.operator}, {race.second.operator}")
+        return "; ".join(found), raised
+
+
+def finders(names: Sequence[str], mutants: Mapping[str, Mutant]) -> dict[str, str]:
     machine = Machine("h100")
 
-    def run(device: str) -> list[str]:
-        training = Training(functools.partial(ours, **options), mlp, rows, device)
-        for _ in range(3):
-            training.step()
-        torch.accelerator.synchronize()
-        assert not machine.take_races(), "nothing is mutated yet"
-        left = []
-        for name, (function, *replaced) in mutants.items():
-            error: BaseException | None = None
-            with mutated(function, *replaced):
-                try:
-                    wrong = any(training.step().isnan() for _ in range(2))
-                except (RuntimeError, ValueError, KeyError, AssertionError) as raised:
-                    error, wrong = raised, True
-            torch.accelerator.synchronize()
-            races = machine.take_races()
-            print(f"{name}: {'wrong numbers, ' * wrong}{error or ''}", *races[:1])
-            if not races and not wrong:
-                left.append(name)
-        return left
+    def run(device: str) -> dict[str, str]:
+        found, trial = {}, Trial(names, machine)
+        for name, mutant in mutants.items():
+            found[name], raised = trial.finds(mutant)
+            if raised:
+                trial = Trial(names, machine)
+        return found
 
     with strict(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(on_virtual(machine, run))
+        return dict(on_virtual(machine, run))
 
 
-@FACTS
-def mutants_of_collectives_are_found() -> None:
-    assert survivors(COLLECTIVES, passes=default_pipeline(hardware="h100")) == []
+def finds_mutants(names: tuple[str, ...]) -> Fact:
+    def fact() -> None:
+        found = finders(names, MUTANTS[names])
+        expected = {name: mutant.found for name, mutant in MUTANTS[names].items()}
+        assert found == expected, "\n".join(f"{name}: {by!r}" for name, by in found.items() if by != expected[name])
+
+    fact.__name__ = f"mutants with {' and '.join(names)}"
+    return fact
 
 
-@FACTS
-def mutants_of_copies_are_found() -> None:
-    assert survivors(COPIES, passes=default_pipeline(hardware="h100"), offload_policy=CPUOffloadPolicy()) == []
+for options in MUTANTS:
+    (FACTS if options in SHORT_MUTANTS else FACTS.long)(finds_mutants(options))
+
+
+def test_there_are_many_mutants() -> None:
+    found = [mutant.found for mutants in MUTANTS.values() for mutant in mutants.values()]
+    assert sum(map(bool, found)) >= 25
 
 
 @pytest.fixture(scope="module")
