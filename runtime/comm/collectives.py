@@ -111,12 +111,12 @@ def start_all_gather(
             return _exchange_all_gather(pairs, group)
         return compat.grouped(pairs, group, compat.all_gather_single if comm is None else comm, async_op=async_op)
 
-    used = [result, source] if landing is None else [result, source, landing]
+    touched = [result, source] if landing is None else [result, source, landing]
     under_way = compat.seen_as(
         "_allgather_base_",
         group,
         lambda: compat.all_gather_single(result, source, group=group, async_op=True),
-        lambda: UnderWay("gather", group, used, start),
+        lambda: UnderWay("gather", group, touched, start),
     )
 
     def finish() -> None:

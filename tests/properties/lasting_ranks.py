@@ -140,12 +140,12 @@ MESHES = (
 )
 
 
-def make_mesh(mesh: MeshCase) -> DeviceMesh:
+def make_mesh(mesh: MeshCase, device: str = "cpu") -> DeviceMesh:
     """Every rank makes every mesh: it is new process groups."""
     ranks = torch.arange(mesh.ranks)
     if mesh.kind == "hybrid":
-        return DeviceMesh("cpu", ranks.view(mesh.shape), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate" if mesh.kind == "replicate" else "fsdp",))
+        return DeviceMesh(device, ranks.view(mesh.shape), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return DeviceMesh(device, ranks, mesh_dim_names=("replicate" if mesh.kind == "replicate" else "fsdp",))
 
 
 class Runner:

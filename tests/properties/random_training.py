@@ -119,14 +119,19 @@ def _inputs(case: Case, step: int, microbatch: int) -> Tensor:
 
 
 def _train(
-    case: Case, model: RandomModel, call: Callable[[Tensor], Any], rank: int | None, sync: Callable[[bool], None]
+    case: Case,
+    model: RandomModel,
+    call: Callable[[Tensor], Any],
+    rank: int | None,
+    sync: Callable[[bool], None],
+    device: str = "cpu",
 ) -> Generator[None, None, Outcome]:
     """Yields twice a step: to average ``.grad``, and for the optimizer. ``rank``: whose rows; None for all."""
     outcome = Outcome()
     for step in range(len(case.rows)):
         mine = _rows(case, step, rank)
         for microbatch in range(case.microbatches):
-            x = _inputs(case, step, microbatch)[mine].clone()
+            x = _inputs(case, step, microbatch)[mine].clone().to(device)
             x.requires_grad_(case.input_grad and x.is_floating_point())
             if case.no_sync:
                 sync(microbatch == case.microbatches - 1)
@@ -143,7 +148,7 @@ def _train(
         if case.evaluate:
             model.eval()
             with torch.no_grad():
-                output = call(_inputs(case, step, 0)[mine].clone())
+                output = call(_inputs(case, step, 0)[mine].clone().to(device))
             outcome.evaluations.append(loss_of(case.model, _whole_outputs(output)).item())
             model.train()
     outcome.parameters = {name: _copy(p) for name, p in model.named_parameters()}
@@ -177,7 +182,8 @@ def train_sharded(case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome:
         graph_fsdp.compile(model, mesh, ignored_params=ignored, **compile_options(case))
     wrapped: Any = model
     optimizer = _optimizer(model)
-    training = _train(case, model, model, rank, wrapped.set_requires_gradient_sync)
+    device = mesh.device_type if mesh is not None else "cpu"
+    training = _train(case, model, model, rank, wrapped.set_requires_gradient_sync, device)
     outcome = _finish([training], [optimizer], lambda: None)[0]
     assert str(graph_fsdp.inspect(model))
     return outcome

@@ -2,74 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from facts import Facts, Failures, check
-from models import GPT, MLP, VOCABULARY
-from torch import Tensor, nn
+from facts import Fact, Facts, Failures, check
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from models import GPT, VOCABULARY
+from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "properties"))
 
-from both_devices import LINK, RANKS, Training, fsdp2, on_cpu, on_virtual, ours
-from mutants import mutated
+import stream_facts
+from both_devices import RANKS, fsdp2, on_cpu, on_virtual, ours, overlapped, same_numbers, strict
+from case_strategies import cases
+from checked import may_refuse
+from extreme_lanes import bits
+from lasting_ranks import Raised, Runner, make_mesh
+from mutants import Mutant
+from option_cases import OPTIONS, OptionTraining, pairs, reference, trained
+from random_cases import Case
+from random_training import Outcome
+from runtime_mutants import MUTANTS
 from virtual import library
-from virtual.accesses import Race
-from virtual.group import VirtualGroup, virtual_group
-from virtual.machine import Machine, Operation
-
-from graph_fsdp.compat import reduce_scatter_single
-from graph_fsdp.parameters.host_memory import pinned_nbytes
-from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
-from graph_fsdp.report.report import engine_of
-from graph_fsdp.runtime import slots
-from graph_fsdp.runtime.comm import collectives, copies, streams
-from graph_fsdp.runtime.comm.collectives import Comms
+from virtual.machine import Machine
 
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KINDS = ("all_gather", "reduce_scatter")
-mlp = functools.partial(MLP, depth=4)
-
-
-def rows(generator: torch.Generator) -> Tensor:
-    return torch.randn(4, 16, generator=generator)
+SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
+PAIRS, CASES = 14, 5
+ALLOCATION = "the next allocation"
+HEALTH = list(HealthCheck)
+# Of the options, and of those that mutants train with, those in `make test`.
+SHORT = (
+    *("ZeRO-2", "int", "HSDP", "bf16", "float8", "offload", "activation offload", "accumulation", "unshard()"),
+    *("custom collectives", "from the CPU", "evaluation"),
+)
+SHORT_MUTANTS = (("ZeRO-3",), ("offload", "evaluation"), ("activation offload",))
 
 
 def tokens(generator: torch.Generator) -> Tensor:
     return torch.randint(VOCABULARY, (2, 8), generator=generator)
-
-
-def same_numbers(shard: Any, make: Any = mlp, batch: Any = rows, steps: int = 3) -> Machine:
-    """Trains on the virtual device, which raises where it finds a race, and on the CPU."""
-    machine = Machine("h100", traced=True)
-
-    def run(device: str) -> list[Tensor]:
-        return Training(shard, make, batch, device).values(steps)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found, expected = on_virtual(machine, run), on_cpu(run)
-    assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(found, expected, strict=True))
-    return machine
-
-
-def overlapped(machine: Machine) -> float:
-    """Seconds in which kernels of the default stream run beside collectives."""
-    links = [op for op in machine.operations or () if op.operator in KINDS]
-    kernels = [op for op in machine.operations or () if op.stream == 0 and op.operator not in KINDS]
-    return sum(max(0.0, min(a.end, b.end) - max(a.begin, b.begin)) for a in links for b in kernels)
 
 
 @FACTS
@@ -95,238 +77,162 @@ def fsdp2_with_offload() -> None:
 
 
 @FACTS
-def ours_by_default() -> None:
-    same_numbers(ours)
-
-
-def launched(machine: Machine, kind: str) -> list[Operation]:
-    return [operation for operation in machine.operations or () if operation.operator == kind]
-
-
-@FACTS
-def ours_overlaps_where_the_hardware_does() -> None:
-    machine = same_numbers(functools.partial(ours, passes=default_pipeline(hardware="h100")))
+def ours_trains_as_on_the_cpu_and_overlaps() -> None:
+    machine = same_numbers(ours)
     assert overlapped(machine) > 20e-6
-    gathers, reductions = launched(machine, "all_gather"), launched(machine, "reduce_scatter")
-    assert {operation.priority for operation in [*gathers, *reductions]} == {-1}, "compute does not hold them up"
-    assert len({op.stream for op in gathers}) == len({op.stream for op in reductions}) == 1
-    assert gathers[0].stream != reductions[0].stream
 
 
-@FACTS
-def messages_are_launched_together() -> None:
-    """A message for nearly every parameter, and no more launches than buckets."""
-    passes = default_pipeline(hardware=cheap_messages())
-    machine = same_numbers(functools.partial(ours, passes=passes, reshard_after_forward=True), steps=1)
-    assert len(launched(machine, "all_gather")) == 10 and len(launched(machine, "reduce_scatter")) == 5
+for fact in stream_facts.FOUND:
+    FACTS(fact)
 
 
-def cheap_messages() -> Hardware:
-    """Hardware on which unpacking costs more than a message."""
-    base = {**vars(find_hardware("h100")), "memory_bandwidth": 1e6, "name": "slow copies"}
-    return Hardware(**base)
+# Options
 
 
-@FACTS
-def registered_memory_is_gathered_into_and_not_copied() -> None:
-    def shard(model: nn.Module) -> nn.Module:
-        model = ours(model, passes=default_pipeline(hardware=cheap_messages()))
-        model.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
-        return model
-
-    VirtualGroup.landed.clear()
-    machine = same_numbers(shard)
-    landed = {kind: {registered for other, registered in VirtualGroup.landed if other == kind} for kind in KINDS}
-    assert landed == {kind: {True} for kind in KINDS}
-    assert not launched(machine, "aten.split_with_sizes_copy")
+def trains_as_on_the_cpu(*names: str) -> None:
+    machine = Machine("h100")
+    with strict(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = on_virtual(machine, lambda device: trained(names, device))
+        expected = numbers_of_the_cpu(reference(names))
+    wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
+    assert not wrong, f"values {wrong} of {len(found)} are not those of the CPU with {reference(names)}"
+    assert not any(value.isnan().any() for value in found)
 
 
-class TheirGather(DefaultAllGather):
-    """Notes on what stream it is called, and whether it is to return at once."""
-
-    called: ClassVar[list[tuple[int, bool]]] = []
-
-    def __call__(self, *args: Any, async_op: bool = False, **given: Any) -> Any:
-        self.called.append((torch.accelerator.current_stream().stream_id, async_op))
-        return super().__call__(*args, async_op=async_op, **given)
+@functools.cache
+def numbers_of_the_cpu(names: tuple[str, ...]) -> list[Tensor]:
+    found: list[Tensor] = on_cpu(lambda device: trained(names, device))
+    return found
 
 
-@FACTS
-def custom_collectives_are_called_on_our_streams() -> None:
-    def shard(model: nn.Module) -> nn.Module:
-        model = ours(model)
-        model.set_custom_all_gather(TheirGather())  # type: ignore[operator]
-        model.set_custom_reduce_scatter(DefaultReduceScatter())  # type: ignore[operator]
-        return model
+def trains_with(*names: str) -> Fact:
+    def fact() -> None:
+        trains_as_on_the_cpu(*names)
 
-    machine = same_numbers(shard)
-    gathers = launched(machine, "all_gather")
-    assert TheirGather.called[: len(gathers)] == [(gathers[0].stream, False)] * len(gathers)
-    assert all(async_op for _, async_op in TheirGather.called[len(gathers) :]), "on the CPU"
+    fact.__name__ = " and ".join(names)
+    return fact
 
 
-@FACTS
-def memory_of_collectives_that_nobody_waits_for_is_not_given_away() -> None:
-    def races(group: dist.ProcessGroup) -> list[Race]:
-        def raises(target: Tensor, source: Tensor, **given: Any) -> None:
-            reduce_scatter_single(target, source, **given)
-            raise KeyboardInterrupt
-
-        raises.allocate = DefaultReduceScatter().allocate  # type: ignore[attr-defined]
-        for comms in (None, Comms(reduce_scatter=raises)):  # type: ignore[arg-type]
-            gradients, mean = [torch.ones(8, 3, device="virtual")], collectives.mean_of(torch.float32, RANKS)
-            reduction = collectives.ReduceScatter(gradients, torch.float32, group, mean, comms=comms)
-            with contextlib.suppress(KeyboardInterrupt):
-                reduction.start(gradients)
-            del gradients
-            torch.empty(8, device="virtual")
-        return machine.take_races()
-
-    nothing_told = mutated(vars(streams.UnderWay)["__del__"], ("tensor.record_stream(self.stream)", "pass"))
-    with Machine("h100") as machine, strict(), virtual_group(RANKS, LINK) as group:
-        assert not races(group)
-        with nothing_told:
-            assert {race.first.operator for race in races(group)} == {"reduce_scatter"}
+for name in OPTIONS:
+    (FACTS if name in SHORT else FACTS.long)(trains_with(name))
+for pair in pairs(SEED, count=PAIRS):
+    FACTS.long(trains_with(*pair))
 
 
-@FACTS
-def ours_in_bfloat16() -> None:
-    same_numbers(functools.partial(ours, mp_policy=BF16))
+@FACTS.long
+def random_cases_train_as_on_the_cpu() -> None:
+    """Random models on meshes of the virtual device, where they are put from the CPU; what is ignored stays there."""
+    drawn: list[bool] = []  # whether it was trained
+
+    @seed(SEED)
+    @settings(max_examples=CASES, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=HEALTH)
+    @given(cases(RANKS, ("shard", "replicate", "hybrid")).filter(lambda case: not case.model.ignored))
+    def check_case(case: Case) -> None:
+        def run(device: str) -> Outcome | Raised:
+            return Runner().run(case, make_mesh(case.mesh, device), 0)
+
+        found, expected = on_virtual(Machine("h100"), run), on_cpu(run)
+        for seen in (found, expected):
+            assert not isinstance(seen, Raised) or may_refuse(case, seen.types, seen.message), f"{seen}\n{case!r}"
+        assert type(found) is type(expected), f"{found}\n{expected}\n{case!r}"
+        drawn.append(isinstance(found, Outcome))
+        if isinstance(found, Outcome):
+            pairs = zip(values(found), values(expected), strict=True)
+            assert all(torch.equal(bits(a), bits(b)) for a, b in pairs), f"seed {SEED}: {case!r}"
+
+    check_case()
+    assert sum(drawn) >= 0.6 * len(drawn) and len(drawn) >= CASES, f"too many cases are refused: {drawn}"
 
 
-@FACTS
-def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -> None:
-    def shard(model: Any) -> Any:
-        made = ours(model, offload_policy=CPUOffloadPolicy())
-        if Machine.current is not None:
-            pinned, buffers = Machine.current.memory.pinned, engine_of(made).storage.buffers
-            nbytes = sum(buffer.nbytes for buffer in buffers)
-            assert pinned_nbytes(nbytes) > 1.8 * nbytes, "as one buffer"
-            assert nbytes <= pinned <= 1.05 * nbytes and 1 < len(buffers) <= 8
-        return made
-
-    uneven = functools.partial(MLP, depth=5, width=84)
-    same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator))
+def values(seen: Outcome) -> list[Tensor]:
+    leaves = pytree.tree_leaves(vars(seen))
+    return [torch.as_tensor(leaf).cpu() for leaf in leaves if leaf is not None]
 
 
-# Mutants. Each leaves out, or moves, what keeps one operation behind another.
-
-STARTS, WAITS = vars(streams.UnderWay)["__init__"], streams.UnderWay.wait
-COLLECTIVES: dict[str, tuple[Any, ...]] = {
-    "a gather is not waited for": (
-        collectives.start_all_gather,
-        ("under_way.wait()", "pass"),
-    ),
-    "a reduction is not waited for": (
-        getattr(collectives, "_reduction"),  # noqa: B009
-        ("under_way.wait()", "pass"),
-    ),
-    "nothing keeps the reduced gradients": (
-        STARTS,
-        ("self.tensors, self.device = tensors,", "self.tensors, self.device = (),"),
-    ),
-    "collectives start at once": (
-        STARTS,
-        ("self.stream.wait_stream(torch.accelerator.current_stream(self.device))", "pass"),
-    ),
-    "the event comes before the collective": (
-        STARTS,
-        ("    with self.stream:", "    self.event = self.stream.record_event()\n    with self.stream:"),
-        ("start(False)\n    self.event = self.stream.record_event()", "start(False)"),
-    ),
-    "a wait for reductions waits for gathers": (
-        WAITS,
-        ("wait_event(self.event)", 'wait_event(stream_of(self.device, "gather").record_event())'),
-    ),
-    "a wait for gathers waits for reductions": (
-        WAITS,
-        ("wait_event(self.event)", 'wait_event(stream_of(self.device, "reduce").record_event())'),
-    ),
-    "all buckets have one slot": (
-        slots.Slots.take,
-        ("buffer = self._storage[slot]", "slot = min(self._storage); buffer = self._storage[slot]"),
-    ),
-    "landing buffers lie in slots of gathered ones": (
-        slots.Slots.take_landing,
-        ("self.take(numel, dtype, device, slot)", "self.take(numel, dtype, device, min(self._storage, default=slot))"),
-    ),
-}
-COPIES: dict[str, tuple[Any, ...]] = {
-    "a copy starts at once": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("stream.wait_stream(torch.accelerator.current_stream(device))", "pass"),
-    ),
-    "a fetch is not waited for": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("lambda: torch.accelerator.current_stream(device).wait_event(event), event", "lambda: None, event"),
-    ),
-    "the allocator does not know of a copy": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("source.record_stream(stream)", "pass"),
-    ),
-    "the event comes before the copy": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("    with stream:", "    event = stream.record_event()\n    with stream:"),
-        (
-            "            part.copy_(source, non_blocking=True)\n    event = stream.record_event()",
-            "            part.copy_(source, non_blocking=True)",
-        ),
-    ),
-    "the host does not wait for gradients": (
-        getattr(copies, "_start"),  # noqa: B009
-        ("return Copy(whole, event.synchronize, event)", "return Copy(whole, lambda: None, event)"),
-    ),
-}
+# Mutants
 
 
-@contextlib.contextmanager
-def strict() -> Iterator[None]:
-    """Process groups keep nothing alive."""
-    VirtualGroup.keeps_tensors = False
-    try:
-        yield
-    finally:
-        VirtualGroup.keeps_tensors = True
+class Trial:
+    """A training with these options, whose steps can be repeated by wrong runtimes."""
+
+    def __init__(self, names: Sequence[str], machine: Machine) -> None:
+        self.names, self.machine = names, machine
+        self.training = OptionTraining(names, "virtual")
+        self.first = self.training.values(steps=2)
+        self.state = [value.clone() for value in self.training.state()]
+        self.numbers = [generator.get_state() for generator in self.training.generators()]
+        self.second = self.again()
+        assert not machine.take_races(), "nothing is mutated yet"
+
+    def again(self) -> list[Tensor]:
+        torch.accelerator.synchronize()
+        for value, before in zip(self.training.state(), self.state, strict=True):
+            value.copy_(before)
+        for generator, numbers in zip(self.training.generators(), self.numbers, strict=True):
+            generator.set_state(numbers)
+        torch.accelerator.synchronize()
+        self.training.seen.clear()
+        return self.training.values(steps=2)
+
+    def finds(self, mutant: Mutant) -> tuple[str, bool]:
+        """What finds a mutant, and whether the training is none any more."""
+        found, raised = [], False
+        try:
+            with mutant.active():
+                if mutant.compiles:
+                    torch._dynamo.reset()
+                    values, expected = OptionTraining(self.names, "virtual").values(steps=2), self.first
+                else:
+                    values, expected = self.again(), self.second
+            if any(value.isnan().any() for value in values):
+                found.append("NaN")
+            elif not all(map(torch.equal, values, expected)):
+                found.append("numbers")
+        except Exception as error:
+            found.append(type(error).__name__)
+            raised = True
+        torch.accelerator.synchronize()
+        races = self.machine.take_races()
+        # What a wait left out leads to first may be that memory is given away; an operator that reads it says more.
+        for race in sorted(races, key=lambda race: race.second.operator == ALLOCATION)[:1]:
+            found.insert(0, f"{race.first.operator}, {race.second.operator}")
+        return "; ".join(found), raised
 
 
-def survivors(mutants: dict[str, tuple[Any, ...]], **options: Any) -> list[str]:
-    """Mutants that one step does not show: it has no race, and no wrong loss."""
+def finders(names: Sequence[str], mutants: Mapping[str, Mutant]) -> dict[str, str]:
     machine = Machine("h100")
 
-    def run(device: str) -> list[str]:
-        training = Training(functools.partial(ours, **options), mlp, rows, device)
-        for _ in range(3):
-            training.step()
-        torch.accelerator.synchronize()
-        assert not machine.take_races(), "nothing is mutated yet"
-        left = []
-        for name, (function, *replaced) in mutants.items():
-            error: BaseException | None = None
-            with mutated(function, *replaced):
-                try:
-                    wrong = any(training.step().isnan() for _ in range(2))
-                except (RuntimeError, ValueError, KeyError, AssertionError) as raised:
-                    error, wrong = raised, True
-            torch.accelerator.synchronize()
-            races = machine.take_races()
-            print(f"{name}: {'wrong numbers, ' * wrong}{error or ''}", *races[:1])
-            if not races and not wrong:
-                left.append(name)
-        return left
+    def run(device: str) -> dict[str, str]:
+        found, trial = {}, Trial(names, machine)
+        for name, mutant in mutants.items():
+            found[name], raised = trial.finds(mutant)
+            if raised:
+                trial = Trial(names, machine)
+        return found
 
     with strict(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(on_virtual(machine, run))
+        return dict(on_virtual(machine, run))
 
 
-@FACTS
-def mutants_of_collectives_are_found() -> None:
-    assert survivors(COLLECTIVES, passes=default_pipeline(hardware="h100")) == []
+def finds_mutants(names: tuple[str, ...]) -> Fact:
+    def fact() -> None:
+        found = finders(names, MUTANTS[names])
+        expected = {name: mutant.found for name, mutant in MUTANTS[names].items()}
+        assert found == expected, "\n".join(f"{name}: {by!r}" for name, by in found.items() if by != expected[name])
+
+    fact.__name__ = f"mutants with {' and '.join(names)}"
+    return fact
 
 
-@FACTS
-def mutants_of_copies_are_found() -> None:
-    assert survivors(COPIES, passes=default_pipeline(hardware="h100"), offload_policy=CPUOffloadPolicy()) == []
+for options in MUTANTS:
+    (FACTS if options in SHORT_MUTANTS else FACTS.long)(finds_mutants(options))
+
+
+def test_there_are_many_mutants() -> None:
+    found = [mutant.found for mutants in MUTANTS.values() for mutant in mutants.values()]
+    assert sum(map(bool, found)) >= 25
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,137 @@
+"""What runs on which stream of the virtual device, and in which memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from both_devices import KINDS, LINK, RANKS, ours, overlapped, same_numbers, strict
+from models import MLP
+from mutants import wrong
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from virtual.accesses import Race
+from virtual.group import VirtualGroup, virtual_group
+from virtual.machine import Machine, Operation
+
+from graph_fsdp.compat import reduce_scatter_single
+from graph_fsdp.parameters.host_memory import pinned_nbytes
+from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.report.report import engine_of
+from graph_fsdp.runtime.comm import collectives
+from graph_fsdp.runtime.comm.collectives import Comms
+
+
+def launched(machine: Machine, kind: str) -> list[Operation]:
+    return [operation for operation in machine.operations or () if operation.operator == kind]
+
+
+def collectives_run_on_streams_of_high_priority() -> None:
+    machine = same_numbers(functools.partial(ours, passes=default_pipeline(hardware="h100")))
+    assert overlapped(machine) > 20e-6
+    gathers, reductions = launched(machine, "all_gather"), launched(machine, "reduce_scatter")
+    assert {operation.priority for operation in [*gathers, *reductions]} == {-1}, "compute does not hold them up"
+    assert len({op.stream for op in gathers}) == len({op.stream for op in reductions}) == 1
+    assert gathers[0].stream != reductions[0].stream
+
+
+def messages_are_launched_together() -> None:
+    """A message for nearly every parameter, and no more launches than buckets."""
+    passes = default_pipeline(hardware=cheap_messages())
+    machine = same_numbers(functools.partial(ours, passes=passes, reshard_after_forward=True), steps=1)
+    assert len(launched(machine, "all_gather")) == 10 and len(launched(machine, "reduce_scatter")) == 5
+
+
+def cheap_messages() -> Hardware:
+    """Hardware on which unpacking costs more than a message."""
+    base = {**vars(find_hardware("h100")), "memory_bandwidth": 1e6, "name": "slow copies"}
+    return Hardware(**base)
+
+
+def registered_memory_is_gathered_into_and_not_copied() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        model = ours(model, passes=default_pipeline(hardware=cheap_messages()))
+        model.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        return model
+
+    VirtualGroup.landed.clear()
+    machine = same_numbers(shard)
+    landed = {kind: {registered for other, registered in VirtualGroup.landed if other == kind} for kind in KINDS}
+    assert landed == {kind: {True} for kind in KINDS}
+    assert not launched(machine, "aten.split_with_sizes_copy")
+
+
+class TheirGather(DefaultAllGather):
+    """Notes on what stream it is called, and whether it is to return at once."""
+
+    called: ClassVar[list[tuple[int, bool]]] = []
+
+    def __call__(self, *args: Any, async_op: bool = False, **given: Any) -> Any:
+        self.called.append((torch.accelerator.current_stream().stream_id, async_op))
+        return super().__call__(*args, async_op=async_op, **given)
+
+
+def custom_collectives_are_called_on_our_streams() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        model = ours(model)
+        model.set_custom_all_gather(TheirGather())  # type: ignore[operator]
+        model.set_custom_reduce_scatter(DefaultReduceScatter())  # type: ignore[operator]
+        return model
+
+    machine = same_numbers(shard)
+    gathers = launched(machine, "all_gather")
+    assert TheirGather.called[: len(gathers)] == [(gathers[0].stream, False)] * len(gathers)
+    assert all(async_op for _, async_op in TheirGather.called[len(gathers) :]), "on the CPU"
+
+
+def memory_of_collectives_that_nobody_waits_for_is_not_given_away() -> None:
+    def races(group: dist.ProcessGroup) -> list[Race]:
+        def raises(target: Tensor, source: Tensor, **given: Any) -> None:
+            reduce_scatter_single(target, source, **given)
+            raise KeyboardInterrupt
+
+        raises.allocate = DefaultReduceScatter().allocate  # type: ignore[attr-defined]
+        for comms in (None, Comms(reduce_scatter=raises)):  # type: ignore[arg-type]
+            gradients, mean = [torch.ones(8, 3, device="virtual")], collectives.mean_of(torch.float32, RANKS)
+            reduction = collectives.ReduceScatter(gradients, torch.float32, group, mean, comms=comms)
+            with contextlib.suppress(KeyboardInterrupt):
+                reduction.start(gradients)
+            del gradients
+            torch.empty(8, device="virtual")
+        return machine.take_races()
+
+    nothing_told = wrong(
+        "", "runtime.comm.streams:UnderWay.__del__", "tensor.record_stream(self.stream)", "pass"
+    ).active()
+    with Machine("h100") as machine, strict(), virtual_group(RANKS, LINK) as group:
+        assert not races(group)
+        with nothing_told:
+            assert {race.first.operator for race in races(group)} == {"reduce_scatter"}
+
+
+def ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes() -> None:
+    def shard(model: Any) -> Any:
+        made = ours(model, offload_policy=CPUOffloadPolicy())
+        if Machine.current is not None:
+            pinned, buffers = Machine.current.memory.pinned, engine_of(made).storage.buffers
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            assert pinned_nbytes(nbytes) > 1.8 * nbytes, "as one buffer"
+            assert nbytes <= pinned <= 1.05 * nbytes and 1 < len(buffers) <= 8
+        return made
+
+    uneven = functools.partial(MLP, depth=5, width=84)
+    same_numbers(shard, uneven, lambda generator: torch.randn(4, 84, generator=generator))
+
+
+FOUND = (
+    collectives_run_on_streams_of_high_priority,
+    messages_are_launched_together,
+    registered_memory_is_gathered_into_and_not_copied,
+    custom_collectives_are_called_on_our_streams,
+    memory_of_collectives_that_nobody_waits_for_is_not_given_away,
+    ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes,
+)
