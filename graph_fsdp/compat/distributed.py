@@ -65,7 +65,7 @@ def uses_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def launches_groups(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Say whether a process group launches several collectives of a device's tensors as one."""
-    return device.type in ("cuda", "xpu") and not uses_gloo(group, device)
+    return device.type != "cpu" and not uses_gloo(group, device)
 
 
 def grouped(
