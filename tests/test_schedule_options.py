@@ -88,6 +88,26 @@ def overlapping(memory: int) -> Hardware:
     return dataclasses.replace(link(1e-7, 1e8), name="beside", overlaps=True, memory=memory)
 
 
+class LongTail(MLP):
+    """Computes long after its last parameter, while the link has nothing to do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for _ in range(40):
+            x = (x @ x.t() @ x).tanh()
+        return x
+
+
+def test_gathers_start_further_ahead_where_that_is_faster_and_takes_memory_that_is_not_missed() -> None:
+    little, plenty = (report_of(model=LongTail(depth=4), hardware=overlapping(m)) for m in (1 << 16, 1 << 24))
+    # Of the head and four blocks, those that start before the head has arrived.
+    first, more = (events(report, "backward").split(" .root ")[0] for report in (little, plenty))
+    assert first == "backward: >root >blocks.3"
+    assert more.startswith(f"{first} >blocks.2"), more
+    one_ahead, further = (report.latest("backward").timeline for report in (little, plenty))
+    assert one_ahead is not None and further is not None and further.seconds < 0.99 * one_ahead.seconds
+
+
 def test_two_reductions_in_a_wider_type_are_under_way_in_memory_that_is_not_missed() -> None:
     def order(memory: int) -> str:
         model = MLP(depth=2)
