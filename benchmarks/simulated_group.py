@@ -153,7 +153,7 @@ class SimulatedGroup(dist.ProcessGroup):
             self._grouped += messages
             return None
         moved = sum(message.moved for message in messages)
-        seconds = self.link.latency + moved / self.link.bandwidth if self.size() > 1 else 0.0
+        seconds = self.link.seconds(messages, self) if self.size() > 1 else 0.0
         work, occupied = self._lane(messages).start(seconds, messages, timed=self.trace is not None)
         if self.trace is not None:
             self.trace.append(Launch(tuple(message.kind for message in messages), moved, seconds, occupied))

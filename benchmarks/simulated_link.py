@@ -35,6 +35,14 @@ class Link:
         if not self.bandwidth > 0 or not self.latency >= 0:
             raise ValueError(f"Link: bandwidth must be above 0 bytes/s and latency 0 s or more, got {self}")
 
+    def seconds(self, messages: Sequence[Message], group: dist.ProcessGroup) -> float:
+        """What messages take that a group launches as one."""
+        return self.latency + sum(message.moved for message in messages) / self.bandwidth
+
+    def levels(self, group: dist.ProcessGroup) -> frozenset[str]:
+        """What the group's collectives share with those of other groups."""
+        return frozenset({"link"})
+
 
 INSTANT = Link(math.inf, 0.0)  # collectives take no time but that of the copies
 

@@ -29,6 +29,7 @@ from graph_fsdp.passes import (
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import CPU_ATTENTION_FORMULAS, graph_work, node_flops
 from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.layout import copies_by
 
 aten = torch.ops.aten
 H100 = HARDWARE["h100"]
@@ -209,7 +210,10 @@ def test_dependencies_carry_seconds_and_bytes(graphs: dict[str, Graph]) -> None:
         dag = graph.dependencies()
         took = dict(dag.nodes(data="seconds"))
         assert all(took[node] > 0 for target in dialect.STARTS for node in calls(graph, target))
-        assert all(took[node] == 0 for target in dialect.WAITS | {dialect.free} for node in calls(graph, target))
+        reductions = dialect.WAITS - {dialect.all_gather_wait}
+        assert all(took[node] == 0 for target in reductions | {dialect.free} for node in calls(graph, target))
+        for wait in calls(graph, dialect.all_gather_wait):
+            assert (took[wait] > 0) == (copies_by(wait.args[0])[1] > 0), "of unpacking"
         assert all(took[node] > 0 for node in calls(graph, aten.mm.default))
         wait = calls(graph, dialect.all_gather_wait)[0]
         start = wait.args[0]

@@ -79,6 +79,17 @@ def test_without_a_budget_the_peak_of_one_unit_ahead_is_the_limit() -> None:
     assert max(buckets.live(within)) == max(buckets.live(at_distance(4, 1))) == 8
 
 
+def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> None:
+    buckets = gathers(4, 4, 4, 4)
+    clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
+    assert clock.seconds(choose(buckets, clock, None, room=16)) == 23 < clock.seconds(choose(buckets, clock, None))
+    assert choose(buckets, clock, None, room=11) == choose(buckets, clock, None), "no room for a bucket more"
+    for gained, is_taken in ((0.05, False), (0.5, True)):  # of 40 s
+        clock = segments([10.0] * 4, [0.0, 0.0, 0.0, 10.0 + gained])
+        assert (clock.seconds(choose(buckets, clock, None, room=16)) == 40.0) is is_taken
+        assert clock.seconds(choose(buckets, clock, None)) == 40.0 + gained
+
+
 def test_one_unit_ahead_starts_all_buckets_of_a_unit_when_the_one_before_begins() -> None:
     units = ["embed", "a", "a", "a", "b", "b", "head"]
     buckets = Gathers("forward", units, [1] * 7, list(range(1, 8)), [])

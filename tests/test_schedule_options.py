@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from expecttest import assert_expected_inline
 from models import MLP
 from printed import calls, events
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy
 
 import graph_fsdp
-from graph_fsdp.passes import Hardware, Link, default_pipeline, find_hardware
+from graph_fsdp.passes import Hardware, Link, Role, default_pipeline, find_hardware
 from graph_fsdp.report.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("fake_group_of_module")
@@ -81,6 +82,52 @@ def link(latency: float, bandwidth: float = 1e9) -> Hardware:
     """A processor with ``bandwidth`` bytes/s to its neighbours and ``latency`` seconds per step of a collective."""
     base = {**vars(find_hardware("cpu")), "island": 8, "collective_launch": 0.0}
     return Hardware(**{**base, "name": "a link", "intra": Link(bandwidth, latency)})
+
+
+def overlapping(memory: int) -> Hardware:
+    return dataclasses.replace(link(1e-7, 1e8), name="beside", overlaps=True, memory=memory)
+
+
+class LongTail(MLP):
+    """Computes long after its last parameter, while the link has nothing to do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for _ in range(40):
+            x = (x @ x.t() @ x).tanh()
+        return x
+
+
+def test_gathers_start_further_ahead_where_that_is_faster_and_takes_memory_that_is_not_missed() -> None:
+    little, plenty = (report_of(model=LongTail(depth=4), hardware=overlapping(m)) for m in (1 << 16, 1 << 24))
+    # Of the head and four blocks, those that start before the head has arrived.
+    first, more = (events(report, "backward").split(" .root ")[0] for report in (little, plenty))
+    assert first == "backward: >root >blocks.3"
+    assert more.startswith(f"{first} >blocks.2"), more
+    one_ahead, further = (report.latest("backward").timeline for report in (little, plenty))
+    assert one_ahead is not None and further is not None and further.seconds < 0.99 * one_ahead.seconds
+
+
+def test_two_reductions_in_a_wider_type_are_under_way_in_memory_that_is_not_missed() -> None:
+    def order(memory: int) -> str:
+        model = MLP(depth=2)
+        passes = default_pipeline(hardware=overlapping(memory))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        graph_fsdp.compile(model, backend="eager", passes=passes, mp_policy=policy)
+        model(torch.randn(4, 16)).sum().backward()
+        roles = {Role.REDUCE_START: "start", Role.REDUCE_WAIT: "wait"}
+        graph = graph_fsdp.inspect(model).latest("backward").graph
+        assert graph is not None
+        return " ".join(roles[node.meta["fsdp"].role] for node in graph.with_role(*roles))
+
+    assert_expected_inline(
+        order(1 << 16),
+        """start wait start wait start wait start wait start wait start wait""",
+    )
+    assert_expected_inline(
+        order(1 << 24),
+        """start start wait start wait start wait start wait start wait wait""",
+    )
 
 
 def test_bucket_auto_is_as_large_as_the_hardware_needs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -51,14 +52,14 @@ def one_rank(graph: Graph, cost: CostModel) -> tuple[float, list[tuple[float, fl
     now, free, found = 0.0, {}, {}
     for node in graph.nodes:
         if node.target in dialect.STARTS:
-            lane = dialect.group_of(node)
+            lane, now = dialect.group_of(node), now + seconds[node]
             begin = max(now, free.get(lane, 0.0))
             free[lane] = begin + cost.collective_seconds(node)
             found[node] = (begin, free[lane], 0.0)
         elif node.target in dialect.WAITS:
             begin, end, _ = found[node.args[0]]
             found[node.args[0]] = (begin, end, max(0.0, end - now))
-            now = max(now, end)
+            now = max(now, end) + seconds[node]
         else:
             now += seconds[node]
     return max([now, *free.values()]), list(found.values())
@@ -126,7 +127,8 @@ def two_reductions(seconds: tuple[float, float]) -> tuple[Graph, CostModel]:
             return seconds[copies.index(node)]
 
     module = torch.fx.GraphModule({}, graph)
-    return Graph(module, "backward"), Fixed(HARDWARE["h100"], groups)
+    packs_in_no_time = dataclasses.replace(HARDWARE["h100"], memory_bandwidth=math.inf, launch=0.0)
+    return Graph(module, "backward"), Fixed(packs_in_no_time, groups)
 
 
 def test_groups_that_share_a_link_get_half_of_it_each_while_they_overlap() -> None:

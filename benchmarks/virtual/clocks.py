@@ -10,6 +10,7 @@ The host is the one that launches: all that it has waited for has ended before w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -39,16 +40,18 @@ class Moment:
 
 @dataclass
 class Stream(Moment):
-    """``busy``: seconds in which it has run something. ``priority``: below 0 is high, as on CUDA."""
+    """``busy``: seconds in which it has run something. ``priority``: below 0 is high, as on CUDA. ``waited``: what it
+    knew of other streams when it was last asked (``Clocks.new_waits``)."""
 
     id: int = 0
     name: str = ""
     busy: float = 0.0
     priority: int = 0
+    waited: dict[int, int] = field(default_factory=dict)
 
 
 class Clocks:
-    """All streams, events and the host of one device."""
+    """All streams, events and the host of one device. ``links``: link → when its last collective has ended."""
 
     priorities: ClassVar[dict[int, int]] = {}  # of the streams of this process, which outlive a machine
 
@@ -56,6 +59,7 @@ class Clocks:
         self.host = Moment()
         self.streams = {0: Stream(id=0, name="the default stream")}
         self.events: dict[int, Moment] = {}
+        self.links: dict[str, float] = {}
 
     def add(self, stream: int, name: str) -> Stream:
         made = Stream(id=stream, name=name, priority=self.priorities.get(stream, 0))
@@ -64,14 +68,24 @@ class Clocks:
     def __getitem__(self, stream: int) -> Stream:
         return self.streams.get(stream) or self.add(stream, f"stream {stream}")
 
-    def launch(self, stream: Stream, seconds: float) -> tuple[int, float]:
-        """An operation at the end of a stream; its number, and when it begins."""
+    def launch(self, stream: Stream, seconds: float, links: Collection[str] = ()) -> tuple[int, float]:
+        """An operation at the end of a stream; its number, and when it begins. It waits until its links are free:
+        collectives that share one run one after the other, in the order in which they were launched, as those of one
+        communicator do whatever their streams are. That orders nothing that the program may rely on."""
         stream.join(self.host)
         number = stream.known[stream.id] = stream.known.get(stream.id, 0) + 1
-        begin = stream.seconds
-        stream.seconds += seconds
+        begin = max([stream.seconds, *(self.links.get(link, 0.0) for link in links)])
+        stream.seconds = begin + seconds
+        self.links.update(dict.fromkeys(links, stream.seconds))
         stream.busy += seconds
         return number, begin
+
+    def new_waits(self, stream: Stream) -> dict[int, int]:
+        """What a stream waits for before its next operation, and has not waited for before."""
+        stream.join(self.host)
+        waits = {s: n for s, n in stream.known.items() if s != stream.id and n > stream.waited.get(s, 0)}
+        stream.waited.update(waits)
+        return waits
 
     def record(self, event: int, stream: Stream) -> None:
         self.events[event] = stream.copy()

@@ -1,16 +1,21 @@
-"""Seconds of an operator's call on given hardware, by the cost model of ``graph_fsdp.passes``: one kernel, unfused."""
+"""Seconds on given hardware, by the cost model of ``graph_fsdp.passes``: of an operator's call (one kernel, unfused),
+and of a collective."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from simulated_link import Link, Message
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from graph_fsdp.passes import Graph, Hardware
+from graph_fsdp.passes import HARDWARE, Graph, GroupShape, Hardware
 from graph_fsdp.passes.analysis.cost import CostModel
 
 
@@ -63,3 +68,26 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _described(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass(frozen=True)
+class Network(Link):
+    """The links between the ranks of a cluster of ``hardware``, on which collectives take what the cost model says."""
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+    hardware: Hardware = HARDWARE["h100"]
+
+    def seconds(self, messages: Sequence[Message], group: dist.ProcessGroup) -> float:
+        model, size = self._model(group), group.size()
+        doubled = any(message.kind == "all_reduce" for message in messages)
+        # A ring moves all of the full buffer but one rank's part of it, and for an all-reduce twice as much.
+        full = sum(message.moved for message in messages) * size / (size - 1)
+        return model.all_reduce_seconds(full / 2, "group") if doubled else model.all_gather_seconds(full, "group")
+
+    def levels(self, group: dist.ProcessGroup) -> frozenset[str]:
+        return self._model(group).levels("group")
+
+    def _model(self, group: dist.ProcessGroup) -> CostModel:
+        first, second, *_ = [*dist.get_process_group_ranks(group), 1, 1]
+        return CostModel(self.hardware, {"group": GroupShape(group.size(), max(1, second - first))})

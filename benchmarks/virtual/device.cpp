@@ -3,6 +3,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -11,6 +13,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -41,6 +45,7 @@ struct Callbacks {
 namespace {
 Callbacks callbacks{};
 bool available = false;
+bool numbers = true;  // else tensors have addresses, and no memory that anybody writes to
 thread_local int64_t current_stream = 0;
 int64_t streams = 0, events = 0;
 
@@ -103,20 +108,45 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Memory final : c10::DeviceAllocator {
+  static std::map<void*, size_t>& reserved() {  // address space alone
+    static auto* made = new std::map<void*, size_t>();
+    return *made;
+  }
+  static std::mutex& mutex() {
+    static auto* made = new std::mutex();
+    return *made;
+  }
+  static void* reserve(size_t n) {
+    void* p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(p != MAP_FAILED, "the virtual device finds no address space for ", n, " bytes");
+    std::lock_guard<std::mutex> lock(mutex());
+    reserved()[p] = n;
+    return p;
+  }
   static void drop(void* p) {
     if (callbacks.freed) callbacks.freed(p);
+    {
+      std::lock_guard<std::mutex> lock(mutex());
+      if (auto found = reserved().find(p); found != reserved().end()) {
+        munmap(p, found->second);
+        reserved().erase(found);
+        return;
+      }
+    }
     std::free(p);
   }
   c10::DataPtr allocate(size_t n) override {
-    void* p = n ? std::malloc(n) : nullptr;
+    void* p = !n ? nullptr : numbers ? std::malloc(n) : reserve(n);
     if (p) {
-      std::memset(p, 0xFF, n);  // NaN: what was not written is not to look like a value
+      if (numbers) std::memset(p, 0xFF, n);  // NaN: what was not written is not to look like a value
       if (callbacks.allocated) callbacks.allocated(p, int64_t(n), current_stream);
     }
     return {p, p, &drop, Guard::only()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &drop; }
-  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  void copy_data(void* to, const void* from, size_t n) const override {
+    if (numbers) std::memcpy(to, from, n);
+  }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
@@ -193,7 +223,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override {
     auto next = memory.allocate(n);
     auto kept = std::min(n, storage.nbytes());
-    if (kept) std::memcpy(next.get(), storage.data(), kept);
+    if (kept && numbers) std::memcpy(next.get(), storage.data(), kept);
     auto* impl = storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(std::move(next));
     impl->set_nbytes(n);
@@ -219,7 +249,17 @@ at::Tensor on_host(const at::Tensor& self) {
   return at::from_blob(
       self.mutable_data_ptr(), self.sizes(), self.strides(), at::TensorOptions(self.dtype()).device(at::kCPU));
 }
+int64_t attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask,
+    double dropout, bool, std::optional<double>, bool) {
+  bool flash = !numbers && !mask && dropout == 0.0;  // its kernel is the CPU's by name, and nobody computes it
+  return static_cast<int64_t>(flash ? sdp::SDPBackend::flash_attention : sdp::SDPBackend::math);
+}
 }  // namespace
+
+namespace at::native {
+static RegisterPRIVATEUSE1Dispatch<_fused_sdp_choice_stub_DECLARE_DISPATCH_type> attention_register(
+    _fused_sdp_choice_stub, &attention);
+}
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -240,9 +280,10 @@ void virtual_register() {
   c10::SetAllocator(TYPE, &memory);
   at::RegisterPrivateUse1HooksInterface(new Hooks());
 }
-void virtual_set(const Callbacks* given) {
+void virtual_set(const Callbacks* given, int with_numbers) {
   callbacks = given ? *given : Callbacks{};
   available = given != nullptr;
+  numbers = with_numbers;
 }
 int64_t virtual_current_stream() { return current_stream; }
 }

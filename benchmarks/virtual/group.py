@@ -62,9 +62,9 @@ class VirtualLane:
         # Numbers of torch's streams are 0 and above.
         self.machine, number = machine, -2 - sum(stream < 0 for stream in machine.clocks.streams)
         self.stream = machine.clocks.add(number, f"the stream of process group {name!r}")
-        self.free = 0.0  # virtual seconds
         self.on_current_stream = False
         self.keeps_tensors = True
+        self.links: frozenset[str] = frozenset()
 
     def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
         machine = self.machine
@@ -74,14 +74,13 @@ class VirtualLane:
             stream.join(machine.current_stream)
         # What a message does with its tensors is no work of the device's.
         machine.paused = True
-        fill(messages)
+        if machine.numbers:
+            fill(messages)
         machine.paused = False
         kinds = "+".join(dict.fromkeys(message.kind for message in messages))
         reads = [tensor for message in messages for tensor in message.inputs]
         writes = [tensor for message in messages for tensor in message.outputs]
-        stream.seconds = max(stream.seconds, self.free)
-        machine.launch(kinds, reads, writes, seconds, stream)
-        self.free = stream.seconds
+        machine.launch(kinds, reads, writes, seconds, stream, self.links if seconds else ())
         kept = [*reads, *writes] if self.keeps_tensors and stream is self.stream else []
         work = VirtualWork(machine, stream.copy(), kept, blocks_host=kinds == "barrier")
         machine.leave()
@@ -135,6 +134,7 @@ class VirtualGroup(SimulatedGroup):
         if not isinstance(lane, VirtualLane) or lane.machine is not Machine.current:
             lane = self._lanes[device] = VirtualLane(Machine.current, self.group_name)
         lane.on_current_stream, lane.keeps_tensors = self._on_current_stream, type(self).keeps_tensors
+        lane.links = self.link.levels(self)
         return lane
 
     _on_current_stream = False

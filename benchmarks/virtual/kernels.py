@@ -1,5 +1,6 @@
 """Operators of the virtual device: each is computed on the host, at once, by the CPU's kernel on the same memory, and
-launched on the current stream of the machine, which knows from the operator's schema what it reads and writes."""
+launched on the current stream of the machine, which knows from the operator's schema what it reads and writes. On a
+machine without numbers only the shapes of results are computed, by the kernels of torch's meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from virtual import library
 from virtual.machine import Machine
 
 aten = torch.ops.aten
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 _on_host = torch.ops.virtual_device  # its operator is there when the library is loaded
 
 # The host has to know how large their results are.
@@ -109,10 +110,15 @@ def on_host(value: Tensor) -> Tensor:
     return _on_host.on_host(value) if is_virtual(value) else value
 
 
-def _moved(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return on_host(leaf)
-    return CPU if isinstance(leaf, torch.device) and leaf.type == library.NAME else leaf
+def _moved(leaf: Any, to: torch.device) -> Any:
+    """``leaf`` on the device that computes it: the host, or torch's meta device, which computes shapes."""
+    if isinstance(leaf, torch.device):
+        return to if leaf.type == library.NAME else leaf
+    if not isinstance(leaf, Tensor) or to == CPU:
+        return on_host(leaf) if isinstance(leaf, Tensor) else leaf
+    if leaf.device == CPU and not leaf.dim():  # dtypes of results follow from what it is
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=to)
 
 
 def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,21 +137,24 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(machine: Machine | None, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     known = signature(operator)
     named = {**dict(zip(known.names, args, strict=False)), **kwargs}
-    host_args, host_kwargs = pytree.tree_map(_moved, (tuple(args), kwargs))
+    numbers = machine is None or machine.numbers
+    to = CPU if numbers else META
+    host_args, host_kwargs = pytree.tree_map(functools.partial(_moved, to=to), (tuple(args), kwargs))
     host_kwargs.pop("pin_memory", None)
     grown = [name for name in known.out if is_virtual(named.get(name)) and not named[name].numel()]
     for name in grown:  # the kernel resizes it
-        host_kwargs[name] = torch.empty(0, dtype=named[name].dtype)
-    host_named = {**dict(zip(known.names, host_args, strict=False)), **host_kwargs}
+        host_kwargs[name] = torch.empty(0, dtype=named[name].dtype, device=to)
     value = operator(*host_args, **host_kwargs)
     for name in grown:
-        on_host(resize(named[name], host_kwargs[name].shape)).copy_(host_kwargs[name])
+        resized = resize(named[name], host_kwargs[name].shape)
+        if numbers:
+            on_host(resized).copy_(host_kwargs[name])
     values = value if isinstance(value, tuple) and len(known.returned) > 1 else (value,)
     results, fresh = [], []
     for result, owner in zip(values, known.returned, strict=False):
         if owner.startswith("view of "):
             owner = owner.removeprefix("view of ")
-            results.append(pytree.tree_map(functools.partial(_view, named[owner], host_named[owner]), result))
+            results.append(pytree.tree_map(functools.partial(_view, named[owner]), result))
         elif owner:
             results.append(named[owner])
         else:
@@ -162,16 +171,18 @@ def _fresh(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=library.NAME)
-    on_host(made).copy_(value)
+    if value.device == CPU:
+        on_host(made).copy_(value)
     return made
 
 
-def _view(owner: Tensor, host: Tensor, value: Any) -> Any:
+def _view(owner: Tensor, value: Any) -> Any:
+    """The tensor of the device for ``value``, which views ``owner`` where that was moved to."""
     if not isinstance(value, Tensor):
         return value
     like = owner if value.dtype is owner.dtype else owner.view(value.dtype)
-    offset = (value.data_ptr() - host.data_ptr()) // value.element_size() + like.storage_offset()
-    return like.as_strided(value.shape, value.stride(), offset)
+    # What was moved begins in its storage where the owner begins in its own.
+    return like.as_strided(value.shape, value.stride(), value.storage_offset() + like.storage_offset())
 
 
 def _waits(operator: Any, values: Sequence[Any]) -> bool:
@@ -210,15 +221,18 @@ def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _copy(machine: Machine | None, source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
-    if machine is not None and source.device.type == "cpu":
+    numbers = machine is None or machine.numbers
+    if machine is not None and source.device.type == "cpu" and numbers:
         machine.arrive(source)
-    on_host(target).copy_(on_host(source))
+    if numbers:
+        on_host(target).copy_(on_host(source))
     if machine is None:
         return target
     machine.launch("aten.copy_", [source], [target], machine.kernels.copy(target, source))
     host = source if source.device.type == "cpu" else target if target.device.type == "cpu" else None
     if host is not None and non_blocking and host.is_pinned():
-        machine.copy_beside_host(host, host.clone(), is_target=host is target)
+        if numbers:
+            machine.copy_beside_host(host, host.clone(), is_target=host is target)
     elif host is not None:
         machine.wait_for(machine.current_stream)
     return target
@@ -231,6 +245,8 @@ def item(value: Tensor) -> Any:
         machine.launch("aten.item", [value], [], machine.kernels.model.transfer_seconds(value.nbytes))
         machine.wait_for(machine.current_stream)
         machine.leave()
+        if not machine.numbers:
+            return torch.zeros((), dtype=value.dtype).item()
     with torch._C._AutoDispatchBelowAutograd():
         return on_host(value).item()
 

@@ -135,7 +135,7 @@ def attach(machine: Machine) -> None:
     }
     called = {name: _CALLBACKS_TYPES[name](_guarded(machine, function)) for name, function in functions.items()}
     _attached[:] = [_Callbacks(**called)]
-    _library().virtual_set(ctypes.byref(_attached[0]))
+    _library().virtual_set(ctypes.byref(_attached[0]), int(machine.numbers))
 
 
 _CALLBACKS_TYPES = dict(_Callbacks._fields_)
@@ -159,5 +159,5 @@ def _guarded(machine: Machine, function: Callable[..., Any]) -> Callable[..., An
 
 
 def detach() -> None:
-    _library().virtual_set(None)
+    _library().virtual_set(None, 1)
     _attached.clear()

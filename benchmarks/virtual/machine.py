@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -30,13 +30,19 @@ class RaceError(Exception):
 
 @dataclass(frozen=True)
 class Operation:
-    """What ran on a stream, in virtual seconds."""
+    """What ran on a stream, in virtual seconds. ``number``: of it on its stream; ``waits``: other stream → the number
+    of its operation that had to end first, where the one before it on its stream had not waited for as much;
+    ``seconds``: that it takes."""
 
     stream: int
     operator: str
     begin: float
     end: float
-    priority: int
+    priority: int = 0
+    number: int = 0
+    waits: Mapping[int, int] = field(default_factory=dict)
+    links: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 class Machine:
@@ -50,6 +56,9 @@ class Machine:
     hardware: by which kernels and copies take their time, and what the device says that it is.
     host: what launching takes: nothing ("free"), or the processor time of this process between two calls of the device
     ("counted"), without what the device itself computes here.
+    numbers: compute them. Without, tensors have shapes and addresses, but no memory and no values, so that models of
+    any size run: what a program reads of the device is 0, attention is flash attention, and what the host does to
+    pinned memory is not checked.
     traced: keep ``operations``.
 
     Leaving raises RaceError if races were found that nobody has taken (``take_races``).
@@ -57,8 +66,10 @@ class Machine:
 
     current: Machine | None = None
 
-    def __init__(self, hardware: str | Hardware = "h100", *, host: Host = "free", traced: bool = False) -> None:
-        self.hardware, self.host = find_hardware(hardware), host
+    def __init__(
+        self, hardware: str | Hardware = "h100", *, host: Host = "free", numbers: bool = True, traced: bool = False
+    ) -> None:
+        self.hardware, self.host, self.numbers = find_hardware(hardware), host, numbers
         self.clocks = Clocks()
         self.memory = Memory(self.clocks)
         self.kernels = Kernels(self.hardware)
@@ -67,7 +78,7 @@ class Machine:
         self.operations: list[Operation] | None = [] if traced else None
         self._seen: set[tuple[object, ...]] = set()
         self.paused = False  # what runs is part of an operation that is launched by itself
-        self._left = time.process_time()
+        self._depth, self._left = 0, time.process_time()
         self._copies: list[_HostCopy] = []
 
     def __enter__(self) -> Machine:
@@ -98,11 +109,13 @@ class Machine:
 
     def enter(self) -> None:
         """The host comes to the device: what it did since it left is its own time."""
-        if self.host == "counted":
+        if self.host == "counted" and not self._depth:
             self.clocks.host.seconds += time.process_time() - self._left
+        self._depth += 1
 
     def leave(self) -> None:
-        if self.host == "counted":
+        self._depth -= 1
+        if self.host == "counted" and not self._depth:
             self._left = time.process_time()
 
     # operations
@@ -114,15 +127,30 @@ class Machine:
         writes: Sequence[Tensor],
         seconds: float,
         stream: Stream | None = None,
+        links: Collection[str] = (),
     ) -> None:
-        """An operation of the current stream, or of another one. Tensors of the host count if they are pinned."""
+        """An operation of the current stream, or of another one. Tensors of the host count if they are pinned.
+        ``links``: those that it has to itself while it runs."""
         if self.paused:
             return
         stream = stream or self.current_stream
-        number, begin = self.clocks.launch(stream, seconds)
+        waits = self.clocks.new_waits(stream) if self.operations is not None else {}
+        number, begin = self.clocks.launch(stream, seconds, links)
         place = Place.here()
         if self.operations is not None:
-            self.operations.append(Operation(stream.id, operator, begin, stream.seconds, stream.priority))
+            self.operations.append(
+                Operation(
+                    stream.id,
+                    operator,
+                    begin,
+                    stream.seconds,
+                    stream.priority,
+                    number,
+                    waits,
+                    tuple(links),
+                    seconds,
+                )
+            )
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
                 base = tensor.untyped_storage().data_ptr()

@@ -146,12 +146,14 @@ def wait_slice(start: fx.Node, begin: float, seconds: float) -> Slice:
 
 def computations(begin: float, scheduled: ScheduledGraph) -> Iterator[Slice]:
     """Yield the nodes of a graph that take time on the compute lane."""
+    waited = {wait_of(event.node): event.exposed for event in scheduled.timeline.events}
     for node, seconds in scheduled.computing().items():
         source = source_line(node)
         args = {"operator": str(node.target), "module": module_name(node)}
         if source is not None:
             args |= {"source": f"{source.file}:{source.line}", "code": source.code}
-        yield Slice(node.name, "compute", COMPUTE, begin + scheduled.timeline.starts[node], seconds, args)
+        at = begin + scheduled.timeline.starts[node] + waited.get(node, 0.0)
+        yield Slice(node.name, "compute", COMPUTE, at, seconds, args)
 
 
 def communication(begin: float, scheduled: ScheduledGraph, spec: ModelSpec) -> Iterator[Slice]:

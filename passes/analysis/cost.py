@@ -39,7 +39,8 @@ from graph_fsdp.passes.analysis.kernels import Kind, Work, graph_work, value_nby
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import has_argument
+from graph_fsdp.passes.ir.layout import copies_by
+from graph_fsdp.passes.ir.operands import has_argument, operand
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,21 @@ class CostModel:
     # compute
 
     def graph_seconds(self, graph: Graph) -> dict[fx.Node, float]:
-        """Return the compute seconds of every node; 0.0 for inputs, views and the dialect's communication. Linear.
+        """Return the compute seconds of every node; 0.0 for inputs and views. Linear.
 
-        A fused kernel's launch counts on its first node, its reads and writes on those that read and write.
+        A fused kernel's launch counts on its first node, its reads and writes on those that read and write. What starts
+        a collective has the seconds of the copies that it sends, and the wait those of unpacking, where they overlap.
         """
-        return {node: self._compute_seconds(node, work) for node, work in graph_work(graph, fused=self.fused).items()}
+        work = graph_work(graph, fused=self.fused)
+        return {node: self._compute_seconds(node, each) + self._packing_seconds(node) for node, each in work.items()}
+
+    def _packing_seconds(self, node: fx.Node) -> float:
+        waits = node.target in dialect.WAITS
+        # Where nothing runs beside a collective, no schedule can hide a copy behind one.
+        if not self.hardware.overlaps or not (waits or node.target in dialect.STARTS):
+            return 0.0
+        nbytes = copies_by(operand(node) if waits else node)[waits]
+        return self._traffic_seconds(nbytes) + self.hardware.launch if nbytes else 0.0
 
     def _compute_seconds(self, node: fx.Node, work: Work) -> float:
         if work.kind is Kind.FREE:
@@ -199,7 +210,7 @@ class CostModel:
         return max(0.0, 2 * self.all_gather_seconds(nbytes, group) - self.hardware.collective_launch)
 
     def collective_seconds(self, node: fx.Node) -> float:
-        """Return the seconds of the collective that a node starts, without packing its inputs (``copy_seconds``).
+        """Return the seconds of the collective that a node starts, without packing its inputs (``graph_seconds``).
 
         Raises:
             ValueError: the node is none of ``dialect.STARTS``, or the model was not given its group.

@@ -73,7 +73,8 @@ class Timeline:
 @dataclass(frozen=True, eq=False, slots=True)
 class Task:
     """A rank computes for ``seconds``; with a ``lane`` it starts a transfer of as long there; with ``waits_for`` it
-    waits for that task's transfer. ``levels``: shared levels of the network. ``own``: each rank has its own transfer.
+    waits for that task's transfer. ``copies``: what it computes before it starts one, and when it has waited for one.
+    ``levels``: shared levels of the network. ``own``: each rank has its own transfer.
     """
 
     seconds: float = 0.0
@@ -81,6 +82,7 @@ class Task:
     waits_for: Task | None = None
     levels: frozenset[str] = frozenset()
     own: bool = False
+    copies: float = 0.0
 
 
 def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None) -> Timeline:
@@ -95,9 +97,9 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
         elif node.target in dialect.STARTS:
             group = dialect.group_of(node)
             levels = cost.levels(group) if conditions.contention else frozenset()
-            tasks[node] = Task(cost.collective_seconds(node), group, levels=levels)
+            tasks[node] = Task(cost.collective_seconds(node), group, levels=levels, copies=seconds[node])
         elif node.target in dialect.TRANSFER_WAITS:
-            tasks[node] = Task(waits_for=tasks[operand(node)])
+            tasks[node] = Task(waits_for=tasks[operand(node)], copies=seconds[node])
         else:
             tasks[node] = Task(seconds[node])
     simulation = Simulation(list(tasks.values()), conditions, cost.hardware.interference)
@@ -158,41 +160,51 @@ class _Rank:
 
 
 class Simulation:
-    """Runs the same tasks on one rank that keeps up and, with a straggler, on one that does not."""
+    """Runs the same tasks on one rank that keeps up and, with a straggler, on one that does not. ``beside``: the tasks
+    of each further stream of a rank, which may wait for what another stream starts."""
 
-    def __init__(self, tasks: Sequence[Task], conditions: Conditions, interference: float = 0.0) -> None:
-        self.tasks, self.contention, self.interference = tasks, conditions.contention, interference
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        conditions: Conditions,
+        interference: float = 0.0,
+        beside: Sequence[Sequence[Task]] = (),
+    ) -> None:
+        self.contention, self.interference = conditions.contention, interference
         slowness = [1.0, float(conditions.straggler)] if conditions.straggler > 1 else [1.0]
         self.ranks = [_Rank(s) for s in slowness]
+        others = [(number, _Rank(rank.slowness), more) for more in beside for number, rank in enumerate(self.ranks)]
+        self._streams = [*((number, rank, tasks) for number, rank in enumerate(self.ranks)), *others]
         self.now = 0.0
         self.transfers: dict[tuple[Task, int | None], _Transfer] = {}
         self._lanes: dict[tuple[str, int | None], deque[_Transfer]] = {}  # the first of each runs
 
     def run(self) -> float:
         """Return the seconds until the last rank is through and nothing is under way."""
-        courses = [self._course(rank, number) for number, rank in enumerate(self.ranks)]
+        courses = [self._course(*stream) for stream in self._streams]
         while True:
             for course in courses:
                 next(course, None)
             if not self._advance():
                 return self.now
 
-    def _course(self, rank: _Rank, number: int) -> Iterator[None]:
-        """Go through a rank's tasks, and yield as long as it computes or waits."""
-        for task in self.tasks:
+    def _course(self, number: int, rank: _Rank, tasks: Sequence[Task]) -> Iterator[None]:
+        """Go through a stream's tasks, and yield as long as it computes or waits."""
+        for task in tasks:
             rank.starts.append(self.now)
             if task.waits_for is not None:
-                transfer = self.transfers[task.waits_for, number if task.waits_for.own else None]
-                while not transfer.done:
+                awaited = task.waits_for, number if task.waits_for.own else None
+                while awaited not in self.transfers or not self.transfers[awaited].done:
                     yield
                 rank.waited[task.waits_for] = self.now - rank.starts[-1]
-            elif task.lane:
-                self._reach(task, number if task.own else None)
-            elif seconds := task.seconds * rank.slowness:
+            computed = task.copies if task.lane or task.waits_for is not None else task.seconds
+            if seconds := computed * rank.slowness:
                 rank.work = _Work(seconds)
                 rank.work.start(self.now)
                 while rank.work is not None:
                     yield
+            if task.lane:
+                self._reach(task, number if task.own else None)
 
     def _reach(self, task: Task, owner: int | None) -> None:
         """Let a rank arrive at a task that starts a transfer."""
@@ -209,7 +221,7 @@ class Simulation:
     def _advance(self) -> bool:
         """Go to the next event; False when all is done."""
         running = [lane[0] for lane in self._lanes.values() if lane]
-        computing = [rank for rank in self.ranks if rank.work is not None]
+        computing = [rank for _, rank, _ in self._streams if rank.work is not None]
         works: list[_Work] = [*running, *(rank.work for rank in computing if rank.work is not None)]
         if not works:
             return False

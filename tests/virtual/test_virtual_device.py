@@ -10,18 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from facts import Facts, Failures, check
+from models import MLP
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import virtual_cluster
+from both_devices import fsdp2
 from simulated_link import Link
 from virtual import library
+from virtual.compiled import backend
 from virtual.group import virtual_group
 from virtual.machine import Machine, RaceError
+from virtual.replay import seconds_under
 
 from graph_fsdp.compat import all_gather_single, grouped, reduce_scatter_single
 from graph_fsdp.passes import HARDWARE
 from graph_fsdp.passes.analysis.hardware import detect_hardware
+from graph_fsdp.passes.analysis.simulate import Conditions
 
 pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 FACTS = Facts(__name__)
@@ -250,6 +256,98 @@ def a_collective_keeps_its_tensors_until_the_wait() -> None:
             work.wait()
             assert bool(machine.take_races()) is not keeps
         type(group).keeps_tensors = True
+
+
+@FACTS
+def collectives_that_share_a_link_run_one_after_the_other_on_whichever_streams() -> None:
+    with Machine("h100", traced=True) as machine, virtual_group(4, LINK):
+        other_group = dist.new_group([0, 1])
+        full, shard = torch.zeros(1000, device="virtual"), torch.ones(250, device="virtual")
+        second, half = torch.zeros(500, device="virtual"), torch.ones(1000, device="virtual")
+        streams = [torch.Stream("virtual") for _ in range(2)]
+        for stream in streams:
+            stream.wait_stream(current())
+        with streams[0]:
+            all_gather_single(full, shard)
+        with streams[1]:
+            reduce_scatter_single(second, half, group=other_group)
+        gather, reduction = machine.operations[-2:]
+        assert gather.stream != reduction.stream and reduction.begin == gather.end > gather.begin
+        second.add(1)
+        assert len(machine.take_races()) == 1, "a busy link orders nothing for the program"
+
+
+def trained(host_of_numbers: bool) -> tuple[list[tuple[int, str, float]], float]:
+    """What ran where, and when it began, in a step of FSDP2; seconds of all steps."""
+    with Machine("h100", numbers=host_of_numbers, traced=True) as machine, virtual_group(4, LINK):
+        torch.manual_seed(0)
+        model = fsdp2(MLP(depth=3).to("virtual"))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            model(torch.ones(4, 16, device="virtual")).square().mean().backward()
+            optimizer.step()
+        names = {stream: index for index, stream in enumerate(dict.fromkeys(o.stream for o in machine.operations))}
+        return [(names[o.stream], o.operator, o.begin) for o in machine.operations], machine.seconds
+
+
+@FACTS
+def without_numbers_the_same_runs_at_the_same_time() -> None:
+    (expected, seconds), (found, others) = trained(True), trained(False)
+    assert found == expected and others == seconds
+
+
+@FACTS
+def without_numbers_tensors_take_no_memory() -> None:
+    with Machine("h100", numbers=False) as machine:
+        x = torch.empty(1 << 20, 1 << 20, device="virtual")
+        (x @ x).sum().item()
+        assert 2 << 42 <= machine.memory.most < 3 << 42 and machine.seconds > (2 << 60) / 67e12
+        q = torch.empty(1, 32, 1 << 20, 128, dtype=torch.bfloat16, device="virtual", requires_grad=True)
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        assert q.grad.shape == q.shape and machine.memory.most < 4 << 42, "scores are not kept"
+
+
+@FACTS
+def compiled_graphs_compute_what_the_cpu_computes_in_fewer_kernels() -> None:
+    def train(device: str, compiled: bool) -> tuple[list[torch.Tensor], float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with Machine("h100") as machine:
+            model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16)).to(device)
+            model(torch.ones(4, 16, device=device))
+            run = torch.compile(model, backend=backend) if compiled else model
+            for _ in range(2):
+                begin = machine.seconds
+                run(torch.ones(4, 16, device=device)).sin().sum().backward()
+            seconds = machine.seconds - begin
+            return [p.grad.cpu() for p in model.parameters()], seconds
+
+    (expected, _), (found, fused), (_, eager) = train("cpu", False), train("virtual", True), train("virtual", False)
+    torch.testing.assert_close(found, expected)
+    assert fused < 0.9 * eager
+
+
+@FACTS
+def a_step_is_played_again_under_conditions() -> None:
+    """A GPT of Llama-3-8B's width on 8 H100s: what ``benchmarks/virtual_cluster.py`` says of it."""
+    hardware, workload = HARDWARE["h100"], virtual_cluster.Workload("gpt", layers=2, length=2048)
+    rows = {}
+    for name in virtual_cluster.IMPLEMENTATIONS:
+        rows[name], machine = virtual_cluster.measure(name, workload, 8, hardware)
+        operations = machine.operations
+        assert rows[name].disturbed_s == pytest.approx(rows[name].step_s, rel=1e-3), name
+        slower, shared = (Conditions(straggler=1.5), Conditions(contention=True))
+        assert 1.02 < seconds_under(slower, operations, hardware) / rows[name].step_s < 1.5
+        assert 1.02 < seconds_under(shared, operations, hardware) / rows[name].step_s < 1.2
+    ours, compiled, eager = rows.values()
+    assert ours.step_s < 0.95 * compiled.step_s < 0.95 * eager.step_s
+    assert ours.predicted_s == pytest.approx(ours.graphs_s, rel=0.03)
+    assert all(row.step_s >= 0.999 * row.bound_s for row in rows.values())
+    longer = dataclasses.replace(workload, length=8192)
+    computing, _ = virtual_cluster.measure("graph_fsdp", longer, 8, hardware)
+    assert computing.bound_s == computing.compute_s and computing.step_s < 1.05 * computing.ends_s
+    counted, _ = virtual_cluster.measure("graph_fsdp", workload, 8, hardware, host="counted")
+    assert counted.step_s > ours.step_s and counted.compute_s == pytest.approx(ours.compute_s)
 
 
 @pytest.fixture(scope="module")

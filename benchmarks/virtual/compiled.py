@@ -1,0 +1,123 @@
+"""What Inductor would make of graphs, on the virtual device: each is launched as one operation that takes the seconds
+of its fused kernels by the cost model of ``graph_fsdp.passes``.
+
+Inductor generates no code for the device. What it does before that, it does here: its decompositions, its passes over
+joint graphs and torch's min-cut partitioner. ``compiled_regions`` has graph_fsdp's ``backend="inductor"`` compile its
+regions so, and ``backend`` is one of ``torch.compile``, for blocks that FSDP2 shards: the same kernels cost both the
+same. Python between the graphs is the program's own, and the host's time of Inductor's own launchers is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp import compat
+from graph_fsdp.passes import Graph
+from graph_fsdp.passes.analysis.cost import CostModel
+from graph_fsdp.passes.ir.effects import mutated_inputs
+from graph_fsdp.runtime.backends import BACKENDS, Backend, InductorBackend
+from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
+from virtual.kernels import tensors_of
+from virtual.machine import Machine
+
+
+class CompiledGraph:
+    """A graph of tensors with static shapes. Takes a list of inputs, which it empties, and returns the outputs."""
+
+    def __init__(self, module: fx.GraphModule, kind: str) -> None:
+        # AOTAutograd then hands over the list itself. On the instance: its wrappers copy nothing else.
+        self._boxed_call = True
+        graph = Graph(module, "backward" if kind == "backward" else "forward")
+        self.name = f"compiled {kind}"
+        self.inputs = {node: index for index, node in enumerate(graph.placeholders)}
+        (outputs,) = graph.output.args
+        self.outputs: Sequence[Any] = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        self.written = {self.inputs[n] for node in graph.nodes for n in mutated_inputs(node) if n in self.inputs}
+        self.roots = {node: roots for node, roots in graph.alias_roots().items() if node in set(self.outputs)}
+        ends = [node for node in (*self.outputs, *self.inputs) if isinstance(node, fx.Node)]
+        self.values = {node: node.meta.get("val") for node in ends}
+        machine = Machine.current
+        assert machine is not None, "graphs are compiled for the device of a machine"
+        self.seconds = sum(CostModel(machine.hardware, {}).graph_seconds(graph).values())
+        self.run = run_as_graph(module) if machine.numbers else None
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        machine = Machine.current
+        if machine is None:
+            raise RuntimeError("a graph that was compiled for the virtual device runs on a machine; there is none")
+        given = list(inputs)
+        machine.enter()
+        try:
+            paused, machine.paused = machine.paused, True
+            found = self.run(inputs) if self.run is not None else [self._shaped(given, node) for node in self.outputs]
+            machine.paused = paused
+            inputs.clear()
+            written = [given[index] for index in self.written]
+            fresh = [t for t in tensors_of(found) if not any(t is other for other in given)]
+            machine.launch(self.name, list(tensors_of(given)), [*written, *fresh], self.seconds)
+        finally:
+            machine.leave()
+        return found
+
+    def _shaped(self, given: Sequence[Any], node: Any) -> Any:
+        """An output without numbers: an input, a view of one, or a new tensor."""
+        value = self.values.get(node) if isinstance(node, fx.Node) else node
+        if not isinstance(node, fx.Node) or not isinstance(value, Tensor):
+            return given[self.inputs[node]] if node in self.inputs else value
+        owner = next((root for root in self.roots[node] if root in self.inputs), None)
+        if owner is None:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        base: Tensor = given[self.inputs[owner]]
+        if node is owner:
+            return base
+        like = base if base.dtype is value.dtype else base.view(value.dtype)
+        offset = value.storage_offset() - self.values[owner].storage_offset()
+        return like.detach().as_strided(value.shape, value.stride(), like.storage_offset() + offset)
+
+
+class VirtualInductor(InductorBackend):
+    """Inductor, but for the code."""
+
+    compiles_whole = False
+
+    def compile_region(self, region: Region, kind: str) -> Compiled:
+        return CompiledGraph(region.module, kind)
+
+    def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
+        return Backend.compile_regions(self, regions)
+
+
+@contextlib.contextmanager
+def compiled_regions() -> Iterator[None]:
+    """While open, models that are compiled with ``backend="inductor"`` have it compile for the virtual device."""
+    before = BACKENDS["inductor"]
+    BACKENDS["inductor"] = VirtualInductor
+    try:
+        yield
+    finally:
+        BACKENDS["inductor"] = before
+
+
+def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs: a backend of ``torch.compile``."""
+
+    def compiler(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], CompiledGraph]:
+        return lambda graph, inputs: CompiledGraph(graph, kind)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        prepared = compat.inductor_joint_passes(joint)
+        return compat.min_cut_rematerialization_partition(prepared, joint_inputs, compiler="inductor", **options)
+
+    compiled: Callable[..., Any] = compat.aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        decompositions=compat.inductor_decompositions(),
+    )(module, inputs)
+    return compiled

@@ -1,0 +1,279 @@
+"""A step of a Llama or a GPT on one virtual H100 as a rank of 8, 64 or 512: graph_fsdp beside FSDP2, in virtual time.
+
+    python benchmarks/virtual_cluster.py [--workloads llama gpt] [--ranks 8 64 512] [--host free counted] [--out …json]
+
+The programs are the real ones: torch's ``fully_shard``, graph_fsdp's passes and runtime, autograd and the optimizer, on
+the virtual device (``benchmarks/virtual``) without numbers. Every kernel takes the seconds of the cost model of
+``graph_fsdp.passes`` on the stream that the program put it on, every collective those of the cluster's links, and
+collectives that share a link run one after the other, in the order in which they were launched, on whichever streams.
+What compilers would fuse costs both sides the same (``virtual/compiled.py``). Nothing here was run on a GPU.
+
+Implementations: ours is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
+does it: every block sharded, the embedding by itself, norm and head together and kept for backward; "FSDP2, compiled
+blocks" compiles each block and the loss, "FSDP2, eager" nothing. All gather in bfloat16, reduce in float32, and train
+by fused AdamW.
+
+- step: virtual seconds of forward, backward and optimizer, after two steps of warmup. With ``--host free`` the host
+  launches in no time, so that figures are the same in every run; "counted" adds its processor time between launches.
+- compute: seconds of the kernels on the stream that computes; link: of the collectives; bound: max(compute, link).
+- ends: the first gather, compute, and the last reduction, one after the other, or the link and the optimizer, whichever
+  takes longer. Nothing computes before the first gather has ended, and the optimizer comes after the last reduction.
+- exposed: step less compute.
+- predicted: what graph_fsdp's report says of forward and backward, over their virtual seconds.
+- disturbed: the step once more (``virtual/replay.py``) where one rank computes ``--straggler`` times slower and, with
+  ``--contention``, a running collective takes processors from compute. The host takes no time there.
+
+Kernels run as if alone: copies of FSDP2 on streams of their own take nothing from what is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+from gpt import GPT, GPTConfig
+from llama import SIZES, llama
+from virtual.compiled import backend, compiled_regions
+from virtual.cost import Network
+from virtual.group import virtual_group
+from virtual.machine import Host, Machine, Operation
+from virtual.replay import seconds_under
+
+import graph_fsdp
+from graph_fsdp.passes import Hardware, default_pipeline, find_hardware
+from graph_fsdp.passes.analysis.simulate import Conditions
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+RESULTS = Path(__file__).parent / "results" / "virtual_cluster.json"
+WARMUP = 2
+UNDISTURBED = Conditions()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of ``layers`` blocks, and the tokens of a rank's one sequence. ``size``: of a Llama (``llama.SIZES``), or
+    "gpt", the width of Llama-3-8B with GPT-2's vocabulary."""
+
+    size: str
+    layers: int
+    length: int
+    width: int = 4096
+    vocabulary: int = 50304
+
+    def make(self) -> nn.Module:
+        with torch.device("virtual"):
+            if self.size != "gpt":
+                return Logits(llama(self.size, self.layers, self.length, torch.device("virtual")))
+            return GPTLogits(GPTConfig(self.vocabulary, self.layers, self.width, self.width // 128, self.length))
+
+    def tokens(self) -> Tensor:
+        return torch.zeros(1, self.length, dtype=torch.int64, device="virtual")
+
+
+class Logits(nn.Module):
+    """A Llama's logits; its parts under the names that FSDP2 is set up by."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.whole = model
+
+    @property
+    def parts(self) -> tuple[nn.ModuleList, list[nn.Module], list[nn.Module]]:
+        """The blocks, the embeddings, and what follows the blocks."""
+        model: Any = self.whole
+        return model.model.layers, [model.model.embed_tokens], [model.model.norm, model.lm_head]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.whole(input_ids=tokens).logits
+        return logits
+
+
+class GPTLogits(GPT):
+    """The GPT of the examples without its loss."""
+
+    @property
+    def parts(self) -> tuple[nn.ModuleList, list[nn.Module], list[nn.Module]]:
+        return self.blocks, [self.tokens, self.positions], [self.norm, self.head]
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, cross_entropy
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(self.model(tokens), tokens)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def ours(model: nn.Module, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    return graph_fsdp.compile(WithLoss(model), mesh, mp_policy=POLICY, passes=default_pipeline(hardware=hardware))
+
+
+def fsdp2(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    blocks, embeddings, head = model.parts
+    for module in [*blocks, *embeddings]:
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+    fully_shard(head, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
+    return WithLoss(fully_shard(model, mesh=mesh, mp_policy=POLICY))
+
+
+def fsdp2_compiled(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Module:
+    for block in model.parts[0]:
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)  # FSDP2's hooks stay outside
+    sharded: Any = fsdp2(model, mesh, hardware)
+    sharded.loss = torch.compile(cross_entropy, backend=backend, fullgraph=True)
+    return sharded  # type: ignore[no-any-return]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware], nn.Module]] = {
+    "graph_fsdp": ours,
+    "FSDP2, compiled blocks": fsdp2_compiled,
+    "FSDP2, eager": fsdp2,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Virtual seconds of one step; see the module. ``graphs_s``: of forward and backward alone."""
+
+    step_s: float
+    graphs_s: float
+    compute_s: float
+    link_s: float
+    ends_s: float
+    peak_bytes: int
+    disturbed_s: float
+    predicted_s: float | None = None
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.compute_s, self.link_s)
+
+
+def row(operations: Sequence[Operation], times: Sequence[float], peak: int, disturbed: float) -> Row:
+    """What ran in a step; ``times``: of its begin, of the end of its backward, and of its end."""
+    begin, graphs, end = times
+    links = [op for op in operations if op.links]
+    kernels = [op for op in operations if not op.links and op.stream == 0]
+    compute, link = sum(op.seconds for op in kernels), sum(op.seconds for op in links)
+    ends = compute + (links[0].seconds + links[-1].seconds if links else 0.0)
+    return Row(end - begin, graphs - begin, compute, link, max(ends, link + end - graphs), peak, disturbed)
+
+
+def measure(
+    name: str,
+    workload: Workload,
+    ranks: int,
+    hardware: Hardware,
+    host: Host = "free",
+    conditions: Conditions = UNDISTURBED,
+) -> tuple[Row, Machine]:
+    """Train an implementation on a fresh machine, whose ``operations`` are those of the last step."""
+    torch._dynamo.reset()
+    machine = Machine(hardware, host=host, numbers=False, traced=True)
+    with machine, virtual_group(ranks, Network(hardware=hardware)), compiled_regions():
+        mesh = init_device_mesh("virtual", (ranks,))
+        model = IMPLEMENTATIONS[name](workload.make(), mesh, hardware)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        tokens = workload.tokens()
+        operations = machine.operations
+        assert operations is not None
+        for _ in range(WARMUP + 1):
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            operations.clear()
+            begin = machine.seconds
+            model(tokens).backward()
+            graphs = machine.seconds
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.accelerator.synchronize()
+        peak, disturbed = torch.accelerator.max_memory_allocated(), seconds_under(conditions, operations, hardware)
+        found = row(operations, (begin, graphs, machine.seconds), peak, disturbed)
+        if name == "graph_fsdp":
+            report = graph_fsdp.inspect(model)
+            timelines = [report.latest(phase).scheduled().timeline for phase in ("forward", "backward")]
+            found = Row(**{**asdict(found), "predicted_s": sum(timeline.seconds for timeline in timelines)})
+        del model, optimizer
+        torch._dynamo.reset()
+        gc.collect()
+    return found, machine
+
+
+def table(rows: dict[str, Row]) -> str:
+    columns = ("step", "compute", "link", "bound", "ends", "exposed", "disturbed")
+    header = f"{'':<26}" + "".join(f"{column:>11}" for column in columns)
+    lines = [header + f"{'/bound':>8}{'/ends':>8}{'predicted':>11}{'peak':>11}"]
+    for name, r in rows.items():
+        times = (r.step_s, r.compute_s, r.link_s, r.bound_s, r.ends_s, r.step_s - r.compute_s, r.disturbed_s)
+        predicted = f"{r.predicted_s / r.graphs_s:.3f}" if r.predicted_s is not None else "-"
+        lines.append(
+            f"{name:<26}" + "".join(f"{seconds * 1e3:>11.2f}" for seconds in times) + f"{r.step_s / r.bound_s:>8.3f}"
+            f"{r.step_s / r.ends_s:>8.3f}{predicted:>11}{r.peak_bytes / 2**30:>7.2f} GiB"
+        )
+    first, *others = rows
+    ratios = (f"{rows[first].step_s / rows[other].step_s:.3f} of {other}" for other in others)
+    return "\n".join([*lines, f"{first}: {', '.join(ratios)}"] if others else lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=("gpt", *SIZES), default=["8b", "gpt"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 2048], help="tokens of a rank's sequence")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--host", nargs="+", choices=("free", "counted"), default=["free", "counted"])
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--straggler", type=float, default=1.08, help="one rank computes so many times slower")
+    parser.add_argument("--contention", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    hardware, conditions = find_hardware(options.hardware), Conditions(options.straggler, options.contention)
+    results: list[dict[str, Any]] = []
+    for size in options.sizes:
+        for length in options.lengths:
+            workload = Workload(size, options.layers, length)
+            for ranks in options.ranks:
+                for host in options.host:
+                    print(f"\n{size}, {options.layers} layers, {length} tokens, {ranks} ranks, host {host}; in ms")
+                    given = (workload, ranks, hardware, host, conditions)
+                    rows = {name: measure(name, *given)[0] for name in options.implementations}
+                    print(table(rows), flush=True)
+                    of = {"workload": asdict(workload), "ranks": ranks, "host": host}
+                    results.append({**of, "rows": {name: asdict(found) for name, found in rows.items()}})
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"torch": torch.__version__, "hardware": hardware.name, **asdict(conditions), "results": results}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
