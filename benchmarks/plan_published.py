@@ -91,6 +91,13 @@ ROWS = (
     Row("March 2025: 8 H100s, compiled, one sequence", 6150, 47.65, batch=1),
     Row("June 2025: the same, loss compiled", 6300, 30.89, batch=1, loss_compiled=True),
     Row("April 2024: 64 A100s, eager, one sequence", 2973, None, gpus=64, batch=1, **_APRIL_2024),
+    Row(
+        "64 A100s: Llama-3-70B, one sequence, blocks recomputed", 331, None, "Llama-3-70B", 64, 1, "full", **_APRIL_2024
+    ),
+    Row("64 A100s: Llama-2-13B, nothing recomputed", 2162, None, "Llama-2-13B", 64, 2, "none", **_APRIL_2024),
+    Row("64 A100s: Llama-2-13B", 1904, None, "Llama-2-13B", 64, 2, **_APRIL_2024),
+    Row("64 A100s: Llama-2-70B, one sequence", 355, None, "Llama-2-70B", 64, 1, **_APRIL_2024),
+    Row("64 A100s: Llama-2-70B, blocks recomputed", 353, None, "Llama-2-70B", 64, 2, "full", **_APRIL_2024),
     Row("August 2025: 8 MI300Xs, compiled, one sequence", 5376.5, 39.09, batch=1, **_AUGUST_2025),
 )
 SEEN = 5  # rows that the program was written for; the others were predicted when it stood
@@ -152,20 +159,24 @@ def table(result: dict[str, Any]) -> Table:
                 f"{speed:,g}",
                 f"{predicted['tokens_per_second']:,.0f}",
                 f"{predicted['tokens_per_second'] / speed - 1:+.1%}",
-                "" if gib is None else f"{gib:g}",
-                f"{predicted['allocated_gib']:.1f}",
-                f"{predicted['reserved_gib']:.1f}",
-                "" if gib is None else f"{predicted['reserved_gib'] / gib - 1:+.1%}",
+                *_memory_cells(gib, predicted),
             ]
         )
     return Table(header, rows)
+
+
+def _memory_cells(gib: float | None, predicted: dict[str, Any]) -> list[str]:
+    if gib is None:
+        return [""] * 4
+    allocated, reserved = predicted["allocated_gib"], predicted["reserved_gib"]
+    return [f"{gib:g}", f"{allocated:.1f}", f"{reserved:.1f}", f"{reserved / gib - 1:+.1%}"]
 
 
 def other_row(settings: list[str]) -> Row:
     """Read ``name=value`` pairs, by the types of ``Row``'s fields."""
     readers = {"str": str, "float": float, "int": int, "bool": lambda text: text.lower() in ("1", "true", "yes")}
     kinds = {field.name: str(field.type).removesuffix(" | None") for field in dataclasses.fields(Row)}
-    values: dict[str, Any] = {"name": "another row", "tokens": float("nan"), "gib": None}
+    values: dict[str, Any] = {"name": "another row", "tokens": float("nan"), "gib": float("nan")}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in kinds or not value:

@@ -59,7 +59,7 @@ def test_the_commands_of_the_page_are_commands() -> None:
 
 def test_published_rows_are_as_near_as_the_page_says() -> None:
     """Of the results that are kept: rows that the program was written for within 8% in tokens per second and 5% in what
-    is reserved; the others too, but for the two figures that the page names."""
+    is reserved; the others too, but for the three figures that the page names."""
     result = json.loads(plan_published.RESULTS.read_text())
     assert [row["name"] for row in result["rows"]] == [row.name for row in plan_published.ROWS]
     off = []
@@ -70,4 +70,4 @@ def test_published_rows_are_as_near_as_the_page_says() -> None:
         near = {"time": abs(predicted["tokens_per_second"] / row["tokens"] - 1) < 0.08}
         near["memory"] = row["gib"] is None or abs(predicted["reserved_gib"] / row["gib"] - 1) < 0.05
         off += [(number, figure) for figure, is_near in near.items() if not is_near]
-    assert plan_published.SEEN == 5 and off == [(5, "memory"), (7, "time")]
+    assert plan_published.SEEN == 5 and off == [(5, "memory"), (10, "time"), (12, "time")]
