@@ -46,16 +46,25 @@ DEVICE = torch.device("cpu")
 Work = Callable[[], Any]
 
 
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
 class Layers(nn.Module):
     """Four linear layers: eight parameters."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:
-            inputs = torch.relu(block(inputs))
+            inputs = block(inputs)
         return inputs.mean()
 
 

@@ -73,7 +73,8 @@ class Kernel:
             return
         machine.enter()
         try:
-            self.function(*args)
+            if machine.numbers:
+                self.function(*args)
             pairs = [(arg, kind) for arg, kind in zip(args, self.types, strict=True) if isinstance(arg, Tensor)]
             reads = [tensor for tensor, kind in pairs if kind.startswith("const ")]
             writes = [tensor for tensor, kind in pairs if not kind.startswith("const ")]

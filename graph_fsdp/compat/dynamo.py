@@ -192,7 +192,7 @@ def tracing_options(fullgraph: bool = False, *, hooks: bool = False) -> Iterator
 
     # Each call of a model comes here: ``mock.patch`` and ``config.patch`` take ten times as long.
     restore = dynamo_config._make_closure_patcher(**options)()
-    profile = getattr(guards, "profile_guard_manager", None)
+    profile: Any = getattr(guards, "profile_guard_manager", None)
     untimed = profile is not None and not guards.guards_log.isEnabledFor(logging.DEBUG)
     try:
         dynamo_utils._get_dynamo_config_for_logging = without_functions

@@ -35,7 +35,7 @@ def shared_by_devices(module: fx.GraphModule) -> Iterator[None]:
     unnumbered = torch.device(device.type)  # which means the current one, as it is
     for node in module.graph.nodes:
         given = fx.node.map_aggregate((node.args, node.kwargs), lambda a: unnumbered if a == device else a)
-        node.args, node.kwargs = given  # type: ignore[assignment,misc]
+        node.args, node.kwargs = given
     module.recompile()
     described, load = codecache.extract_tensor_metadata_for_cache_key, codecache.FxGraphCache.cache_hit_post_compile
 
