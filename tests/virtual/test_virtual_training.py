@@ -45,7 +45,7 @@ FACTS = Facts(__name__)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 mlp = functools.partial(MLP, depth=4)
 SEED = int(os.environ.get("GRAPH_FSDP_SEED", "0"))
-PAIRS, CASES = 14, 5
+PAIRS, CASES = 10, 5
 ALLOCATION = "the next allocation"
 HEALTH = list(HealthCheck)
 REFUSED: list[tuple[str, ...]] = []  # pairs of options, by an error that says so
