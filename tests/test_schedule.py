@@ -13,7 +13,7 @@ from graph_fsdp.passes.transforms.schedule import (
     choose,
     fit,
     latest_starts,
-    one_unit_ahead,
+    units_ahead,
 )
 
 
@@ -83,6 +83,7 @@ def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> No
     buckets = gathers(4, 4, 4, 4)
     clock = segments([10.0, 10.0, 1.0, 1.0], [1.0, 1.0, 10.0, 10.0])
     assert clock.seconds(choose(buckets, clock, None, room=16)) == 23 < clock.seconds(choose(buckets, clock, None))
+    assert max(buckets.live(choose(buckets, clock, None, room=100))) == 12, "two units ahead at most"
     assert choose(buckets, clock, None, room=11) == choose(buckets, clock, None), "no room for a bucket more"
     for gained, is_taken in ((0.05, False), (0.5, True)):  # of 40 s
         clock = segments([10.0] * 4, [0.0, 0.0, 0.0, 10.0 + gained])
@@ -93,8 +94,9 @@ def test_more_than_one_unit_ahead_takes_room_and_has_to_save_a_hundredth() -> No
 def test_one_unit_ahead_starts_all_buckets_of_a_unit_when_the_one_before_begins() -> None:
     units = ["embed", "a", "a", "a", "b", "b", "head"]
     buckets = Gathers("forward", units, [1] * 7, list(range(1, 8)), [])
-    assert one_unit_ahead(buckets) == [-1, 0, 0, 0, 1, 1, 4]
-    assert one_unit_ahead(gathers(1, 1, 1)) == at_distance(3, 1)
+    assert units_ahead(buckets) == [-1, 0, 0, 0, 1, 1, 4]
+    assert units_ahead(buckets, 2) == [-1, -1, -1, -1, 0, 0, 1]
+    assert all(units_ahead(gathers(1, 1, 1), n) == at_distance(3, n) for n in (1, 2))
 
 
 def test_live_bytes_count_from_the_start_of_the_gather_to_the_last_use() -> None:

@@ -87,14 +87,14 @@ def at_distance(count: int, distance: int) -> After:
     return [max(-1, k - distance) for k in range(count)]
 
 
-def one_unit_ahead(gathers: Gathers) -> After:
-    """Start the buckets of a unit when the first bucket of the unit before it has arrived."""
+def units_ahead(gathers: Gathers, count: int = 1) -> After:
+    """Start the buckets of a unit when the first bucket of the unit ``count`` before it has arrived."""
     after: After = []
-    begin = previous = -1  # the first buckets of this unit's run and of the run before it
+    begins: list[int] = []  # the first buckets of the units' runs
     for k, unit in enumerate(gathers.units):
         if k == 0 or unit != gathers.units[k - 1]:
-            previous, begin = begin, k
-        after.append(previous)
+            begins.append(k)
+        after.append(begins[-1 - count] if len(begins) > count else -1)
     return after
 
 
@@ -187,22 +187,23 @@ class Segments:
 
 
 def choose(gathers: Gathers, segments: Segments, budget: int | None, room: int = 0) -> After:
-    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds, or within ``room``
-    bytes where that saves a hundredth of the time."""
+    """Choose the fastest schedule within the budget; without one, within what one unit ahead holds, or what two hold
+    where that is within ``room`` bytes and saves a hundredth of the time."""
     if not len(gathers):
         return []
-    limit = max(gathers.live(one_unit_ahead(gathers))) if budget is None else budget
+    limit = max(gathers.live(units_ahead(gathers))) if budget is None else budget
     seconds, chosen = _fastest(gathers, segments, limit)
-    if budget is None and room > limit:
-        faster, with_room = _fastest(gathers, segments, room)
-        return with_room if faster * _WORTH < seconds else chosen
+    more = min(room, max(gathers.live(units_ahead(gathers, 2))))
+    if budget is None and more > limit:
+        faster, with_more = _fastest(gathers, segments, more)
+        return with_more if faster * _WORTH < seconds else chosen
     return chosen
 
 
 def _fastest(gathers: Gathers, segments: Segments, limit: int) -> tuple[float, After]:
     durations = [gather.seconds for gather in segments.gathers]
     candidates = [latest_starts(segments.arrivals, durations, scale) for scale in _SCALES]
-    candidates += [one_unit_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
+    candidates += [units_ahead(gathers), *(at_distance(len(gathers), distance) for distance in _DISTANCES)]
     fitted = [fit(gathers, candidate, limit) for candidate in candidates]
     timed = [(segments.seconds(after), sum(gathers.live(after)), after) for after in fitted]
     fastest = min(seconds for seconds, _, _ in timed)
