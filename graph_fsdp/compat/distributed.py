@@ -151,7 +151,7 @@ def _gather_options(async_op: bool) -> AllgatherOptions:
 @functools.cache
 def _reduce_scatter_options(async_op: bool, op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
-    options.asyncOp, options.reduceOp = async_op, op
+    options.asyncOp, options.reduceOp = async_op, dist.ReduceOp(op)
     return options
 
 
