@@ -201,7 +201,7 @@ def test_bad_commands(
     ("option", "value", "message"),
     [
         ("--mesh", "8by8", "'8by8' is no mesh: give a number of ranks, or REPLICASxSHARDS"),
-        ("--memory", "80 gallons", "'80 gallons' is no size: give bytes, or a number with"),
+        ("--memory", "80 gallons", "'80 gallons' is no size: give bytes, or as 500MB"),
         ("--seq", "0", "'0' is no count: give a whole number, 1 or more"),
     ],
 )

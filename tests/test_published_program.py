@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import plan_published
 import pytest
@@ -52,9 +54,9 @@ def test_collectives_are_fsdp2s(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[simulate.Task]] = []
 
     class Recorded(simulate.Simulation):
-        def run(self) -> float:
-            ran.append(list(self.tasks))
-            return super().run()
+        def __init__(self, tasks: Sequence[simulate.Task], *given: Any) -> None:
+            ran.append(list(tasks))
+            super().__init__(tasks, *given)
 
     monkeypatch.setattr("fsdp2_program.Simulation", Recorded)
     made = planned()

@@ -106,14 +106,12 @@ def _difference(
     names = [f"{prefix}/entries/{rank}" for rank in two]
     if (me := dist.get_rank()) in two:
         store.set(f"{prefix}/entries/{me}", text)
-    which = f"ranks {listed(different)} are about to run another program than rank {two[1]} ({key!r})"
-    where = ""
-    if not wait(store, names, timeout):
-        at, theirs, own = first_difference(*(json.loads(entries) for entries in read_all(store, names)))
-        where = f": entry {at} is {theirs!r} on rank {two[0]} and {own!r} on rank {two[1]}"
+    wait(store, names, timeout)
+    at, theirs, own = first_difference(*(json.loads(entries or "[]") for entries in read_all(store, names)))
     return (
-        f"{which}{where}; use the same model, options and passes on all ranks, and let no branch depend on a rank's "
-        "own data"
+        f"ranks {listed(different)} are about to run another program than rank {two[1]} ({key!r}): entry {at} is "
+        f"{theirs!r} on rank {two[0]} and {own!r} on rank {two[1]}; use the same model, options and passes on all "
+        "ranks, and let no branch depend on a rank's own data"
     )
 
 

@@ -45,7 +45,7 @@ ZERO_3: dict[str, Mutant] = {
         "[out]",
     ),
     "collectives start at once": wrong(
-        "aten.split_with_sizes_copy, all_gather",
+        "aten._chunk_cat, reduce_scatter",
         UNDER_WAY,
         "self.stream.wait_stream(torch.accelerator.current_stream(self.device))",
         "pass",
@@ -85,12 +85,12 @@ ZERO_3: dict[str, Mutant] = {
         ),
     ),
     "all buckets have one slot": wrong(
-        "all_gather, aten.addmm; ValueError",
+        "all_gather, aten.split_with_sizes_copy; ValueError",
         "runtime.slots:Slots.take",
         *("buffer = self._storage[slot]", "slot = min(self._storage); buffer = self._storage[slot]"),
     ),
     "landing buffers lie in slots of gathered ones": wrong(
-        "all_gather, aten.addmm; numbers",
+        "all_gather, aten.split_with_sizes_copy; ValueError",
         "runtime.slots:Slots.take_landing",
         *("self.take(numel, dtype, device, slot)", "self.take(numel, dtype, device, min(self._storage, default=slot))"),
     ),
@@ -158,7 +158,7 @@ OFFLOAD: dict[str, Mutant] = {
     ),
     "nothing keeps what a gather reads": replace(UNKEPT, found="all_gather, the next allocation"),
     "buckets are fetched to the same memory": wrong(
-        "all_gather, aten.copy_",
+        "aten.copy_, all_gather; numbers",
         "runtime.comm.copies:start_fetch",
         *(
             "torch.empty(layout.length, dtype=shards[0].dtype, device=device)",
