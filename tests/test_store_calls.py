@@ -94,7 +94,7 @@ def on_threads(size: int, function: Callable[[int], object]) -> None:
 def calls_of_a_wait(size: int, store: CountingStore, monkeypatch: pytest.MonkeyPatch) -> int:
     """In a collective, of rank 0."""
     first, *_ = locksteps(size, store)
-    monkeypatch.setattr(lockstep, "_current", first)
+    monkeypatch.setattr(lockstep, "current", first)
     before = store.calls[0]
     lockstep.finish(EndsAfterLooks(), torch.device("cpu"))
     return store.calls[0] - before

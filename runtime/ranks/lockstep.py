@@ -88,7 +88,7 @@ class Lockstep(Lookout):
             RankDisagreement: other ranks are about to run another program.
             RankFailure: other ranks have failed and cannot run this one.
         """
-        global _current
+        global current
         if self.failure is not None or self.failures.mine is not None:  # this rank has failed, and runs again
             self.raise_again()
             if not self._stopped:
@@ -106,7 +106,7 @@ class Lockstep(Lookout):
         self._past = (*past[1 - _DEPTH :], key)
         self._running = key
         self._program = weakref.ref(program) if program is not None else lambda: None
-        _current = self
+        current = self
 
     def around(self, program: Runnable, key: str) -> Runnable:
         """Wrap ``program``, so that it begins when all ranks are about to run it, and tells them if it raises."""
@@ -272,7 +272,7 @@ def _ends(past: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 _lockstep_of: dict[tuple[int, ...], Lockstep] = {}
-_current: Lockstep | None = None  # that of the program that began last
+current: Lockstep | None = None  # that of the program that began last
 
 
 def lockstep_of(ranks: Sequence[int]) -> Lockstep:
@@ -286,7 +286,7 @@ def lockstep_of(ranks: Sequence[int]) -> Lockstep:
 
 def finish(work: Any, device: torch.device) -> None:
     """Wait for a collective; see [Note: predicted programs]."""
-    lockstep = _current
+    lockstep = current
     if lockstep is not None and lockstep.is_watched:
         lockstep.last_work = work
         work.wait()

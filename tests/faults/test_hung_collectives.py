@@ -50,7 +50,7 @@ def other(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> Ite
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         failure.publish_process(store, 1, process.pid)
         ranks.failures.add_news()
-        monkeypatch.setattr(lockstep, "_current", ranks)
+        monkeypatch.setattr(lockstep, "current", ranks)
         yield process, ranks
         process.kill()
 
