@@ -155,11 +155,17 @@ def body(code: str) -> str:
     return "\n".join(line for line in code.splitlines() if line.strip() and not line.lstrip().startswith("#"))
 
 
+def calls(line: str) -> str:
+    """A line without what it drops, which is where a value is read last."""
+    return line.partition(";  ")[0].rstrip()
+
+
 @pytest.mark.long
-def test_the_graph_is_the_cpus(xpu: dict[str, Any]) -> None:
-    assert body(xpu["mlp"]["code"]["forward"]).replace("xpu", "cpu").replace(", index=0", "") == body(
-        xpu["mlp on the CPU"]["code"]["forward"]
-    )
+def test_the_graph_is_the_cpus_in_another_order(xpu: dict[str, Any]) -> None:
+    """Gathers start further ahead where the hardware overlaps."""
+    there = body(xpu["mlp"]["code"]["forward"]).replace("xpu", "cpu").replace(", index=0", "")
+    here = body(xpu["mlp on the CPU"]["code"]["forward"])
+    assert sorted(map(calls, there.splitlines())) == sorted(map(calls, here.splitlines()))
     assert xpu["mlp"]["devices"] == {"forward": {"xpu:0"}, "backward": {"xpu:0"}}
 
 
