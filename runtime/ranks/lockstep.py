@@ -158,8 +158,9 @@ class Lockstep(Lookout):
     def _failed(self, error: BaseException, program: Any) -> RankFailure | RankDisagreement | None:
         """Tell the other ranks of an error; return what to raise in its place where they are the reason, else None."""
         if isinstance(error, (RankDisagreement, RankFailure)) or self.failure is not None:  # others know
-            again = isinstance(error, (RankDisagreement, RankFailure)) or not isinstance(error, Exception)
-            return None if again else self.failure  # the watch has aborted the collectives of this rank
+            # Where the watch has aborted collectives, what this rank raises may follow from that.
+            follows = self.is_watched and isinstance(error, Exception)
+            return self.failure if follows and not isinstance(error, (RankDisagreement, RankFailure)) else None
         where = self._running_program(failure.place(program, error))
         failure.interrupted(error, where)
         of_others = failure.is_of_process_group(error)
