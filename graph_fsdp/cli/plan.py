@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from graph_fsdp.cli.sizes import parse_bytes
+from graph_fsdp.cli.saved import parse_bytes
 
 if TYPE_CHECKING:
     from graph_fsdp.planning import Choice
@@ -63,14 +63,12 @@ def _run(chosen: argparse.Namespace) -> None:
     elif chosen.memory is not None:
         raise ValueError("--memory: says what a search must fit into; give --search too")
 
-    from graph_fsdp.passes import find_hardware
     from graph_fsdp.report.file import write_text
 
     for name in ("report", "trace"):
         if getattr(chosen, name):  # before the minutes that a large model takes
             write_text(getattr(chosen, name), "")
-    island = find_hardware(chosen.hardware).island
-    made = _search(chosen, island) if chosen.search else _plan(chosen)
+    made = _made(chosen)
     print(json.dumps(made.summary(), indent=1) if chosen.json else made)
     if chosen.report:
         made.save(chosen.report)
@@ -78,38 +76,19 @@ def _run(chosen: argparse.Namespace) -> None:
         made.save_trace(chosen.trace)
 
 
-def _plan(chosen: argparse.Namespace) -> Any:
+def _made(chosen: argparse.Namespace) -> Any:
+    """Return the plan, or what the search has found."""
+    import torch
     from rich.console import Console
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from graph_fsdp.planning import plan
-    from graph_fsdp.planning.model_config import find_model
-
-    with Console(stderr=True).status("tracing the model and running the passes"):
-        return plan(
-            *find_model(chosen.model, chosen.batch, chosen.seq),
-            mesh_shape=chosen.mesh,
-            reshard_after_forward=_RESHARD[chosen.reshard],
-            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
-            **_common(chosen),
-        )
-
-
-def _search(chosen: argparse.Namespace, island: int) -> Any:
-    from graph_fsdp.planning import search
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import plan, search
     from graph_fsdp.planning.model_config import find_model
     from graph_fsdp.planning.search import meshes
 
-    model = find_model(chosen.model, chosen.batch, chosen.seq)
-    shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), island)])
-    return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **_common(chosen))
-
-
-def _common(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a plan and a search share."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return {
+    island = find_hardware(chosen.hardware).island
+    options: dict[str, Any] = {
         "hardware": chosen.hardware,
         "optimizer": None if chosen.optimizer == "none" else chosen.optimizer,
         "clip_gradients": chosen.clip,
@@ -118,6 +97,18 @@ def _common(chosen: argparse.Namespace) -> dict[str, Any]:
         "contention": chosen.contention,
         "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.dtype), reduce_dtype=torch.float32),
     }
+    if chosen.search:
+        model = find_model(chosen.model, chosen.batch, chosen.seq)
+        shapes = dict.fromkeys([chosen.mesh, *meshes(math.prod(chosen.mesh), island)])
+        return search(*model, mesh_shapes=list(shapes), memory=chosen.memory, progress=_progress, **options)
+    with Console(stderr=True).status("tracing the model and running the passes"):
+        return plan(
+            *find_model(chosen.model, chosen.batch, chosen.seq),
+            mesh_shape=chosen.mesh,
+            reshard_after_forward=_RESHARD[chosen.reshard],
+            activation_checkpointing=None if chosen.checkpointing == "none" else chosen.checkpointing,
+            **options,
+        )
 
 
 def _progress(choices: Iterable[Choice], count: int) -> Iterable[Choice]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import asdict
-
-from graph_fsdp.cli.sizes import parse_bytes
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -119,3 +118,11 @@ def _consolidate(chosen: argparse.Namespace) -> None:
     print(f"{made.tensors} tensors, {made.bytes:,} bytes: {', '.join(str(file) for file in made.files)}")
     if made.left_out:
         print(f"left out, as they are no tensors: {', '.join(made.left_out)}", file=sys.stderr)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a size means: ``4096``, ``80GB``, ``1.5GiB``. Raises ArgumentTypeError if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:(?:([KMGT])(I?))?B)?", text.strip().upper())
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, or as 500MB, 2GB, 1GiB")
+    return int(float(found[1]) * (2**10 if found[3] else 10**3) ** " KMGT".index(found[2] or " "))
