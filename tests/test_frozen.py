@@ -140,7 +140,7 @@ def test_a_frozen_unit_is_gathered_and_not_reduced(fake_group: None) -> None:
         model(torch.ones(4, WIDTH)).sum().backward()
         graph = graph_fsdp.inspect(model).graphs[-1]
         for phase in ("forward", "backward"):
-            lines = graph.view(phase).stages["free"].body.splitlines()
+            lines = graph.views[phase].stages["free"].body.splitlines()
             starts = [line.split(" = ")[0].strip() for line in lines if "_start.default" in line]
             printed.append(f"{phase}, blocks.0 {'frozen' if frozen else 'trained'}: {', '.join(starts)}")
     assert_expected_inline(

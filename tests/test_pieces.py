@@ -83,7 +83,7 @@ def gathers_of_call(model: nn.Module, train: bool = False) -> int:
 
 
 def stages_of(report: GraphReport, phase: Any) -> list[str]:
-    return [stage_text(graph.view(phase)) for graph in report.graphs if graph.stages[phase]]
+    return [stage_text(graph.views[phase]) for graph in report.graphs if graph.stages[phase]]
 
 
 @pytest.mark.parametrize(

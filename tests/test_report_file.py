@@ -52,7 +52,7 @@ def test_a_loaded_report_has_every_stage_of_every_capture(report: GraphReport, f
         for phase, stages in capture.stages.items():
             if stages:
                 assert loaded.stages(phase, capture.index) == {n: stage.body for n, stage in stages.items()}
-    assert loaded.diff("free", "forward", 0) == report.captures[0].view("forward").diff("free")
+    assert loaded.diff("free", "forward", 0) == report.captures[0].views["forward"].diff("free")
     assert loaded.stages("forward") == loaded.stages("forward", 1) != loaded.stages("forward", 0)
 
 

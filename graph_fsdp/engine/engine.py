@@ -267,7 +267,7 @@ class Engine:
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
-            captured.view(graph.phase).graph = graph
+            captured.views[graph.phase].graph = graph
         raise PassesHaveRun(graphs, context)
 
     def program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Callable[[list[Any]], Any]:

@@ -118,7 +118,7 @@ def trace(
             graphs = {graph.phase: graph for graph in end.graphs}
             report = inspect(model)
             for phase, graph in graphs.items():
-                report.graphs[-1].view(phase).memory = memory_profile(graph, end.context)
+                report.graphs[-1].views[phase].memory = memory_profile(graph, end.context)
             return Traced(graphs, end.context, report)
     raise UnsupportedError("the model's forward computes nothing on tensors; there is no graph of it")
 

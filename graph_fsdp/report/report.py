@@ -140,10 +140,12 @@ class CapturedGraph:
     spec: ModelSpec
     cause: Cause = FIRST_CALL
     stages: dict[Phase, dict[str, Stage]] = field(default_factory=lambda: {phase: {} for phase in PHASES})
-    views: dict[Phase, GraphView] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.views = {phase: GraphView(phase, self.stages[phase]) for phase in PHASES}
 
     def add_program(self, graph: Graph, program: Program | WholeProgram, memory: MemoryProfile) -> None:
-        view = self.view(graph.phase)
+        view = self.views[graph.phase]
         view.graph, view.program, view.hlo_of = graph, program.source, getattr(program, "hlo", None)
         view.xla_compilations = getattr(program, "compilations", ())  # a list that grows
         if isinstance(program, WholeProgram):
@@ -158,13 +160,7 @@ class CapturedGraph:
 
     def all_views(self) -> list[GraphView]:
         """Return views of all its graphs, also of those that others were made of."""
-        phases = [phase for phase in PHASES if self.stages[phase] or phase in self.views]
-        return [self.views.get(phase) or GraphView(phase, self.stages[phase]) for phase in phases]
-
-    def view(self, phase: Phase) -> GraphView:
-        if phase not in self.views:
-            self.views[phase] = GraphView(phase, self.stages[phase])
-        return self.views[phase]
+        return [view for view in self.views.values() if view.stages or view.graph is not None]
 
 
 class _Latest:
@@ -201,7 +197,7 @@ class GraphReport(report_text.Printed):
         """Return the latest captured graph of a phase. Raises LookupError where there is none."""
         for captured in reversed(self.graphs):
             if captured.stages[phase]:
-                return captured.view(phase)
+                return captured.views[phase]
         raise LookupError(f"no {phase} graph was captured yet; run the model once, then inspect it")
 
     def find(self, parameter: str) -> ParameterLife:
@@ -260,11 +256,10 @@ class GraphReport(report_text.Printed):
 
     def diff(self, stage: str) -> str:
         """Return unified diffs of what a pass changed, over the latest graphs that it ran on."""
-        latest = {phase: c for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
+        latest = {phase: c.views[phase] for c in self.graphs for phase in PHASES if stage in c.stages[phase]}
         if not latest:
             raise KeyError(f"no graph has a stage {stage!r}")
-        diffs = (f"# {phase} graph\n{latest[phase].view(phase).diff(stage)}" for phase in PHASES if phase in latest)
-        return "\n".join(diffs)
+        return "\n".join(f"# {phase} graph\n{latest[phase].diff(stage)}" for phase in PHASES if phase in latest)
 
     def parts(self) -> Iterable[RenderableType]:
         return report_text.report_parts(report_data(self, stages=False))
