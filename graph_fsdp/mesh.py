@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -144,11 +145,7 @@ class DataParallelMesh(Mesh):
         ranks = dist.get_process_group_ranks(self.mesh.get_group(self.shard_dim))
         begin = self.shard_rank - self.shard_rank % size
         members = tuple(ranks[begin : begin + size])
-        key = (self.ranks, members, use)
-        if key not in _subgroups or not _exists(_subgroups[key]):
-            # Those of other slices of a larger mesh may never come here.
-            _subgroups[key] = compat.group_of_members(members)
-        return _subgroups[key]
+        return group_of(members, (self.ranks, use))
 
     def group_shapes(self) -> dict[str, GroupShape]:
         shapes = {} if self.shard_dim is not None else {"": GroupShape(1)}
@@ -283,8 +280,17 @@ def _data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if len(kept) == mesh.ndim else mesh[tuple(kept)]
 
 
-# (ranks of the mesh, ranks of the group, use) → what ``subgroup`` has made.
-_subgroups: dict[tuple[tuple[int, ...], tuple[int, ...], str], dist.ProcessGroup] = {}
+# (ranks, use) → what ``group_of`` has made.
+_groups: dict[tuple[tuple[int, ...], Hashable], dist.ProcessGroup] = {}
+
+
+def group_of(ranks: tuple[int, ...], use: Hashable, *options: Any) -> dist.ProcessGroup:
+    """Return the one group of these ranks for this use. They alone call it: others may never come here. ``options``:
+    timeout and backend."""
+    key = (ranks, use)
+    if key not in _groups or not _exists(_groups[key]):
+        _groups[key] = compat.group_of_members(ranks, *options)
+    return _groups[key]
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -15,17 +15,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError, UnsupportedError
+from graph_fsdp.mesh import group_of
 from graph_fsdp.runtime.ranks.agreement import is_shared
 from graph_fsdp.runtime.ranks.failure import gone
 
 # How long a rank waits for another to come and to write its part, and then fails.
 TIMEOUT_SECONDS = 1800.0
 NOT_DISTRIBUTED = "torch.distributed is disabled"  # torch.distributed.checkpoint warns of a process that is alone
-
-# Default group → ranks → their group. A program may end its default group, with all others, and start anew.
-_groups: dict[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = {}
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,8 @@ class Ranks:
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
         held = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
         ranks = tuple(sorted(held)) or tuple(range(dist.get_world_size()))
-        return cls(ranks, _group(ranks) if is_shared(ranks) else None)
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        return cls(ranks, group_of(ranks, "checkpoints", timeout, "gloo") if is_shared(ranks) else None)
 
     @property
     def index(self) -> int:
@@ -67,23 +65,20 @@ class Ranks:
         return self.index == 0
 
     @contextlib.contextmanager
-    def agreeing(self, facts: Sequence[str]) -> Iterator[None]:
-        """Tell the other ranks of whatever is raised within: see :meth:`agree`."""
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        self.agree(facts, problem)
-
-    def agree(self, facts: Sequence[str], problem: Exception | None, value: str = "") -> str:
-        """Raise this rank's ``problem``, or tell of another's; return the first rank's ``value``. All give the same
-        ``facts``.
+    def agreeing(self, facts: Sequence[str]) -> Iterator[list[str]]:
+        """Tell the other ranks of whatever is raised within. All give the same ``facts``. What the first rank puts into
+        the list is in that of all ranks afterwards.
 
         Raises:
             CheckpointError: another rank has a problem or other facts, or did not answer.
         """
-        mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", value)
+        problem: Exception | None = None
+        told: list[str] = []
+        try:
+            yield told
+        except Exception as error:
+            problem = error
+        mine = (list(facts), None if problem is None else f"{type(problem).__name__}: {problem}", told)
         everyone = [mine for _ in self.ranks]
         if self.group is not None:
             try:
@@ -101,7 +96,7 @@ class Ranks:
                 raise CheckpointError(
                     f"ranks must save and load the same: rank {rank} has {theirs} and rank {self.ranks[0]} {first[0]}"
                 )
-        return first[2]
+        told[:] = first[2]
 
     def told(self, error: BaseException) -> CheckpointError:
         """Return an error of torch.distributed.checkpoint as one of ours, which says on which ranks and why."""
@@ -126,16 +121,3 @@ def no_answer(error: BaseException, ranks: Sequence[int]) -> CheckpointError:
     known = gone(ranks)
     which = f" ({known})" if known else ""
     return CheckpointError(f"a rank has failed or does not answer while ranks save or load together{which}: {error}")
-
-
-def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _groups:
-        _groups.clear()
-    known = _groups.setdefault(world, {})
-    if ranks not in known:
-        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        # Those of another mesh may never come here.
-        known[ranks] = compat.group_of_members(ranks, timeout, "gloo")
-    return known[ranks]

@@ -92,20 +92,17 @@ def save(
     finish_pending()
     ranks = Ranks.of(model)
     final = Path(os.path.abspath(path))
-    tree: dict[str, Any] = {}
     temporary: Path | None = None
-    problem: Exception | None = None
-    try:
-        _check(final, extra, keep)
-        to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
-        tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
-        if ranks.is_first:
-            temporary = _begin(final, overwrite)
-    except Exception as error:  # whatever it is, the other ranks are told
-        problem = error
     facts = [str(final), f"keep={keep}", f"overwrite={overwrite}", f"asynchronous={asynchronous}"]
     try:
-        writer = Writer(Path(ranks.agree(facts, problem, str(temporary))), final, len(ranks.ranks), keep)
+        with ranks.agreeing(facts) as told:
+            _check(final, extra, keep)
+            to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
+            tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
+            if ranks.is_first:
+                temporary = _begin(final, overwrite)
+                told.append(str(temporary))
+        writer = Writer(Path(*told), final, len(ranks.ranks), keep)
     except Exception:
         if temporary is not None:
             temporary.rmdir()
