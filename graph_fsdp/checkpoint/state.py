@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from graph_fsdp import compat
 from graph_fsdp.checkpoint.extra import EXTRA, extra_tree, put_together, take_apart
+from graph_fsdp.initialise.materialise import random_states, set_random_states
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng"
 
@@ -38,10 +39,7 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> tuple[Op
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     """Return the names by which optimizers' states are saved: the model's, without what wrappers put into them."""
-    names: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters():
-        names[parameter] = name.replace("_orig_mod.", "").removeprefix("module.")
-    return names
+    return {p: name.replace("_orig_mod.", "").removeprefix("module.") for name, p in model.named_parameters()}
 
 
 def training_state(
@@ -106,10 +104,7 @@ def _has_entries(value: Any) -> bool:
 def _random_state(model: nn.Module) -> dict[str, Any]:
     """Return this rank's random states as tensors, and as tuples of tensors and numbers."""
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, torch.tensor(numbers), gauss)}
-    device = _accelerator_of(model)
-    if device is not None:
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    state = {**random_states(_device_of(model)), "python": (version, torch.tensor(numbers), gauss)}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = (name, torch.tensor(keys.tolist()), *rest)
@@ -117,19 +112,13 @@ def _random_state(model: nn.Module) -> dict[str, Any]:
 
 
 def set_random_state(model: nn.Module, state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
+    set_random_states(state, _device_of(model))
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
-    device = _accelerator_of(model)
-    if device is not None and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
     if "numpy" in state and "numpy" in sys.modules:
         name, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((name, keys.numpy(), *rest))
 
 
-def _accelerator_of(model: nn.Module) -> torch.device | None:
-    """Return the accelerator that the model is on."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    accelerator = torch.accelerator.current_accelerator()
-    return device if accelerator is not None and device.type == accelerator.type else None
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

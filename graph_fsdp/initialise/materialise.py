@@ -79,13 +79,12 @@ def find_pieces(
     pieces = []
     for modules, holds_units in _divide(model, units):
         held = dict.fromkeys(tensor for module in modules for _, _, tensor in _entries(module))
-        fresh = {tensor for tensor in held if tensor in missing}
-        missing -= fresh
+        fresh = dict.fromkeys(tensor for tensor in held if tensor in missing)
+        missing.difference_update(fresh)
         if fresh or (holds_units and init_fn is not None and not on_meta.isdisjoint(_all_tensors(*modules))):
             calls = _own_calls(modules, fresh, names) if init_fn is None else _calls_of(init_fn, modules, fresh)
-            in_order = tuple(tensor for tensor in held if tensor in fresh)
             others = tuple(tensor for tensor in held if tensor not in fresh)
-            pieces.append(Piece(tuple(modules), in_order, others, tuple(calls)))
+            pieces.append(Piece(tuple(modules), tuple(fresh), others, tuple(calls)))
     return pieces
 
 
@@ -111,32 +110,37 @@ def materialise(
 def _first_ranks_random_numbers(mesh: Mesh | None, device: torch.device) -> Iterator[None]:
     """Have every rank draw what the mesh's first rank draws. Afterwards the first rank's generators, and those in the
     same state, are where the draws have brought them; the others, and after an error all, are where they were."""
-    own = _random_states(device)
-    states = [state.clone() for state in own]
+    own = random_states(device)
+    states = {name: state.clone() for name, state in own.items()}
     if mesh is not None:
-        for state in states:
+        for state in states.values():
             sent = state.to(device)
             mesh.broadcast(sent)
             state.copy_(sent)
     with mesh.turn() if mesh is not None else contextlib.nullcontext():
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type):
-            _set_random_states(states, device)
+            set_random_states(states, device)
             yield
-            drawn = _random_states(device)
-        if all(map(torch.equal, own, states)):
-            _set_random_states(drawn, device)
+            drawn = random_states(device)
+        if all(map(torch.equal, own.values(), states.values())):
+            set_random_states(drawn, device)
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return torch's random states: the CPU's as "torch", an accelerator's by its type."""
+    states = {"torch": torch.get_rng_state()}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type:
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
 
-def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)
+def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set torch's random states to what ``random_states`` returned; those of another device are left out."""
+    torch.set_rng_state(states["torch"])
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 class Writes(compat.TorchDispatchMode):
@@ -150,16 +154,8 @@ class Writes(compat.TorchDispatchMode):
         self.protected = protected
         self.unwritten: set[int] = set()
 
-    def allocated(self, tensors: Iterable[Tensor]) -> None:
-        """Note that these tensors' memory has no contents yet."""
-        self.unwritten |= {compat.storage_id(tensor) for tensor in tensors if tensor.numel()}
-
     def initialised(self, tensor: Tensor) -> bool:
         return not tensor.numel() or compat.storage_id(tensor) not in self.unwritten
-
-    def forget_all_but(self, tensors: Iterable[Tensor]) -> None:
-        """Forget all other memory: what is given back may come again as another tensor's."""
-        self.unwritten &= {compat.storage_id(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -197,7 +193,7 @@ def _initialise(
             value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
             compat.swap(tensor, value.requires_grad_(tensor.requires_grad))
             stand_ins[tensor] = value
-        writes.allocated(piece.fresh)
+        writes.unwritten |= {compat.storage_id(tensor) for tensor in piece.fresh}
         for what, function in piece.calls:
             try:
                 with writes:
@@ -207,7 +203,8 @@ def _initialise(
                 raise MetaDeviceError(f"{what} failed, on a model on the meta device: {reason}") from error
             for tensor, found in _put_back(registered):
                 _take_over(tensor, found, f"{what} replaced {names[tensor]} by", writes)
-            writes.forget_all_but(piece.fresh)
+            # Other memory is forgotten: what is given back may come again as another tensor's.
+            writes.unwritten &= {compat.storage_id(tensor) for tensor in piece.fresh}
         for tensor in piece.fresh:
             _check(tensor, stand_ins[tensor], device, names[tensor], writes)
         for tensor in piece.fresh:
@@ -293,14 +290,14 @@ def _all_tensors(*modules: nn.Module) -> set[Tensor]:
     return {tensor for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
 
-def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: set[Tensor]) -> Iterator[Call]:
+def _calls_of(init_fn: ParamInitFn, modules: Mapping[nn.Module, str], fresh: Collection[Tensor]) -> Iterator[Call]:
     """Yield the calls of ``init_fn`` on every module that has something to initialise in it or below it."""
     for module, name in modules.items():
-        if not fresh or not fresh.isdisjoint(_all_tensors(module)):
+        if not fresh or not _all_tensors(module).isdisjoint(fresh):
             yield f"param_init_fn of {_where(module, name)}", functools.partial(init_fn, module)
 
 
-def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
+def _own_calls(modules: Mapping[nn.Module, str], fresh: Collection[Tensor], names: Mapping[Tensor, str]) -> list[Call]:
     """Return each module's own initialisation, or that of the nearest module above it in the piece that has one."""
     parents = {child: module for module in modules for child in module.children()}
     chosen = set()
@@ -327,11 +324,8 @@ def _own_calls(modules: Mapping[nn.Module, str], fresh: set[Tensor], names: Mapp
 
 def _own_initialisation(module: nn.Module) -> Callable[[], Any] | None:
     """Return ``reset_parameters``, which ``nn.MultiheadAttention`` has under a private name."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Callable[[], Any] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
 
 
 def _where(module: nn.Module, name: str) -> str:
