@@ -69,7 +69,7 @@ def initial_values(
                     "model on the meta device is initialised to the same values on all ranks"
                 )
             if mesh is not None:
-                steps = [functools.partial(_synchronise, names, mesh, device)]
+                steps = [functools.partial(_receive, tensor, mesh, device) for tensor in names]
         elif name is not None:
             pieces = find_pieces(model, units, param_init_fn)
         if param_init_fn is not None and name is None:
@@ -181,12 +181,7 @@ def _move_buffers(model: nn.Module, device: torch.device, storage: Shards) -> No
             storage.keep_whole(buffer, buffer.detach().to(device))
 
 
-def _synchronise(names: Mapping[Tensor, str], mesh: Mesh, device: torch.device, storage: Shards) -> None:
-    with torch.no_grad():
-        for tensor in names:
-            _receive(tensor, mesh, device, storage)
-
-
+@torch.no_grad()
 def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) -> None:
     """Fill in the first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
     parameter = storage.by_placeholder.get(id(tensor))

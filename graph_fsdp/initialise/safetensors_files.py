@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import CheckpointError
@@ -109,15 +108,12 @@ class SafetensorsFiles:
 
 
 def _read(reader: Any, key: str, into: Tensor) -> None:
-    if not isinstance(into, DTensor):
-        into.detach().copy_(reader.get_tensor(key))
-        return
-    local = compat.local_part(into)
-    shape, first = compat.local_shape_and_offset(into)
-    assert tuple(local.shape) == shape, f"{key}: {tuple(local.shape)} is not {shape}"
-    if shape == tuple(into.shape):
+    local = compat.local_part(into).detach()
+    if local.shape == into.shape:
         local.copy_(reader.get_tensor(key))
     elif local.numel():
+        shape, first = compat.local_shape_and_offset(into)
+        assert tuple(local.shape) == shape, f"{key}: {tuple(local.shape)} is not {shape}"
         local.copy_(reader.get_slice(key)[tuple(slice(at, at + n) for at, n in zip(first, shape, strict=True))])
 
 
