@@ -29,7 +29,7 @@ from graph_fsdp.integrations.accelerate import Accelerator
 from graph_fsdp.integrations.fsdp_config import (
     check_plugin,
     compile_arguments,
-    prepare_dtypes,
+    prepared_dtypes,
     set_state_dict_configs,
 )
 
@@ -176,11 +176,12 @@ def test_one_process_has_all_values() -> None:
 def test_trainable_parameters_become_float32_and_buffers_of_fsdp1_the_buffer_dtype() -> None:
     model = Model().to(torch.float16)
     model[2].requires_grad_(False)
-    undo = prepare_dtypes(FullyShardedDataParallelPlugin(mixed_precision_policy="bf16"), model)
-    assert model[0].linear.weight.dtype == torch.float32
-    assert model[2].weight.dtype == torch.float16, "frozen"
-    assert model[0].scale.dtype == torch.bfloat16
-    undo()
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy="bf16")
+    with pytest.raises(ZeroDivisionError), prepared_dtypes(plugin, model):
+        assert model[0].linear.weight.dtype == torch.float32
+        assert model[2].weight.dtype == torch.float16, "frozen"
+        assert model[0].scale.dtype == torch.bfloat16
+        raise ZeroDivisionError
     assert {t.dtype for t in model.state_dict().values()} == {torch.float16}
 
 

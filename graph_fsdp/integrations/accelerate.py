@@ -32,7 +32,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.integrations.fsdp_config import (
     check_plugin,
     compile_arguments,
-    prepare_dtypes,
+    prepared_dtypes,
     set_state_dict_configs,
     whole_tensors,
 )
@@ -92,12 +92,8 @@ class Accelerator(accelerate.Accelerator):
         mesh = arguments.pop("mesh")
         if mesh is None:
             model.to(self.device)
-        undo = prepare_dtypes(self._fsdp_configuration, model)
-        try:
+        with prepared_dtypes(self._fsdp_configuration, model):
             graph_fsdp.compile(model, mesh, **arguments)
-        except BaseException:
-            undo()
-            raise
         shards = dict(model.named_parameters())
         for optimizer in optimizers:
             for group in optimizer.param_groups:

@@ -7,10 +7,11 @@ Accelerate keeps an ``fsdp_config`` (of a YAML file, of ``TrainingArguments`` or
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -85,12 +82,12 @@ def set_state_dict_configs(plugin: FullyShardedDataParallelPlugin) -> None:
     for FSDP2. Accelerate writes to them, and the script's own may be of the other kind:
     docs/decisions/package_and_libraries.md."""
     on_cpu, first_only = _gathered(plugin.state_dict_config)
-    if plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
-        plugin.state_dict_config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_only)
-        plugin.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_only)
-    else:
-        plugin.state_dict_config = ShardedStateDictConfig(offload_to_cpu=on_cpu)
-        plugin.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=on_cpu)
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type(plugin.state_dict_type)
+    for config in (plugin.state_dict_config, plugin.optim_state_dict_config):
+        config.offload_to_cpu = on_cpu
+        if hasattr(config, "rank0_only"):
+            config.rank0_only = first_only
 
 
 def compile_arguments(
@@ -130,8 +127,9 @@ def compile_arguments(
     }
 
 
-def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Callable[[], None]:
-    """Cast what FSDP casts for mixed precision, and return what undoes it: trainable parameters to float32, from which
+@contextlib.contextmanager
+def prepared_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Iterator[None]:
+    """Cast what FSDP casts for mixed precision, and undo it after an error: trainable parameters to float32, from which
     ``param_dtype`` is then computed, and buffers to FSDP1's ``buffer_dtype``."""
     policy = plugin.mixed_precision_policy
     dtypes: dict[Tensor, torch.dtype] = {}
@@ -142,12 +140,12 @@ def prepare_dtypes(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
     before = [(tensor, tensor.data) for tensor in dtypes]
     for tensor, dtype in dtypes.items():
         tensor.data = tensor.data.to(dtype)
-
-    def undo() -> None:
+    try:
+        yield
+    except BaseException:
         for tensor, data in before:
             tensor.data = data
-
-    return undo
+        raise
 
 
 def _mesh_shape(dimensions: Sequence[str]) -> tuple[int, ...]:
