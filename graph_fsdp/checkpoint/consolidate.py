@@ -122,20 +122,18 @@ def consolidate(
 def _write_safetensors(source: _Source, target: Path, shard_size: int | None) -> list[Path]:
     shards = _shards(source, shard_size)
     if len(shards) == 1:
-        files = [target]
-    else:
-        names = (f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors" for at in range(1, len(shards) + 1))
-        files = [target.with_name(name) for name in names]
-    for file, shard in zip(files, shards, strict=True):
-        _write_shard(source, shard, file)
-    if len(shards) == 1:
-        return files
-    weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+        _write_shard(source, shards[0], target)
+        return [target]
+    weight_map: dict[str, str] = {}
+    for at, shard in enumerate(shards, 1):
+        file = f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors"
+        _write_shard(source, shard, target.with_name(file))
+        weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": source.nbytes(source.entries)}, "weight_map": weight_map}
     path = target.with_name(f"{target.name}.index.json")
     with _appearing(path) as stream:
         stream.write((json.dumps(index, indent=2) + "\n").encode())
-    return [*files, path]
+    return [*map(target.with_name, dict.fromkeys(weight_map.values())), path]
 
 
 def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:

@@ -31,13 +31,10 @@ def take_apart(value: Any, name: str) -> tuple[Any, dict[Path, Tensor]]:
     """Return a copy of a value with None in place of its tensors, and these by their paths in it. Raises TypeError for
     what could not be loaded without unpickling objects of any class. ``name``: the value's."""
     tensors: dict[Path, Tensor] = {}
-    try:
-        return _take_apart(value, (), tensors), tensors
-    except TypeError as error:
-        raise TypeError(f"{name}{error}") from None
+    return _take_apart(value, name, (), tensors), tensors
 
 
-def _take_apart(value: Any, path: Path, tensors: dict[Path, Tensor]) -> Any:
+def _take_apart(value: Any, name: str, path: Path, tensors: dict[Path, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[path] = value
         return None
@@ -47,15 +44,15 @@ def _take_apart(value: Any, path: Path, tensors: dict[Path, Tensor]) -> Any:
         made = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             if type(key) not in (str, int, bool, float, bytes, tuple, type(None)):
-                raise TypeError(f"{_shown(path)}: a key is {key!r}, a {type(key).__name__}; use text or numbers")
-            made[key] = _take_apart(item, (*path, key), tensors)
+                raise TypeError(f"{name}: a key is {key!r}, a {type(key).__name__}; use text or numbers")
+            made[key] = _take_apart(item, f"{name}[{key!r}]", (*path, key), tensors)
         return made
     if type(value) in (list, tuple):
-        return type(value)(_take_apart(item, (*path, at), tensors) for at, item in enumerate(value))
+        return type(value)(_take_apart(v, f"{name}[{at}]", (*path, at), tensors) for at, v in enumerate(value))
     if type(value) is set and all(type(item) in _SIMPLE for item in value):
         return set(value)
     raise TypeError(
-        f"{_shown(path)} is a {type(value).__name__}, and a checkpoint holds numbers, text, lists, tuples, dicts, "
+        f"{name} is a {type(value).__name__}, and a checkpoint holds numbers, text, lists, tuples, dicts, "
         "tensors, and the state_dict() of what has one; convert it, as by float() or .tolist()"
     )
 
@@ -144,8 +141,3 @@ def _state_of(value: Any) -> Any:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _shown(path: Path) -> str:
-    """Return a path as Python writes it: ['loader'][0]."""
-    return "".join(f"[{part!r}]" for part in path)

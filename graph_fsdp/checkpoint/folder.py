@@ -59,15 +59,12 @@ def read_json(file: Path, made_of: Callable[[Any], Value]) -> Value | None:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def is_complete(path: Path) -> bool:
-    return not path.name.startswith(".") and (path / METADATA).is_file()
-
-
 def complete(folder: AnyPath) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first: in the order in which they were saved, whatever their
     names and hosts' clocks. Those of other programs come first, by the time of their files."""
     root = Path(folder)
-    found = [path for path in root.iterdir() if is_complete(path)] if root.is_dir() else []
+    named = (path for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else ()
+    found = [path for path in named if (path / METADATA).is_file()]
     return sorted(found, key=lambda path: (_sequence(path), (path / METADATA).stat().st_mtime_ns, path.name))
 
 

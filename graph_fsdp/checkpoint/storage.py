@@ -24,15 +24,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
@@ -68,12 +59,12 @@ class SummedResult(WriteResult):
     entry: Written
 
 
-def _writes_plain(item: WriteItem, planner: SavePlanner) -> bool:
+def _writes_plain(item: WriteItem, planner: dcp.SavePlanner) -> bool:
     data = None if item.type is WriteItemType.BYTE_IO else planner.resolve_data(item)
     return sys.byteorder == "little" and isinstance(data, Tensor) and _is_plain(data.detach())
 
 
-class Writer(FileSystemWriter):
+class Writer(dcp.FileSystemWriter):
     """Writes a checkpoint into ``temporary`` and renames it to ``path`` when it is complete."""
 
     def __init__(self, temporary: Path, path: Path, ranks: int, keep: int | None) -> None:
@@ -81,7 +72,7 @@ class Writer(FileSystemWriter):
         self.fs = PrivateFiles()
         self.temporary, self.final, self.ranks, self.keep = temporary, path, ranks, keep
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         plain = {item.index for item in plan.items if _writes_plain(item, planner)}
         sums = checksums.sums_of(self.temporary, map(_place, results))
@@ -119,7 +110,7 @@ class Writer(FileSystemWriter):
                 )
 
 
-class Reader(FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """Reads a checkpoint that was opened. Sums are compared when the plan is made, before any rank's tensors change."""
 
     def __init__(self, checkpoint: Checkpoint, verify: bool) -> None:
@@ -129,18 +120,18 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.checkpoint.metadata
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         if self.verify:
             self.checkpoint.check_sums(self.checkpoint.place(item.storage_index) for item in plan.items)
         return super().prepare_local_plan(plan)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         places = {item: self.checkpoint.place(item.storage_index) for item in plan.items}
         content = {name: checksums.content_of(self.checkpoint.path / name) for name in by_file(places.values())}
         left = [item for item, place in places.items() if not self.copied(item, place, content[place.file], planner)]
         return super().read_data(dataclasses.replace(plan, items=left), planner)
 
-    def copied(self, item: ReadItem, place: Place, content: Tensor, planner: LoadPlanner) -> bool:
+    def copied(self, item: ReadItem, place: Place, content: Tensor, planner: dcp.LoadPlanner) -> bool:
         """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor. If not, return
         False: ``torch.load`` has to read it."""
         entry = self.checkpoint.checksums.get(place)
@@ -161,7 +152,7 @@ class Reader(FileSystemReader):
         return True
 
 
-class FillPlanner(DefaultLoadPlanner):
+class FillPlanner(dcp.DefaultLoadPlanner):
     """Reads into tensors under flat keys, and never unpickles."""
 
     def __init__(self) -> None:

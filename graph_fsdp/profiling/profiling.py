@@ -128,11 +128,9 @@ def _step(model: nn.Module, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _differentiated(output: Any) -> list[Tensor]:
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return [loss]
+    loss = getattr(output, "loss", None)
     tensors: list[Tensor] = []
-    compat.tree_map_only(Tensor, tensors.append, output)
+    compat.tree_map_only(Tensor, tensors.append, loss if isinstance(loss, Tensor) else output)
     return tensors
 
 
