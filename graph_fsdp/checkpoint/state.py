@@ -104,7 +104,7 @@ def _has_entries(value: Any) -> bool:
 def _random_state(model: nn.Module) -> dict[str, Any]:
     """Return this rank's random states as tensors, and as tuples of tensors and numbers."""
     version, numbers, gauss = random.getstate()
-    state = {**random_states(_device_of(model)), "python": (version, torch.tensor(numbers), gauss)}
+    state: dict[str, Any] = {**random_states(_device_of(model)), "python": (version, torch.tensor(numbers), gauss)}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = (name, torch.tensor(keys.tolist()), *rest)

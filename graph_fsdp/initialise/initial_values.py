@@ -48,10 +48,10 @@ def initial_values(
     names = tensor_names(model)
     steps: list[FillStorage] = [functools.partial(_move_buffers, model, device)]
     pieces: list[Piece] = []
-    facts = _facts(names, options.sync_module_states, param_init_fn)
+    name = next((name for tensor, name in names.items() if tensor.is_meta), None)
+    facts = _facts(names, name, options.sync_module_states, param_init_fn)
     with agreeing_on_values(mesh, facts):
         _check_references(model, names)
-        name = _on_meta(names)
         if (checkpoint := options.files) is not None:
             if options.sync_module_states:
                 raise ValueError(
@@ -88,9 +88,10 @@ def initial_values(
     return fill
 
 
-def _facts(names: Mapping[Tensor, str], sync_module_states: bool, param_init_fn: ParamInitFn | None) -> list[str]:
+def _facts(
+    names: Mapping[Tensor, str], on_meta: str | None, sync_module_states: bool, param_init_fn: ParamInitFn | None
+) -> list[str]:
     """Return what ranks must have in common before values go from one to another."""
-    on_meta = _on_meta(names)
     lines = [f"sync_module_states={sync_module_states}", f"{'a' if param_init_fn else 'no'} param_init_fn"]
     if not sync_module_states:
         where = f"{on_meta} is on the meta device" if on_meta else "all parameters and buffers have values"
@@ -127,10 +128,6 @@ def agreeing_on_values(mesh: Mesh | None, facts: list[str]) -> Iterator[None]:
             raise (problem or error) from None
     if problem is not None:
         raise problem
-
-
-def _on_meta(names: Mapping[Tensor, str]) -> str | None:
-    return next((name for tensor, name in names.items() if tensor.is_meta), None)
 
 
 def _check_references(model: nn.Module, names: Mapping[Tensor, str]) -> None:

@@ -72,9 +72,7 @@ def _gathered(config: Any) -> tuple[bool, bool]:
 def whole_tensors(plugin: FullyShardedDataParallelPlugin) -> tuple[bool, bool]:
     """Say whether a whole state dict is on the CPU, and whether on the first rank alone. Both unless a
     ``state_dict_config`` of FULL_STATE_DICT says otherwise."""
-    if plugin.state_dict_type != StateDictType.FULL_STATE_DICT:
-        return True, True
-    return _gathered(plugin.state_dict_config)
+    return _gathered(plugin.state_dict_config if plugin.state_dict_type == StateDictType.FULL_STATE_DICT else None)
 
 
 def set_state_dict_configs(plugin: FullyShardedDataParallelPlugin) -> None:
