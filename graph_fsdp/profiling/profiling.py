@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -95,8 +94,8 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
     rank = dist.get_rank() if groups else 0
     ran = Ran.of(recorder, schedules, engine.programs)
     ran.share(groups, rank, device)
-    made = ran.profile(engine.cost, len(ranks), steps).to_json() if not groups or rank == ranks[0] else None
-    found = Profile.from_json(json.loads(_broadcast(json.dumps(made), groups)))
+    made = ran.profile(engine.cost, len(ranks), steps) if not groups or rank == ranks[0] else None
+    found: Profile = _broadcast(made, groups)
     title = f"measured, rank {rank} of {found.ranks}"
     return dataclasses.replace(found, schedule=_schedule(engine, title, recorder, schedules))
 
@@ -198,7 +197,7 @@ class Ran:
     def share(self, groups: list[dist.ProcessGroup], rank: int, device: torch.device) -> None:
         """Replace this rank's seconds by those of all; see [Note: times that all ranks share]."""
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
-        names, run_names = json.loads(_broadcast(json.dumps([list(self.means), list(runs)]), groups))
+        names, run_names = _broadcast([list(self.means), list(runs)], groups)
         counted = [float(name in self.means) for name in names]
         summed = [self.means.get(name, 0.0) for name in names]
         own = [self.means.get(name, -1.0) for name in names]
@@ -277,12 +276,12 @@ def _groups(engine: Any) -> list[dist.ProcessGroup]:
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
 
 
-def _broadcast(text: str, groups: list[dist.ProcessGroup]) -> str:
-    """Send the first rank's text to all: along each dimension in turn, from its first rank."""
-    value: list[Any] = [text]
+def _broadcast(value: Any, groups: list[dist.ProcessGroup]) -> Any:
+    """Send the first rank's value to all: along each dimension in turn, from its first rank."""
+    box = [value]
     for group in groups:
-        dist.broadcast_object_list(value, dist.get_process_group_ranks(group)[0], group=group)
-    return str(value[0])
+        dist.broadcast_object_list(box, dist.get_process_group_ranks(group)[0], group=group)
+    return box[0]
 
 
 def _all_reduce(
