@@ -226,7 +226,8 @@ def test_evaluation_adds_an_inference_graph(fake_group: None) -> None:
         model(torch.ones(4, 16))
     report = graph_fsdp.inspect(model)
     assert (len(before.graphs), len(report.graphs)) == (1, 2)
-    assert [list(captured.views) for captured in report.graphs] == [["forward", "backward"], ["inference"]]
+    ran = [[phase for phase, view in captured.views.items() if view.graph is not None] for captured in report.graphs]
+    assert ran == [["forward", "backward"], ["inference"]]
     assert list(report.inference.stages) == ["annotate", "bucket", "prefetch", "free", "slots"]
     assert [(row.name, row.escapes) for row in report.inference.buckets] == [
         ("blocks.0", False),

@@ -132,11 +132,11 @@ def test_the_command_prints_what_a_pass_made(
 ) -> None:
     assert main(["report", str(file), "--diff", "free"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"# graph 0, forward\n{report.captures[0].view('forward').diff('free')}\n")
+    assert printed.startswith(f"# graph 0, forward\n{report.captures[0].views['forward'].diff('free')}\n")
     assert printed.count("# graph 1, ") == 2
     assert main(["report", str(file), "--code", "insert_gathers"]) == 0
     assert capsys.readouterr().out.startswith(
-        f"# graph 0, capture\n{report.captures[0].view('capture').stages['insert_gathers'].body}"
+        f"# graph 0, capture\n{report.captures[0].views['capture'].stages['insert_gathers'].body}"
     )
 
 
