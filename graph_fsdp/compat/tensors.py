@@ -189,11 +189,6 @@ def fake_tensor(
     return FakeTensor(mode, meta, device)
 
 
-def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Say whether two fake tensors lie in the same storage (which has no address)."""
-    return storage_id(a) == storage_id(b)
-
-
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a contiguous tensor that looks like an ordinary one but has no memory: who reads it crashes the process.
     (torch 2.9's tracer refuses FakeTensors of another mode than its own.)"""

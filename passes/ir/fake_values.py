@@ -117,12 +117,13 @@ def _again(node: fx.Node, value: Any) -> Callable[[fx.Node], torch.Tensor] | Non
     if not isinstance(value, compat.FakeTensor) or value.requires_grad:
         return None
     inputs = [tensor for i in node.all_input_nodes for tensor in iterate_tensors(i.meta["val"])]
-    own = not any(compat.same_memory(value, tensor) for tensor in inputs)
+    memory = compat.storage_id(value)
+    own = memory not in map(compat.storage_id, inputs)
     first = _first_argument(node)
     if own:
         fits = value.is_contiguous() and value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
     else:
-        fits = first is not None and compat.same_memory(value, first) and value.dtype == first.dtype
+        fits = first is not None and compat.storage_id(first) == memory and value.dtype == first.dtype
     if not fits:
         return None
     layout, offset = (value.shape, value.stride(), value.dtype, value.device), int(value.storage_offset())

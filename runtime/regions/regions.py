@@ -175,7 +175,8 @@ def _is_repeated(node: fx.Node) -> bool:
     if node.target is operator.getitem or len(node.all_input_nodes) != 1 or not is_view(node):
         return False
     base = node.all_input_nodes[0].meta.get("val")
-    return isinstance(base, torch.Tensor) and compat.same_memory(value, base) and not _is_cut_out(node)
+    in_its_memory = isinstance(base, torch.Tensor) and compat.storage_id(value) == compat.storage_id(base)
+    return in_its_memory and not _is_cut_out(node)
 
 
 def _is_cut_out(node: fx.Node) -> bool:
