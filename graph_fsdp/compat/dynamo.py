@@ -214,13 +214,6 @@ def _logging_functions(_: int) -> frozenset[Any]:
     return frozenset(getattr(owner, method) for owner in owners for method in _LOGGING if hasattr(owner, method))
 
 
-def _unless(wanted: object, module: Any, name: str, result: Any) -> contextlib.AbstractContextManager[Any]:
-    """For a time, let a function of torch's do nothing and return ``result``, unless it is wanted or not there."""
-    if wanted or not hasattr(module, name):
-        return contextlib.nullcontext()
-    return unittest.mock.patch.object(module, name, lambda *_, **__: result)
-
-
 def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Return the same graph in a module that writes its code when asked, under ``tracing_options``."""
     lazy: torch.fx.GraphModule = _make_graph_module(module, module.graph)
@@ -230,8 +223,10 @@ def writes_code_when_asked(module: torch.fx.GraphModule) -> torch.fx.GraphModule
 
 def unlogged_graphs_unprinted() -> contextlib.AbstractContextManager[Any]:
     """For a time, let AOTAutograd print graphs only if a log wants them; torch 2.13 always does."""
-    wanted = trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
-    return _unless(wanted, graph_compile, "_log_fw_bw_graphs", (None, None))
+    name, wanted = "_log_fw_bw_graphs", trace_log.handlers or graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
+    if wanted or not hasattr(graph_compile, name):
+        return contextlib.nullcontext()
+    return unittest.mock.patch.object(graph_compile, name, lambda *_, **__: (None, None))
 
 
 class _Traced(BaseException):  # AOTAutograd retells every Exception as one of its own
