@@ -55,9 +55,11 @@ def test_inductor_makes_no_cuda_graphs_of_regions(monkeypatch: pytest.MonkeyPatc
         compile_fx, "compile_fx_inner", lambda *args, cudagraphs=None, **kwargs: given.append(cudagraphs)
     )
     graph = fx.Graph()
-    graph.output((graph.placeholder("x"),))
+    value = graph.placeholder("x")
+    value.meta["val"] = torch.empty(1)
+    graph.output((value,))
     with tracing(TracingContext(FakeTensorMode())), config.patch({"triton.cudagraphs": True}):
-        compat.inductor_compile(fx.GraphModule({}, graph), [], is_backward=False, is_inference=True)
+        compat.inductor_compile(fx.GraphModule({}, graph), "inference")
     assert [made.value for made in given] == [False], "None is the setting"
 
 

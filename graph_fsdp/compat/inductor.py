@@ -59,12 +59,7 @@ def inductor_cache_directory() -> Path | None:
 
 
 def inductor_compile(
-    module: torch.fx.GraphModule,
-    inputs: list[Any],
-    *,
-    is_backward: bool,
-    is_inference: bool,
-    keep_order: bool = False,
+    module: torch.fx.GraphModule, phase: str, *, keep_order: bool = False
 ) -> Callable[[list[Any]], Any]:
     """Compile one region with Inductor. For ``keep_order`` see
     :func:`graph_fsdp.compat.inductor_scheduler.graph_order`.
@@ -82,6 +77,8 @@ def inductor_compile(
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = [i for i, value in enumerate(outputs) if isinstance(value, torch.fx.Node)]
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    is_backward, is_inference = phase == "backward", phase == "inference"
     mode = current_fake_mode()
     order = graph_order() if keep_order else contextlib.nullcontext()
     with tracing(TracingContext(mode)), order, _vectors_named(module), shared_by_devices(module):

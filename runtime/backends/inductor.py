@@ -38,7 +38,7 @@ class InductorBackend(Backend):
     captures_regions = True
 
     def compile_region(self, region: Region, kind: str) -> Compiled:
-        return _compile(region.module, kind)
+        return compat.inductor_compile(region.module, kind)
 
     def compile_regions(self, regions: Mapping[RegionKey, Region]) -> dict[RegionKey, Compiled]:
         """Compile a part of the regions, and find in the cache what the host's other ranks compile meanwhile."""
@@ -52,21 +52,13 @@ class InductorBackend(Backend):
     def compile_whole(self, module: fx.GraphModule, kind: str) -> Compiled:
         _cache_directory()
         with compat.built_together():
-            return _compile(module, kind, keep_order=True)
+            return compat.inductor_compile(module, kind, keep_order=True)
 
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         return compat.inductor_decompositions()
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return compat.inductor_joint_passes(module)
-
-
-def _compile(module: fx.GraphModule, kind: str, keep_order: bool = False) -> Compiled:
-    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    is_backward, is_inference = kind == "backward", kind == "inference"
-    return compat.inductor_compile(
-        module, inputs, is_backward=is_backward, is_inference=is_inference, keep_order=keep_order
-    )
 
 
 def _cache_directory() -> Path | None:
