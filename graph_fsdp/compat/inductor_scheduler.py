@@ -62,16 +62,8 @@ def graph_order() -> contextlib.AbstractContextManager[Any]:
     """Configure Inductor to run a graph's collectives, the waits for them, and the kernels that it does not generate
     itself (products, attention) in the graph's order. Generated kernels stand where their data lets them; those that
     would have to run both before and after a collective are not fused."""
-    known = {name: value for name, value in _IN_ORDER.items() if _has_setting(name)}
+    known = {name: value for name, value in _IN_ORDER.items() if hasattr(config, name)}
     return config.patch({**known, "_pre_fusion_custom_pass": _KeepOrder()})
-
-
-def _has_setting(name: str) -> bool:
-    *path, last = name.split(".")
-    section: Any = config
-    for part in path:
-        section = getattr(section, part, None)
-    return hasattr(section, last)
 
 
 def is_communication(node: Any) -> bool:
