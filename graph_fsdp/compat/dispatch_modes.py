@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -57,16 +58,13 @@ def dynamo_ignores_modes() -> Iterator[None]:
     if not modes:
         yield
         return
-    flags = {name: getattr(python_dispatch, name) for name in _FLAGS if hasattr(python_dispatch, name)}
     with contextlib.ExitStack() as stack:
-        for name, value in flags.items():
-            setattr(python_dispatch, name, False)
-            stack.callback(setattr, python_dispatch, name, value)
+        for name in filter(vars(python_dispatch).__contains__, _FLAGS):
+            stack.enter_context(patch.object(python_dispatch, name, False))
         _set_in_mode(False)
         stack.callback(_set_in_mode, True)
-        for mode in modes:
-            vars(mode)["ignore_compile_internals"] = lambda: True  # newer releases ask the modes themselves
-            stack.callback(vars(mode).pop, "ignore_compile_internals")
+        for mode in modes:  # newer releases ask the modes themselves
+            stack.enter_context(patch.object(mode, "ignore_compile_internals", lambda: True, create=True))
         stack.enter_context(_without_hooks_of_torch())
         yield
 
