@@ -138,7 +138,8 @@ class Lowering:
         if isinstance(buffer, _Messages):
             found = _slice_bounds(node)
             assert found is not None, "a buffer that does not exist is used by slices of its messages alone"
-            return self.take(buffer, *found, name=node.name)
+            begin, end = found
+            return self.take(buffer, begin, end - begin, name=node.name)
         copy = self.fx_graph.node_copy(node, self.values.__getitem__)
         copy.meta.pop("fsdp", None)
         return copy
@@ -192,11 +193,11 @@ class Lowering:
         pieces = [self._rows(messages, chunk) for chunk in chunks]
         return self._spread(pieces, [layout.world_size * c.begin for c in chunks], layout.world_size * layout.length)
 
-    def take(self, messages: _Messages, begin: int, end: int, name: str | None = None) -> fx.Node:
-        """Take elements ``begin`` to ``end`` of the buffer, which lie in one chunk of one message."""
+    def take(self, messages: _Messages, begin: int, numel: int, name: str | None = None) -> fx.Node:
+        """Take ``numel`` elements of the buffer from ``begin`` on, which lie in one chunk of one message."""
         chunk = _chunk_at(messages.layout, begin)
         first = begin - messages.layout.world_size * chunk.begin
-        return self._part(self._rows(messages, chunk), first, end - begin, name)
+        return self._part(self._rows(messages, chunk), first, numel, name)
 
     def _rows(self, messages: _Messages, chunk: _Chunk) -> fx.Node:
         """Return a chunk of the bucket's shard of all ranks, one rank behind the other."""
@@ -229,12 +230,8 @@ class Lowering:
         scale, place = world // ranks, compat.resolve_group(dialect.group_of(node)).rank()
         buffer, pieces = self.values[operand(node)], []
         for offset, numel in zip(offsets, numels, strict=True):
-            begin = world * offset + place * scale * numel
-            bounds = (begin, begin + scale * numel)
-            if isinstance(buffer, _Messages):
-                pieces.append(self.take(buffer, *bounds))
-            else:
-                pieces.append(self.call(aten.slice.Tensor, buffer, 0, *bounds))
+            at = (world * offset + place * scale * numel, scale * numel)
+            pieces.append(self.take(buffer, *at) if isinstance(buffer, _Messages) else self._part(buffer, *at))
         kept = self._spread(pieces, [scale * offset for offset in offsets], scale * length)
         # A view of the gathered bucket would keep all of it alive.
         return self.call(aten.clone.default, kept) if kept is pieces[0] else kept
