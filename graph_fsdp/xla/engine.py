@@ -28,7 +28,7 @@ from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.report.report import CapturedGraph
 from graph_fsdp.runtime import Program, WholeProgram
-from graph_fsdp.runtime.backends.xla import XlaBackend
+from graph_fsdp.runtime.backends import XlaBackend
 from graph_fsdp.runtime.xla.lower import Crossing, Lowered, varying_nodes
 from graph_fsdp.runtime.xla.operators import Placement
 from graph_fsdp.runtime.xla.program import XlaProgram

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from graph_fsdp.runtime.backends.base import Backend, EagerBackend
+from graph_fsdp.runtime.backends.base import Backend, EagerBackend, XlaBackend
 from graph_fsdp.runtime.backends.inductor import InductorBackend
-from graph_fsdp.runtime.backends.xla import XlaBackend
 
 BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "inductor": InductorBackend, "xla": XlaBackend}
 
