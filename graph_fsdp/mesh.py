@@ -74,11 +74,14 @@ class Mesh(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks of the processes that agree on what they do."""
+        """Return the global ranks of the processes that agree on what they do: one, where one has all devices, or
+        there is no store through which they could."""
+        return (0,)
 
     @property
     def is_first(self) -> bool:
         """Say whether ``broadcast`` sends the values of this process."""
+        return True
 
     def broadcast(self, value: Tensor) -> None:
         """Overwrite ``value``, contiguous, by that of the mesh's first rank."""
@@ -179,17 +182,14 @@ class DataParallelMesh(Mesh):
             group = self.mesh.get_group(self.shard_dim)
             chunks = None
             if full is not None:
-                rows = shard.shape[0]
-                chunks = [_padded(full[i * rows : (i + 1) * rows], rows) for i in range(self.world_size)]
+                chunks = [rows_of(full, i, shard.shape[0]) for i in range(self.world_size)]
                 shard.copy_(chunks[0])
-            source = dist.get_process_group_ranks(group)[0]
-            dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, source, group=group)
+            dist.scatter(_bytes(shard), [_bytes(c) for c in chunks] if chunks else None, group=group, group_src=0)
         if self.replicate_dim is not None:
             self._broadcast(shard, self.replicate_dim)
 
     def _broadcast(self, value: Tensor, dim: int) -> None:
-        group = self.mesh.get_group(dim)
-        dist.broadcast(_bytes(value), dist.get_process_group_ranks(group)[0], group=group)
+        dist.broadcast(_bytes(value), group=self.mesh.get_group(dim), group_src=0)
 
 
 def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh | None, torch.device]:
@@ -329,10 +329,11 @@ def _bytes(value: Tensor) -> Tensor:
     return value.view(-1).view(torch.uint8)
 
 
-def _padded(full: Tensor, rows: int) -> Tensor:
-    """Return a contiguous tensor of ``rows`` rows that begins with those of ``full``."""
-    if full.shape[0] == rows:
-        return full.contiguous()
+def rows_of(full: Tensor, index: int, rows: int) -> Tensor:
+    """Return the shard of this index, contiguous, where each has ``rows`` rows, the last ones filled up with zeros."""
+    own = full[index * rows : (index + 1) * rows]
+    if own.shape[0] == rows:
+        return own.contiguous()
     padded = full.new_zeros(rows, *full.shape[1:])
-    padded[: full.shape[0]] = full
+    padded[: own.shape[0]] = own
     return padded

@@ -102,15 +102,6 @@ class XlaMesh(Mesh):
     def size(self) -> int:
         return self.world_size * self.replicas
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return one rank: one process has all devices, or there is no store through which processes could agree."""
-        return (0,)
-
-    @property
-    def is_first(self) -> bool:
-        return True
-
     def broadcast(self, value: Tensor) -> None:
         """Do nothing, as one process has all devices."""
 

@@ -21,6 +21,7 @@ from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.engine.recompilation import CaptureKey
 from graph_fsdp.errors import MeshError
+from graph_fsdp.mesh import rows_of
 from graph_fsdp.parameters.sharded import ShardedParameter
 from graph_fsdp.passes.ir.spec import ParameterSpec
 from graph_fsdp.runtime.xla.program import Compiled, ReplicaProgram, all_here, are_threads, own_turn
@@ -73,10 +74,7 @@ class ReplicaStorage(XlaStorage):
         """Return this replica's rows of a parameter's whole value, filled up with zeros."""
         if p.replicated:
             return full
-        begin = self.xla_mesh.index * p.chunk_rows
-        rows = full[begin : begin + p.local_rows(self.xla_mesh.index)]
-        missing = p.chunk_rows - rows.shape[0]
-        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
+        return rows_of(full, self.xla_mesh.index, p.chunk_rows)
 
     def fill(self, p: ShardedParameter, full: Tensor) -> None:
         self._values[p.spec.name] = self.rows(p.spec, full.detach()).to(self.device, copy=True)
@@ -84,9 +82,6 @@ class ReplicaStorage(XlaStorage):
 
     def _needs_stand_in(self, p: ParameterSpec) -> bool:
         return True
-
-    def _shape(self, p: ParameterSpec) -> torch.Size:
-        return torch.Size(p.shard_shape)
 
     def _shard_again(self) -> None:
         """Do nothing: rows are all that there is."""

@@ -49,10 +49,6 @@ class XlaStorage(Shards):
         """Say whether the model, as it is traced, sees another tensor than the parameter."""
         return p.param_dtype is not p.dtype
 
-    def _shape(self, p: ParameterSpec) -> torch.Size:
-        """Return the shape of the registered parameter."""
-        return torch.Size(p.shape)
-
     def placement(self, p: ParameterSpec) -> Placement:
         return self.xla_mesh.whole if p.replicated or p.empty else self.xla_mesh.sharded
 
@@ -107,11 +103,11 @@ class XlaStorage(Shards):
                 compat_xla.mark_sharding(p.shard, placement.devices, placement.tiles)
 
     def _replace(self, p: ShardedParameter, found: Any) -> None:
-        expected = (self._shape(p.spec), p.spec.dtype, self.device)
+        expected = (p.shard.shape, p.spec.dtype, self.device)
         if not isinstance(found, nn.Parameter) or (found.shape, found.dtype, found.device) != expected:
             raise ParameterChangedError(
                 f"parameter {p.spec.name!r} was replaced by {type(found).__name__} that is not a parameter of shape "
-                f"{tuple(self._shape(p.spec))} and type {p.spec.dtype} on {self.device}; copy into the parameter"
+                f"{tuple(p.shard.shape)} and type {p.spec.dtype} on {self.device}; copy into the parameter"
             )
         self.by_placeholder.pop(id(p.placeholder), None)
         if p.placeholder is p.shard:
