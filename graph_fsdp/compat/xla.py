@@ -174,10 +174,9 @@ def tensor_id(tensor: Tensor) -> int:
     return int(xlac()._xla_get_tensor_id(tensor))
 
 
-def graph_inputs(outputs: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
-    """Return ids and values of the tensors in memory that pending tensors are computed from."""
-    ids, values = xlac()._get_tensors_xla_device_data_node(list(outputs))
-    return list(ids), list(values)
+def graph_inputs(outputs: Sequence[Tensor]) -> list[tuple[int, Any]]:
+    """Return the id and the value of each tensor in memory that pending tensors are computed from."""
+    return list(zip(*xlac()._get_tensors_xla_device_data_node(list(outputs)), strict=True))
 
 
 def compile_pending(outputs: Sequence[Tensor]) -> Any:

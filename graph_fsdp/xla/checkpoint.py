@@ -31,9 +31,6 @@ class Parts(compat_xla.WithoutMemory):
         made.parts = parts
         return made
 
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
-
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [
@@ -42,11 +39,11 @@ class Parts(compat_xla.WithoutMemory):
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
-            for index, chunk in enumerate(self._chunks())
+            for index, chunk in enumerate(self.__create_chunk_list__())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks()
+        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
@@ -66,7 +63,7 @@ class XlaTensors(TensorAccess):
         tensor = compat_xla.plain(tensor.detach())
         if compat_xla.pending([tensor]):  # all that is pending, or other tensors would be computed once more
             compat_xla.sync(wait=True)
-        if not _is_divided(tensor):
+        if not self._is_divided(tensor):
             return tensor.cpu()
         # Devices of other replicas have the same parts.
         held = {shard.offset: shard.part for shard in compat_xla.device_shards(tensor) if shard.part.numel()}
@@ -95,15 +92,13 @@ class XlaTensors(TensorAccess):
     def _divide(self, tensor: Tensor) -> None:
         """Divide a state that an optimizer has just made, whole on each device, as the parameter of its shape. Another
         tensor of that shape has the same values wherever it lies."""
-        if not _is_divided(tensor):
+        if not self._is_divided(tensor):
             parameters = (p.spec for p in self.storage.parameters.values())
             like = next((p for p in parameters if tuple(p.shape) == tuple(tensor.shape)), None)
             placement = self.storage.placement(like) if like is not None else None
             if placement is not None and not placement.is_replicated:
                 compat_xla.mark_sharding(tensor, placement.devices, placement.tiles)
 
-
-def _is_divided(tensor: Tensor) -> bool:
-    """Say whether no device holds all of it."""
-    (spec,) = compat_xla.sharding_specs([tensor])
-    return spec not in ("", "{replicated}") and not spec.startswith("{maximal")
+    def _is_divided(self, tensor: Tensor) -> bool:
+        """Say whether no device holds all of it."""
+        return self.storage.xla_mesh.placements([tensor]) != [self.storage.xla_mesh.whole]

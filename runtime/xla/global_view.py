@@ -18,7 +18,6 @@ are programs of their own, so ZeRO-3 gathers twice.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -150,15 +149,11 @@ def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
     return name
 
 
-@functools.lru_cache(maxsize=4096)
-def op_sharding(mesh: str, axes: tuple[str, ...]) -> Any:
-    """Return what torch_xla annotates a tensor with, for ``axes`` as in ``passes/transforms/constrain.py``."""
-    return _MESHES[mesh].get_op_sharding(tuple(tuple(a.split(",")) if "," in a else a or None for a in axes))
-
-
 def _constrain(value: Tensor, axes: Sequence[str], mesh: str) -> Tensor:
-    """Return a copy that carries the sharding, which XLA's partitioner keeps to."""
-    return compat_xla.annotated(value, op_sharding(mesh, tuple(axes)))
+    """Return a copy that carries the sharding, which XLA's partitioner keeps to. ``axes`` are as in
+    ``passes/transforms/constrain.py``."""
+    spec = tuple(tuple(a.split(",")) if "," in a else a or None for a in axes)
+    return compat_xla.annotated(value, _MESHES[mesh].get_op_sharding(spec))
 
 
 _LIBRARY.impl("constrain", _constrain)

@@ -192,7 +192,7 @@ class XlaProgram(WholeProgram):
         """Return for each parameter of the XLA program the place of an input, or a constant of the graph (numbers, so
         that graphs that differ in them are one program). See [Note: compiled once]."""
         place_of = {compat_xla.tensor_id(t): i for i, t in enumerate(fresh) if isinstance(t, Tensor)}
-        sources = zip(*compat_xla.graph_inputs(outputs), strict=True)
+        sources = compat_xla.graph_inputs(outputs)
         found: list[int | Tensor] = [place_of.get(tensor_id, value) for tensor_id, value in sources]
         read = {place for place in found if isinstance(place, int)}
         constants = [value for value in found if isinstance(value, Tensor)]
