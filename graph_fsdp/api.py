@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
-from graph_fsdp.engine.owned_tensors import model_graphs
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.mesh import DataParallelMesh, Mesh
@@ -22,7 +20,6 @@ from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import extend, is_extended, plain
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn
-from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, find_hardware
 from graph_fsdp.passes.analysis.hardware import detect_hardware
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
@@ -167,8 +164,10 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         assert ranks is not None
         spec = dataclasses.replace(spec, reshard_group=ranks.subgroup(size).group_name, reshard_size=size)
         groups[spec.reshard_group] = GroupShape(size, groups[spec.group].stride)
-    cost = _cost_model(place.pipeline, groups, place.device, options.backend)
-    spec = place.pipeline.arrange(spec, cost)
+    pipeline, backend = place.pipeline, options.backend
+    hardware = detect_hardware(place.device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
+    cost = CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")
+    spec = pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
@@ -184,8 +183,8 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
         original_forward(model), spec, storage, place, cost, reshard_after_forward=reshard, fullgraph=options.fullgraph
     )
     engine.extensions = extensions
-    if options.cuda_graphs and isinstance(storage, Storage):
-        engine.cuda_graphs = model_graphs(model, storage, engine.counter)
+    if options.cuda_graphs:
+        engine.capture_regions(model)
     storage.install(model, options.fullgraph)
     policies.install(name for unit in units for name in unit.modules)
     place.before_compiled(model)
@@ -231,11 +230,3 @@ def _model_spec(
     if mesh is None:
         return spec
     return dataclasses.replace(spec, replicate_group=mesh.replicate_group, replicas=mesh.replicas)
-
-
-def _cost_model(
-    pipeline: PassPipeline, groups: Mapping[str, GroupShape], device: torch.device, backend: str
-) -> CostModel:
-    """Return the cost model (seconds of kernels and collectives) of the pipeline's hardware, or of ``device``'s."""
-    hardware = detect_hardware(device) if pipeline.hardware is None else find_hardware(pipeline.hardware)
-    return CostModel(hardware, groups, measured=pipeline.measured, fused=backend != "eager", combining=backend == "xla")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
@@ -19,6 +19,7 @@ from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pip
 from graph_fsdp.passes.ir.spec import Offload
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute, with_activation_checkpointing
 from graph_fsdp.runtime.backends import BACKENDS
+from graph_fsdp.runtime.cuda.capture import CAPTURES
 from graph_fsdp.units import AutoWrapPolicy
 
 
@@ -124,6 +125,38 @@ class CompileOptions:
             )
         return Offload(device, policy.pin_memory and device.type != "cpu")
 
+    def check_cuda_graphs(self, device: torch.device) -> None:
+        """Raise for options and devices that do not go with ``cuda_graphs=True``."""
+        if not isinstance(self.cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
+        if not BACKENDS[self.backend].captures_regions:
+            raise UnsupportedError(
+                f"cuda_graphs=True: backend {self.backend!r} launches no kernels that could be captured; leave "
+                f"cuda_graphs out, or pass {_backends('captures_regions')}"
+            )
+        if device.type not in CAPTURES:
+            raise MeshError(f"cuda_graphs=True needs a mesh of CUDA devices, this one is of {device.type}")
+        if self.regions == "whole":
+            raise UnsupportedError(
+                "cuda_graphs=True captures what lies between collectives, and regions='whole' leaves nothing between "
+                "them; leave one of the two out"
+            )
+        if self.dynamic:
+            raise ValueError(
+                "cuda_graphs=True needs fixed sizes, and dynamic=True makes graphs for all sizes; leave one of the "
+                "two out"
+            )
+        if self.offloads:
+            raise UnsupportedError(
+                "cuda_graphs=True keeps what it reads at fixed addresses of the device, and offload_policy="
+                "CPUOffloadPolicy() copies there anew in each run; leave one of the two out"
+            )
+        if self.checkpointing is not None and self.checkpointing.offload:
+            raise UnsupportedError(
+                "cuda_graphs=True writes activations where those of the last run lay, and activation_checkpointing "
+                "with offload still copies them; leave one of the two out"
+            )
+
     def _check_backend(self) -> None:
         backend, regions = self.backend, self.regions
         if not isinstance(backend, str) or backend not in BACKENDS:
@@ -131,10 +164,9 @@ class CompileOptions:
         if regions not in ("cut", "whole"):
             raise ValueError(f"regions must be 'cut' or 'whole', got {regions!r}")
         if regions == "whole" and not BACKENDS[backend].compiles_whole:
-            able = ", ".join(repr(name) for name, b in sorted(BACKENDS.items()) if b.compiles_whole)
             raise ValueError(
                 f"regions='whole' has a graph compiled in one piece, and backend {backend!r} runs it operator by "
-                f"operator; leave regions out, or pass backend={able}"
+                f"operator; leave regions out, or pass {_backends('compiles_whole')}"
             )
 
     def _check_passes(self) -> None:
@@ -216,3 +248,8 @@ class CompileOptions:
             raise ValueError("shard_output says how XLA divides outputs, and takes backend='xla' and sharding='auto'")
         if self.shard_output is not None and not callable(self.shard_output):
             raise TypeError(f"shard_output must be a function of the output and the mesh, got {self.shard_output!r}")
+
+
+def _backends(ability: str) -> str:
+    """Return the argument with which ``compile`` takes a backend that has an ability."""
+    return f"backend={', '.join(repr(name) for name, b in sorted(BACKENDS.items()) if getattr(b, ability))}"

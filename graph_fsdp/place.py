@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graph_fsdp import compat
 from graph_fsdp.engine.engine import Engine
-from graph_fsdp.engine.owned_tensors import check_cuda_graphs
 from graph_fsdp.errors import AlreadyCompiledError, AlreadyShardedError, UnsupportedError
 from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
@@ -75,7 +74,7 @@ def place_on_ranks(
     )
     parallel, device = find_mesh(mesh, _device_of(model, ignored))
     if options.cuda_graphs:
-        check_cuda_graphs(options, device)
+        options.check_cuda_graphs(device)
     fixed_shapes = check_tensor_parallel(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
     return Place(
         mesh=parallel,

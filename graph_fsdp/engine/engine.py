@@ -13,11 +13,12 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.engine.aot import AotTrace
@@ -30,7 +31,6 @@ from graph_fsdp.engine.dynamo import (
     own_code,
     traced_too_often,
 )
-from graph_fsdp.engine.owned_tensors import program_graphs
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
 from graph_fsdp.engine.ranks import Schedules, facts
@@ -45,6 +45,7 @@ from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.unshard import UnshardedUnits
 from graph_fsdp.passes import CostModel, Graph, PassContext, Plan, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
+from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot
@@ -54,7 +55,8 @@ from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
 from graph_fsdp.report.report import CapturedGraph, save_failure
 from graph_fsdp.runtime import GatheredBytes, Program, RegionCache, WholeProgram
 from graph_fsdp.runtime.comm.collectives import Comms
-from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs
+from graph_fsdp.runtime.cuda.capture import CAPTURES
+from graph_fsdp.runtime.cuda.cuda_graphs import ModelGraphs, ProgramGraphs
 from graph_fsdp.runtime.slots import SlotMemory
 from graph_fsdp.runtime.withheld_gradients import KeptGradients
 
@@ -127,6 +129,23 @@ class Engine:
     def structure(self) -> Structure:
         """Return what the model has; compiled code keeps the engine, and must not keep the model."""
         return self.structure_of_model() or NO_STRUCTURE
+
+    def capture_regions(self, model: nn.Module) -> None:
+        """Make compute regions CUDA graphs from now on. Dynamo keeps these, so they keep neither model nor storage."""
+        model_reference, storage_reference, device = weakref.ref(model), weakref.ref(self.storage), self.storage.device
+
+        def state() -> Iterator[Tensor]:
+            now, shards = model_reference(), storage_reference()
+            if now is None or shards is None:
+                return
+            yield from shards.buffers
+            yield from now.buffers()
+            for p in now.parameters():  # those that are not sharded
+                if id(p) not in shards.by_placeholder and not isinstance(p, DTensor):
+                    yield p
+
+        self.cuda_graphs = ModelGraphs(CAPTURES[device.type](device), device, self.counter, state)
+        weakref.finalize(self.storage, self.cuda_graphs.close).atexit = False
 
     def run(self, entry: Entry, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a function of ``module``, the model or one of its units, with placeholders in the place of parameters."""
@@ -283,12 +302,32 @@ class Engine:
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         if self.whole:
             return WholeProgram(graph, self.regions, self.counter)
-        graphs = program_graphs(self, graph, context, captured.index)
+        graphs = self._program_graphs(graph, context, captured.index)
         memory = self.registered if context.settings.registered_memory else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
         if graph.phase == "backward":
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         return program
+
+    def _program_graphs(self, graph: Graph, context: PassContext, index: int) -> ProgramGraphs | None:
+        """Return the CUDA graphs of a graph's program; None where nothing is captured, as of a whole model.
+
+        Raises:
+            UnsupportedError: none of the regions of a forward graph can be captured: the option would do nothing.
+        """
+        if self.cuda_graphs is None or context.settings.unsharded:
+            return None
+        user_outputs = context.forward_outputs if graph.phase == "forward" else len(operands(graph.output))
+        before = self.programs.get((index, "forward"))  # of a backward
+        graphs = ProgramGraphs(self.cuda_graphs, graph, user_outputs, getattr(before, "graphs", None))
+        reasons = graphs.choice.reasons
+        if graph.phase == "forward" and reasons and not graphs.choice.captured:
+            first, reason = next(iter(reasons.items()))
+            raise UnsupportedError(
+                f"cuda_graphs=True: no region of the forward graph can be captured: region_{first} {reason}; leave "
+                "cuda_graphs out"
+            )
+        return graphs
 
     def _runnable(self, program: Program | WholeProgram, context: PassContext) -> Callable[[list[Any]], Any]:
         """Return ``program`` with what has to be done before and after each run."""

@@ -57,6 +57,7 @@ class Shards(ABC):
         self.spec, self.mesh = spec, mesh
         self.device = device  # of gathered parameters
         self.has_memory = True
+        self.buffers: list[Tensor] = []  # in which shards lie
         self.parameters: dict[str, ShardedParameter] = {}
         self.by_placeholder: dict[int, ShardedParameter] = {}
         self.active = False

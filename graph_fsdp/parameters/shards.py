@@ -59,7 +59,6 @@ class Storage(Shards):
         self.rank = mesh.shard_rank if mesh is not None else 0
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
-        self.buffers: list[Tensor] = []
         memory = self._allocate()
         for name, p in spec.parameters.items():
             original = originals[name]

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.compat import xla as compat_xla
-from graph_fsdp.engine.owned_tensors import check_cuda_graphs
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.mesh import world_size_of_environment
 from graph_fsdp.options import CompileOptions
@@ -41,7 +40,7 @@ def place_on_xla(mesh: Any, names: dict[nn.Parameter, list[str]], options: Compi
         MeshError, UnsupportedError, ValueError, TypeError: this process, the options or the parameters do not fit.
     """
     if options.cuda_graphs:
-        check_cuda_graphs(options, torch.device("xla"))
+        options.check_cuda_graphs(torch.device("xla"))
     replicas = options.sharding == "replicas"
     check_environment(replicas)
     check_options(options)
