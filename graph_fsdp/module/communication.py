@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
-from graph_fsdp.module.unit_methods import change, check_bool, place, units_of
+from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.slots import SlotMemory
@@ -130,12 +130,9 @@ class CommunicationMethods:
         communicator. Raises RankDisagreement where another rank does something else instead."""
         check_bool(enable=enable)
         engine = _of_whole_model(self, "set_separate_reduce_scatter_group", "the order of all collectives", recurse)
+        check_sharded(engine, "set_separate_reduce_scatter_group")
         mesh = engine.storage.mesh
-        if mesh is None or mesh.shard_dim is None:
-            raise UnsupportedError(
-                "set_separate_reduce_scatter_group() is about gathers, and on this mesh every rank holds all "
-                "parameters whole"
-            )
+        assert mesh is not None, "gradients are reduced"
         if enable and not engine.own_reduce_group:
             engine.schedules.begin("set_separate_reduce_scatter_group()", "call")
             engine.own_reduce_group = mesh.subgroup(mesh.world_size, "reductions").group_name
@@ -246,16 +243,12 @@ def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
 
 
 def _set_custom(module: object, name: str, comm: Any) -> None:
-    engine, unit = place(module)
+    (engine, unit), method = place(module), f"set_custom_{name}"
     if unit and getattr(engine.comms, name) is not comm:
         raise UnsupportedError(
-            f"set_custom_{name} was called on the unit {unit!r} with another object than the model has; call it on the "
+            f"{method} was called on the unit {unit!r} with another object than the model has; call it on the "
             "model, for all its buckets"
         )
-    _set(engine, f"set_custom_{name}", name, comm)
-
-
-def _set(engine: Engine, method: str, name: str, comm: Any) -> None:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
         raise TypeError(
             f"{method}: comm must have allocate(size, *, dtype, device) and be callable with (output_tensor, "
@@ -263,7 +256,7 @@ def _set(engine: Engine, method: str, name: str, comm: Any) -> None:
         )
     _check_cut(engine, method)
     if engine.spec.world_size == 1:
-        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=4)
+        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
     setattr(engine.comms, name, comm)
     change(engine, **{f"custom_{name}": comm is not None})
 

@@ -62,7 +62,7 @@ class UnitMethods:
         from their next forward without gradients until a backward has ended, so that evaluations gather once."""
         check_bool(reshard_after_forward=reshard_after_forward)
         engine, _ = place(self)
-        _check_sharded(engine, "set_reshard_after_forward")
+        check_sharded(engine, "set_reshard_after_forward")
         units, unsharded = units_of(self, recurse), engine.unsharded
         whole = unsharded.whole_after_forward
         unsharded.whole_after_forward = whole - units if reshard_after_forward else whole | units
@@ -77,7 +77,7 @@ class UnitMethods:
         changes shards, and a forward on whole parameters that are older is an error."""
         check_bool(reshard_after_backward=reshard_after_backward)
         engine, _ = place(self)
-        _check_sharded(engine, "set_reshard_after_backward")
+        check_sharded(engine, "set_reshard_after_backward")
         if not reshard_after_backward:
             engine.unsharded.check_available("set_reshard_after_backward(False)")
         whole, units = engine.unsharded.whole_after_backward, units_of(self, recurse)
@@ -110,7 +110,7 @@ class UnitMethods:
 
     def _set_prefetch(self, field: str, modules: Sequence[Any]) -> None:
         engine, unit = place(self)
-        _check_sharded(engine, f"set_modules_to_{field}")
+        check_sharded(engine, f"set_modules_to_{field}")
         if not isinstance(modules, (list, tuple)):
             raise TypeError(f"modules must be a list of units of the model, got {type(modules).__name__}")
         for module in modules:
@@ -150,6 +150,6 @@ def check_bool(**flags: object) -> None:
             raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-def _check_sharded(engine: Engine, method: str) -> None:
+def check_sharded(engine: Engine, method: str) -> None:
     if engine.spec.world_size == 1 and engine.spec.ranks > 1:
         raise UnsupportedError(f"{method}() is about gathers, and on this mesh every rank holds all parameters whole")
