@@ -8,7 +8,6 @@ run that raises leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
-import keyword
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -229,7 +228,7 @@ class ProgramText:
 
 
 _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
-    **dict.fromkeys(dialect.TRANSFER_WAITS, ProgramText.wait),
+    **dict.fromkeys([*dialect.TRANSFER_WAITS, *dialect.ACTIVATION_WAITS], ProgramText.wait),
     **dict.fromkeys(dialect.COPY_STARTS, ProgramText.copy_start),
     dialect.all_gather_start: ProgramText.gather_start,
     dialect.reduce_scatter_start: ProgramText.reduce_start,
@@ -241,9 +240,7 @@ _CALLS: dict[Any, Callable[[ProgramText, fx.Node], str]] = {
     dialect.reduce_hook: ProgramText.hook,
     dialect.reduce_payloads: ProgramText.reduce_payloads,
     dialect.offload_activation: ProgramText.offload,
-    dialect.activation_offloaded: ProgramText.wait,
     dialect.reload_activation: ProgramText.reload,
-    dialect.activation_reloaded: ProgramText.wait,
 }
 CALLED = _CALLS.keys()  # operators that the executor runs
 
@@ -280,7 +277,6 @@ def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node,
 
 
 def _variable_names(graph: Graph) -> dict[fx.Node, str]:
-    return {
-        n: f"{n.name}_" if keyword.iskeyword(n.name) or n.name in ("frame", "args", "inputs") else n.name
-        for n in graph.fx_graph.nodes
-    }
+    """Name the values as their nodes, but for names of the program's own; FX makes no name a keyword."""
+    own = ("frame", "args", "inputs")
+    return {n: f"{n.name}_" if n.name in own else n.name for n in graph.fx_graph.nodes}

@@ -117,10 +117,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     dialect.fetch_start: copies.start_fetch,
     dialect.offload_start: copies.start_offload,
     dialect.offload_activation: copies.offload_activation,
-    dialect.activation_offloaded: _finish,
     dialect.reload_activation: copies.reload_activation,
-    dialect.activation_reloaded: _finish,
-    **dict.fromkeys([*dialect.WAITS, *dialect.COPY_WAITS], _finish),
+    **dict.fromkeys([*dialect.TRANSFER_WAITS, *dialect.ACTIVATION_WAITS], _finish),
 }
 
 

@@ -304,6 +304,7 @@ def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
 STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
 COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
 TRANSFER_STARTS, TRANSFER_WAITS = STARTS | COPY_STARTS, WAITS | COPY_WAITS  # of collectives and of copies
+ACTIVATION_WAITS = (activation_offloaded, activation_reloaded)
 EXECUTED = OPERATORS.keys() - _with(Effect.TRACED)  # what the executor runs itself, between compute regions
 
 
