@@ -18,7 +18,7 @@ from graph_fsdp.runtime.comm.copies import Copy
 from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
 from graph_fsdp.runtime.slots import Slots
-from graph_fsdp.runtime.withheld_gradients import KeepPlan, KeptGradients
+from graph_fsdp.runtime.withheld_gradients import KeptGradients
 
 T = TypeVar("T")
 
@@ -106,6 +106,7 @@ class Frame:
 
     def __init__(self, slots: Slots, kept: KeptGradients, observers: Sequence[Observer]) -> None:
         self.slots, self.counter, self.kept, self.observers = slots, slots.counter, kept, observers
+        self.free, self.keep = slots.free, kept.add
         self.pending: dict[Pending, StartPlan] = {}  # in the order of their starts
         self.last_fetch: torch.Event | None = None  # see [Note: writes after a run]
 
@@ -142,13 +143,6 @@ class Frame:
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
         self._seen("call", StartPlan(None, unit or "root", "hook"), self.kept.hooks[unit], buffer)
         return buffer
-
-    def keep(self, plan: KeepPlan, grad: Tensor) -> None:
-        """Keep a gradient, which autograd then does not get."""
-        self.kept.add(plan, grad)
-
-    def free(self, buffer: Tensor) -> None:
-        self.slots.free(buffer)
 
     def _seen(self, what: What, plan: StartPlan, call: Callable[..., T], *given: Any) -> T:
         if not self.observers:

@@ -37,15 +37,6 @@ class Entry:
         """Return the suffix of its graphs' kinds, equal on all ranks."""
         return "" if (self.unit, self.name) == ("", "forward") else f"/{self.unit}.{self.name}"
 
-    @property
-    def hint(self) -> str:
-        if self.name == "forward":
-            return ""
-        return (
-            f"\n  A method that calls the model in a loop of Python, as {self.name}() may, need not be registered: "
-            "each call of the model is compiled."
-        )
-
 
 class Entered:
     """Holds the number of the engine whose code runs or is traced; functions of its model are then the plain ones."""
@@ -125,7 +116,12 @@ def graph_break(error: compat.Unsupported, entry: Entry, call: Call, structure: 
         f"the model cannot be traced in one graph: it breaks{where}\n  reason: {reason[0] if reason else error}\n"
         "  Change that line, or pass fullgraph=False to compile each piece by itself. Dynamo's explanation is above."
         + (f"\n  Traced with the model: {', '.join(hooks)}." if hooks else "")
-        + entry.hint
+        + (
+            f"\n  A method that calls the model in a loop of Python, as {entry.name}() may, need not be registered: "
+            "each call of the model is compiled."
+            if entry.name != "forward"
+            else ""
+        )
     )
 
 
