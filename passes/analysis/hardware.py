@@ -135,6 +135,7 @@ mi300x     163.4 1307.4 163.4 2614.9   5.3   192   0.5  0.75   5     8   448   3
 max1550     26.2  419.4  26.2      -   1.64   64   0.6  0.65   8    12   212   5 0.5    16.7   6 0.8   25
 tpu_v5p    459.0  459.0     -      -   2.765  95   0.75 0.85   1  8960   180   1 0.9    6.25  20 0.8    2
 tpu_v6e    918.0  918.0     -      -   1.64   32   0.75 0.85   1   256   180   1 0.9    12.5  20 0.8    2
+cpu          0.1    0.2  0.05      -   0.03   16   0.8  0.7    4    64     2  60 0.5    1.25 100 0.8  150
 """
 _PEAKS = (
     (torch.float32,),
@@ -170,20 +171,9 @@ def _read(row: str) -> Hardware:
 
 
 HARDWARE: dict[str, Hardware] = {hardware.name: hardware for hardware in map(_read, _TABLE.strip().splitlines())}
-HARDWARE["cpu"] = Hardware(
-    "cpu",
-    {torch.float32: 100e9, torch.float64: 50e9, torch.bfloat16: 200e9, torch.float16: 100e9},
-    memory_bandwidth=30e9,
-    memory=16 * GIB,
-    matmul_efficiency=0.8,
-    memory_efficiency=0.7,
-    launch=4e-6,
-    island=64,
-    intra=Link(2e9, latency=60e-6, efficiency=0.5),
-    inter=Link(1.25e9, latency=100e-6),
-    collective_launch=150e-6,
-    overlaps=False,
-)
+# float16 at the rate of float32.
+_CPU_FLOPS = {**HARDWARE["cpu"].flops, torch.float16: 100e9}
+HARDWARE["cpu"] = dataclasses.replace(HARDWARE["cpu"], flops=_CPU_FLOPS, overlaps=False)
 
 # Entry → what drivers call the devices; the first that matches counts.
 _DEVICE_NAMES = {
