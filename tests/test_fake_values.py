@@ -151,7 +151,7 @@ def test_what_is_known_serves_other_graphs_and_is_bounded(calls: Calls, monkeypa
         calls.mode, calls.graph = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
         value = calls.value(aten.neg.default, calls.input(FLOATS))
         assert value.fake_mode is calls.mode and calls.run == 1
-    monkeypatch.setattr(fake_values.Memory, "LIMIT", 2)
+    monkeypatch.setattr(FakeValues, "LIMIT", 2)
     x = calls.input(FLOATS)
     for size in (1, 2, 3):
         calls.value(aten.slice.Tensor, x, 0, 0, size)

@@ -62,23 +62,14 @@ class _Known(NamedTuple):
     again: Callable[[fx.Node], torch.Tensor] | None
 
 
-class Memory(dict[Hashable, _Known]):
-    """Keeps what is known of calls, in a bounded number: a process may compile any number of models."""
-
-    LIMIT = 20_000
-
-    def __setitem__(self, key: Hashable, value: _Known) -> None:
-        if len(self) >= self.LIMIT:
-            self.clear()
-        super().__setitem__(key, value)
-
-
 class FakeValues:
     """Makes the fake values of calls. An equal call's value is made from the first one's metadata, without running the
     operator, as a tensor of its own in the memory that the operator would have used."""
 
+    LIMIT = 20_000  # calls that are known: a process may compile any number of models
+
     def __init__(self) -> None:
-        self._known = Memory()
+        self._known: dict[Hashable, _Known] = {}
 
     def of(self, node: fx.Node) -> Any:
         """Return the value of a call on the fake values of its inputs. Raises what the operator raises."""
@@ -94,6 +85,8 @@ class FakeValues:
         value = evaluate(node)
         if key is not None and key not in self._known:
             is_static = all(type(size) is int for tensor in iterate_tensors(value) for size in tensor.shape)
+            if len(self._known) >= self.LIMIT:
+                self._known.clear()
             self._known[key] = _Known(kind(value) if is_static else None, _again(node, value))
         return value
 
