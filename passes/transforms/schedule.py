@@ -146,26 +146,24 @@ class Segments:
 
     @classmethod
     def of(cls, graph: Graph, starts: list[fx.Node], waits: list[fx.Node], cost: CostModel) -> Segments:
-        def transfer(start: fx.Node) -> Task:
-            return Task(cost.collective_seconds(start), dialect.group_of(start), copies=seconds[start])
-
         seconds = cost.graph_seconds(graph)
-        gathers = list(map(transfer, starts))
+        started = {s: Task(cost.collective_seconds(s), dialect.group_of(s), copies=seconds[s]) for s in graph.starts}
+        gathers = [started[start] for start in starts]
         awaited, arrivals = dict(zip(waits, gathers, strict=True)), dict[Task, float]()
-        of_gathers = set(starts)
         tasks: list[Task] = []
         compute = total = 0.0
         for node in graph.fx_graph.nodes:
-            is_reduction = node.target in dialect.STARTS and node.target is not dialect.all_gather_start
-            if node not in awaited and not is_reduction:
-                compute += 0.0 if node in of_gathers else float(seconds[node])
+            if node in awaited:
+                arrivals[awaited[node]] = total + compute
+                task = Task(waits_for=awaited[node], copies=seconds[node])
+            elif node in started and node.target is not dialect.all_gather_start:
+                task = started[node]
+            else:
+                compute += 0.0 if node in started else float(seconds[node])
                 continue
             total += compute
-            wait = None if is_reduction else Task(waits_for=awaited[node], copies=seconds[node])
-            tasks += [Task(compute), wait or transfer(node)]
+            tasks += [Task(compute), task]
             compute = 0.0
-            if not is_reduction:
-                arrivals[awaited[node]] = total
         # Where the plan's order is not this graph's, a gather arrives no earlier than those before it.
         ordered = itertools.accumulate((arrivals[gather] for gather in gathers), max)
         return cls([*tasks, Task(compute)], gathers, list(ordered))
