@@ -6,7 +6,7 @@ from graph_fsdp.passes.context import PassError as PassError
 from graph_fsdp.passes.context import PipelineError as PipelineError
 from graph_fsdp.passes.context import VerificationError as VerificationError
 from graph_fsdp.passes.ir.settings import SettingError as SettingError
-from graph_fsdp.passes.transforms.prefetch import BudgetError as BudgetError
+from graph_fsdp.passes.transforms.schedule import BudgetError as BudgetError
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement as RankDisagreement
 from graph_fsdp.runtime.ranks.failure import RankFailure as RankFailure
 from graph_fsdp.runtime.xla.host_fallbacks import HostFallbackError as HostFallbackError

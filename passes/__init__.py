@@ -19,9 +19,10 @@ from graph_fsdp.passes.transforms.bucket import Bucket
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
-from graph_fsdp.passes.transforms.prefetch import BudgetError, Distance, Prefetch, defer_reductions
+from graph_fsdp.passes.transforms.prefetch import Distance, Prefetch, defer_reductions
 from graph_fsdp.passes.transforms.recompute import TagRecompute
 from graph_fsdp.passes.transforms.reshard import Reshard
+from graph_fsdp.passes.transforms.schedule import BudgetError
 from graph_fsdp.passes.transforms.slots import AssignSlots, Free, SlotTable
 
 __all__ = [

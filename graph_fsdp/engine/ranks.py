@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +85,7 @@ class Schedules:
                 found = json.loads(receive(key, self.ranks, self._timeout, refused))
                 failed = found["kind"] is None
                 plan = Plan.from_json(found["plan"]) if found["kind"] == kind else None
-        context.plan = Plan(kept=kept) if plan is None else plan.copy()
+        context.plan = Plan(kept=kept) if plan is None else copy.deepcopy(plan)
         try:
             pipeline.run(graphs, context)
         except Exception:

@@ -69,10 +69,6 @@ class Plan:
         graph.reorder(sorted(order, key=keys.__getitem__))
         return True
 
-    def copy(self) -> Plan:
-        """Return a plan that may be changed apart from this one."""
-        return Plan(dict(self.collectives), None if self.kept is None else list(self.kept))
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -302,6 +302,7 @@ def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
 
 
 STARTS, WAITS = _with(Effect.START), _with(Effect.WAIT)
+COMMUNICATION = STARTS | WAITS
 COPY_STARTS, COPY_WAITS = _with(Effect.COPY_START), _with(Effect.COPY_WAIT)
 TRANSFER_STARTS, TRANSFER_WAITS = STARTS | COPY_STARTS, WAITS | COPY_WAITS  # of collectives and of copies
 ACTIVATION_WAITS = (activation_offloaded, activation_reloaded)
@@ -337,15 +338,20 @@ def chunk_numels(grads: Sequence[Tensor], world_size: int) -> list[int]:
     return [-(-g.shape[0] // world_size) * math.prod(g.shape[1:]) for g in grads]
 
 
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """Round ``numel`` up to a multiple of ALIGNMENT bytes."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // step) * step
+
+
 def reduced_offsets(
     grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, messages: Sequence[int] = ()
 ) -> list[int]:
     """Return the element at which each gradient's shard starts in what a reduction yields, and the last end."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
     numels = iter(chunk_numels(grads, world_size))
     offsets, end = [], 0
     for count in messages or [len(grads)]:
-        end = -(-end // step) * step
+        end = aligned(end, dtype)
         for numel in itertools.islice(numels, count):
             offsets.append(end)
             end += numel

@@ -144,8 +144,7 @@ class Graph:
 
     @property
     def output(self) -> fx.Node:
-        found: fx.Node = next(node for node in reversed(self.fx_graph.nodes) if node.op == "output")
-        return found
+        return self.fx_graph.output_node()
 
     @property
     def outputs(self) -> list[Any]:
@@ -222,7 +221,7 @@ class Graph:
         upcoming = self.output
         for node in reversed(self.fx_graph.nodes):
             found[node] = upcoming
-            if node.target in dialect.STARTS or node.target in dialect.WAITS:
+            if node.target in dialect.COMMUNICATION:
                 upcoming = node
         return found
 

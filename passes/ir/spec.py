@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
 from graph_fsdp.passes.ir.dialect import ALIGNMENT as ALIGNMENT  # of the storage too
+from graph_fsdp.passes.ir.dialect import aligned as aligned
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,6 @@ class ParameterSpec:
         return stored.movedim(0, self.shard_dim) if self.shard_dim else stored
 
 
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """Round ``numel`` up to a multiple of ALIGNMENT bytes."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
-    return -(-numel // step) * step
-
-
 @dataclass(frozen=True)
 class BucketSpec:
     """Describes parameters of one dtype that are gathered, freed and reduced together. ``unit`` is the unit's name, or
@@ -111,11 +106,8 @@ class BucketSpec:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Return the element at which the chunk of each parameter, by name, starts in the bucket's shard."""
-        offsets, end = {}, 0
-        for parameter in self.parameters:
-            offsets[parameter.name] = end
-            end += aligned(parameter.shard_numel, parameter.dtype)
-        return offsets
+        begins = accumulate((aligned(p.shard_numel, p.dtype) for p in self.parameters), initial=0)
+        return {p.name: begin for p, begin in zip(self.parameters, begins, strict=False)}
 
     @cached_property
     def shard_numel(self) -> int:
@@ -196,11 +188,6 @@ class ModelSpec:
         """Return the groups over which a gradient is reduced, in order."""
         groups = ((self.reduce_group, self.world_size), (self.replicate_group, self.replicas))
         return tuple(name for name, size in groups if size > 1)
-
-    @cached_property
-    def index_of(self) -> dict[str, int]:
-        """Return the place of each parameter, by name, among the model's."""
-        return {name: index for index, name in enumerate(self.parameters)}
 
 
 def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size: int) -> ModelSpec:

@@ -243,7 +243,7 @@ def _reduce_bucket(
     graph: Graph, context: PassContext, name: str, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
     model, bucket = context.model, context.model.bucket_of.get(_parameter(nodes[0], context).name)
-    order = model.index_of if bucket is None else bucket.offsets
+    order = dict(zip(model.parameters, itertools.count(), strict=False)) if bucket is None else bucket.offsets
     nodes = sorted(nodes, key=lambda n: order[_parameter(n, context).name])
     parameters, grads = [_parameter(n, context) for n in nodes], list(map(operand, nodes))
     unreplicated, dtype = is_unreplicated(parameters[0], context), parameters[0].dtype

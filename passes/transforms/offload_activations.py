@@ -165,12 +165,9 @@ def _reload(graph: Graph, context: PassContext) -> str:
 
 def _borders(graph: Graph, otherwise: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the first node of each group of communication nodes; ``otherwise`` where there is no communication."""
-    groups = [b for a, b in itertools.pairwise(graph.nodes) if _is_communication(b) and not _is_communication(a)]
+    is_part = dialect.COMMUNICATION.__contains__
+    groups = [b for a, b in itertools.pairwise(graph.nodes) if is_part(b.target) and not is_part(a.target)]
     return groups or sorted(otherwise, key=graph.positions().__getitem__)
-
-
-def _is_communication(node: fx.Node) -> bool:
-    return node.target in dialect.STARTS or node.target in dialect.WAITS
 
 
 def _behind(border: Sequence[fx.Node], graph: Graph) -> fx.Node:

@@ -27,10 +27,8 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import arguments
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
-from graph_fsdp.passes.transforms.schedule import After, BudgetError, Segments, at_distance, choose, find_gathers, fit
+from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit
 from graph_fsdp.passes.transforms.sources import lift, place_copies, place_payloads
-
-__all__ = ["BudgetError", "Prefetch"]
 
 # The part of the device's memory that gathered parameters may take without a budget, where that is faster; and the
 # gradients of a second reduction.

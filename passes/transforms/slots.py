@@ -28,6 +28,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
@@ -35,7 +36,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
-from graph_fsdp.passes.ir.spec import ALIGNMENT
+from graph_fsdp.passes.ir.spec import aligned
 from graph_fsdp.passes.transforms.edits import mark_escaping
 
 _SHOWN = 4  # buffers per slot in the report
@@ -101,7 +102,7 @@ class Lifetime:
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes of a slot: rounded up to ALIGNMENT."""
-        return -(-self.used_nbytes // ALIGNMENT) * ALIGNMENT
+        return aligned(self.used_nbytes, torch.uint8)
 
     @property
     def slot(self) -> int | None:

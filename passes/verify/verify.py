@@ -304,19 +304,14 @@ class Verifier:
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
             invariant = "each gradient is reduced exactly once"
-            node = self._returned_for(wrong[0])
+            returned = (v for i, v in enumerate(self.graph.outputs) if self.gradients.get(i) == wrong[0])
+            node = next((value for value in returned if isinstance(value, fx.Node)), self.graph.output)
             self._fail(invariant, node, f"not reduced as traced: {', '.join(wrong)}", tuple(wrong))
         for start in self.graph.with_role(Role.REDUCE_START):
             dropped = tuple(name for name in start.meta["fsdp"].params if name not in produced)
             if dropped:
                 invariant = "each reduced gradient is returned"
                 self._fail(invariant, start, f"reduced and dropped: {', '.join(dropped)}", dropped)
-
-    def _returned_for(self, parameter: str) -> fx.Node:
-        """Return the value in the place of a parameter's gradient; the output node where that is none."""
-        places = (index for index, name in self.gradients.items() if name == parameter)
-        value = dict(enumerate(self.graph.outputs)).get(next(places, -1))
-        return value if isinstance(value, fx.Node) else self.graph.output
 
     def _reduced_over(self) -> None:
         """Each gradient is reduced once over the group that shards, then once over the replicas, if any."""
