@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from graph_fsdp.compat import _Policy
+from graph_fsdp.compat import WrapPolicy, select_by_function
 
 # torch's wrap policies: policy objects (ModuleWrapPolicy, CustomPolicy), functions of
 # (module, recurse, nonwrapped_numel), or, our shorthand, the classes or modules themselves; a tuple or list of
@@ -131,16 +131,14 @@ def _select(model: nn.Module, policy: AutoWrapPolicy, ignored: set[nn.Parameter]
     """Return the modules that the policy chooses, by unit; the root is among them if the policy says so."""
     if policy is None:
         return [(block,) for block in _repeated_blocks(model)]
-    if isinstance(policy, _Policy):
+    if isinstance(policy, WrapPolicy):
         return [(module,) for module in policy._run_policy(model, ignored_modules=set(), root_kwargs={})]
     if isinstance(policy, type):
         hint = f" did you mean {{{policy.__name__}}}?" if issubclass(policy, nn.Module) else ""
         raise TypeError(f"auto_wrap_policy is the class {policy.__name__};{hint} {_ACCEPTED}.")
     if callable(policy) and not isinstance(policy, nn.Module):
         _check_signature(policy)
-        selected: list[nn.Module] = []
-        _select_by_function(model, policy, ignored, selected)
-        return [(module,) for module in selected]
+        return [(module,) for module in select_by_function(model, policy, ignored)]
     if isinstance(policy, Iterable) and not isinstance(policy, nn.Module | str | bytes):
         return _select_listed(model, tuple(policy))
     raise TypeError(f"auto_wrap_policy is {_describe(policy)} of type {type(policy).__name__}; {_ACCEPTED}.")
@@ -185,24 +183,6 @@ def _check_groups(model: nn.Module, groups: list[tuple[nn.Module, ...]]) -> None
                     f"auto_wrap_policy makes one unit of {names[module] or 'the model'!r} and of {inner!r} inside it; "
                     "a unit has all that is inside its modules: list the outer one alone, or both by themselves"
                 )
-
-
-def _select_by_function(
-    module: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter], selected: list[nn.Module]
-) -> int:
-    """Ask a policy function bottom-up, and return how many elements of ``module`` are in a unit.
-
-    These are the rules of torch's ``_recursive_wrap``: on the way down a policy sees all elements, on the way up only
-    those that no unit below has taken.
-    """
-    numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    taken = sum(_select_by_function(child, policy, ignored, selected) for child in module.children())
-    if not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        return taken
-    selected.append(module)
-    return numel
 
 
 def _check_signature(policy: Callable[..., bool]) -> None:

@@ -32,8 +32,6 @@ check_torch_version(torch.__version__)  # before the imports that an older torch
 # parameters, and before torch 2.15 in param_dtype.
 REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 
-from torch.distributed.fsdp.wrap import _Policy as _Policy
-
 from graph_fsdp.compat.dispatch_modes import *
 from graph_fsdp.compat.distributed import *
 from graph_fsdp.compat.dynamo import *

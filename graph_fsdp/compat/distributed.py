@@ -20,9 +20,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _world
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
+WrapPolicy = _Policy
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
 
@@ -87,13 +89,9 @@ def abort_process_groups(device: torch.device) -> None:
     """Abort the collectives of all process groups that the host does not wait for, as torch's ``_abort_process_group``
     does, which also forgets the groups: ``get_rank`` and ``destroy_process_group`` then fail. Raises RuntimeError where
     a backend cannot."""
-    backends: list[Any] = []
-    for group in sorted(_world.pg_names, key=lambda group: _world.pg_names[group], reverse=True):
-        if not host_waits(group, device):
-            try:
-                backends.append(group._get_backend(device))
-            except RuntimeError:  # the group is written in Python, and its own backend
-                backends.append(group)
+    groups = sorted(_world.pg_names, key=lambda group: _world.pg_names[group], reverse=True)
+    # A group that is written in Python is its own backend.
+    backends = [_backend_of(group, device) or group for group in groups if not host_waits(group, device)]
     # NCCL's communicators wait for each other unless they are aborted as a group.
     grouped = [backend for backend in backends[-1:] if hasattr(backend, "_group_start")]
     for backend in grouped:
@@ -132,8 +130,8 @@ def grouped(
     other; return what to wait for, with None for nothing."""
     if len(pairs) == 1 or not launches_groups(group, pairs[0][1].device):
         return [collective(target, source, group=group, async_op=async_op, **options) for target, source in pairs]
-    coalesced, given = _COALESCED[collective]
-    arguments = given(async_op, **options)
+    coalesced, kind = _COALESCED[collective]
+    arguments = _launch_options(kind, async_op, **options)
     work = getattr(group, coalesced)([target for target, _ in pairs], [source for _, source in pairs], arguments)
     if async_op or work is None:
         return [work]
@@ -142,30 +140,21 @@ def grouped(
 
 
 @functools.cache
-def _gather_options(async_op: bool) -> AllgatherOptions:
-    options = AllgatherOptions()
+def _launch_options(kind: Callable[[], Any], async_op: bool, op: dist.ReduceOp.RedOpType | None = None) -> Any:
+    options = kind()
     options.asyncOp = async_op
-    return options
-
-
-@functools.cache
-def _reduce_scatter_options(async_op: bool, op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.asyncOp, options.reduceOp = async_op, dist.ReduceOp(op)
+    if op is not None:
+        options.reduceOp = dist.ReduceOp(op)
     return options
 
 
 # Several at once, under the names of a process group's methods: torch 2.13 has renamed them, and warns on the old ones.
 _RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-_COALESCED: dict[Any, tuple[str, Callable[..., Any]]] = {
-    all_gather_single: (
-        "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced",
-        _gather_options,
-    ),
-    reduce_scatter_single: (
-        "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced",
-        _reduce_scatter_options,
-    ),
+_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+_REDUCE = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+_COALESCED: dict[Any, tuple[str, Callable[[], Any]]] = {
+    all_gather_single: (_GATHER, AllgatherOptions),
+    reduce_scatter_single: (_REDUCE, ReduceScatterOptions),
 }
 
 
@@ -242,6 +231,19 @@ def registered_forward_method(value: object) -> Callable[..., Any] | None:
     if getattr(function, "__code__", None) not in _WRAPPERS:
         return None
     return getattr(function, "__wrapped__")  # noqa: B009
+
+
+def select_by_function(model: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Return the modules that FSDP1 would wrap by a policy function, which has no effect on the model here: on the way
+    down the policy is told of all elements, on the way up only of those that no module below has taken."""
+    selected: list[nn.Module] = []
+
+    def wrap(module: nn.Module, **_: Any) -> nn.Module:
+        selected.append(module)
+        return module
+
+    _recursive_wrap(model, policy, wrap, set(), ignored)
+    return selected
 
 
 @contextlib.contextmanager
