@@ -91,7 +91,7 @@ def abort_process_groups(device: torch.device) -> None:
     a backend cannot."""
     groups = sorted(_world.pg_names, key=lambda group: _world.pg_names[group], reverse=True)
     # A group that is written in Python is its own backend.
-    backends = [_backend_of(group, device) or group for group in groups if not host_waits(group, device)]
+    backends: list[Any] = [_backend_of(group, device) or group for group in groups if not host_waits(group, device)]
     # NCCL's communicators wait for each other unless they are aborted as a group.
     grouped = [backend for backend in backends[-1:] if hasattr(backend, "_group_start")]
     for backend in grouped:
