@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from launch import run_ranks
 from printed import stage_text
 from reference import check_close, parameters_of
 from tensor_parallel import (
+    Block,
     Transformer,
     batch,
     fsdp2,
@@ -66,8 +68,9 @@ def test_the_part_of_a_rank_is_gathered_and_becomes_the_dtensor_that_the_model_u
     assert_expected_inline(
         stage_text(report.capture, stage="insert_gathers"),
         """\
+    ...
 gather_param(up.weight, shape=[4, 4], float32, float32)
-    as_dtensor(up.weight)
+    as_dtensor(up.weight), ...
 gather_param(down.weight, shape=[4, 4], float32, float32)
     as_dtensor(down.weight), ...
 return ...""",
@@ -91,6 +94,27 @@ free(kept(root))
 reduce_root = reduce_scatter_start([up.weight: mm, down.weight: mm], float32, world_size=4)
 reduced_root = reduce_wait(reduce_root)
 return ..., up.weight.grad, down.weight.grad""",
+    )
+
+
+def test_each_layer_is_gathered_where_it_is_used(fake_group: Any) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = Transformer(attention=False)
+    model.blocks.append(copy.deepcopy(model.blocks[0]))
+    ours(with_matrices(model, mesh["tp"]), mesh["dp"], auto_wrap_policy={Block})
+    model(batch(0, 0)[:, :-1]).sum().backward()
+    lines = stage_text(graph_fsdp.inspect(model).forward).splitlines()
+    done = [line for line in lines if "full_" in line and line.startswith(("full", "free"))]
+    assert_expected_inline(
+        "\n".join(done),
+        """\
+full_root = all_gather_wait(gather_root)
+free(full_root)
+full_blocks_0 = all_gather_wait(gather_blocks_0)
+free(full_blocks_0)
+full_blocks_1 = all_gather_wait(gather_blocks_1)
+free(full_blocks_1)
+full_root_1 = all_gather_wait(gather_root_1)""",
     )
 
 

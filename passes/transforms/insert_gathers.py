@@ -17,8 +17,9 @@ from graph_fsdp.passes.transforms.edits import ancestors, without_defaults
 class InsertGathers(GraphPass):
     """Retypes every parameter input to the local shard, of which ``gather_param`` makes the full parameter.
 
-    The gathers stand together before the graph's first operator; later passes move them. A parameter that is sharded on
-    another dimension than the first is gathered with that dimension first, and copied back to the strides of the model.
+    The gathers stand together before the graph's first operator, and later passes move them; that of a DTensor, which
+    is made by views of what is gathered, stands before its first use. A parameter that is sharded on another dimension
+    than the first is gathered with that dimension first, and copied back to the strides of the model.
     """
 
     name = "insert_gathers"
@@ -28,9 +29,12 @@ class InsertGathers(GraphPass):
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
         after_inputs = graph.placeholders[-1].next if graph.placeholders else graph.output
+        positions = graph.positions()
         for node, (parameter, shard) in context.inputs.shards.items():
             full = node.meta["example_value"]
-            with graph.fx_graph.inserting_before(after_inputs):
+            is_dtensor = node in context.inputs.as_used and node.users
+            first = min(node.users, key=positions.__getitem__) if is_dtensor else after_inputs
+            with graph.fx_graph.inserting_before(first):
                 gather = value = _gather(graph, node, parameter, context)
                 if dim := parameter.shard_dim:
                     moved = graph.fx_graph.call_function(torch.movedim, (gather, 0, dim))
