@@ -35,7 +35,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from preloaded import Fork, Preloaded, exit_code
+from preloaded import READ_LATER, Fork, Preloaded, exit_code
 from tracing import trace_cheaply
 
 Result = TypeVar("Result")
@@ -50,6 +50,7 @@ _FINISH = b"finish"
 SET_BY_LIBRARIES = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 
 _Rank: TypeAlias = "subprocess.Popen[bytes] | Fork"
+_Seed: TypeAlias = Callable[[int], Preloaded]
 
 
 def run_ranks(
@@ -60,13 +61,15 @@ def run_ranks(
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
     lost: Collection[int] = (),
+    modules: Collection[str] = (),
 ) -> list[Result]:
     """Call ``function(*args)`` on ``world_size`` ranks and return their results in the order of ranks.
 
     ``function`` must be importable (defined at the top of a module); arguments and results are pickled,
     tensors in results arrive on the CPU. ``backend`` is that of the default process group, made before the
     call and destroyed after it; None leaves that to the function. ``env`` adds environment variables. Ranks in ``lost``
-    may die or stop, and have no results.
+    may die or stop, and have no results. Ranks with ``modules`` are forked from a process of their own, which has
+    imported these as well, with ``env``.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), exited, or the ranks took more than
@@ -75,7 +78,10 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
-        with started(directory, function, world_size, *args, timeout=timeout, backend=backend, env=env) as ranks:
+        found = started(
+            directory, function, world_size, *args, timeout=timeout, backend=backend, env=env, modules=modules
+        )
+        with found as ranks:
             _wait(ranks, directory, time.monotonic() + timeout, timeout, lost)
         return [
             torch.load(directory / f"result{rank}.pt", map_location="cpu", weights_only=False)
@@ -93,13 +99,19 @@ def started(
     timeout: float,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
+    modules: Collection[str] = (),
 ) -> Iterator[list[_Rank]]:
     """Ranks that call ``function(*args)``, and are killed at the end, as ``run_ranks`` starts them; ``directory`` is to
     be an empty one."""
     module, root = _import_path(function)
     torch.save((module, function.__qualname__, args, backend, timeout), directory / "call.pt")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with _processes(directory, world_size, _environment(root, store.port, world_size, env or {})) as ranks:
+    environment = _environment(root, store.port, world_size, env or {})
+    seed: _Seed = preloaded_of
+    if modules:
+        extra = tuple(item for item in sorted((env or {}).items()) if item[0] not in READ_LATER)
+        seed = lambda _: preloaded_of(0, tuple(modules), extra)  # noqa: E731
+    with _processes(directory, world_size, environment, seed) as ranks:
         yield ranks
 
 
@@ -135,17 +147,17 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
 
 
 @functools.cache
-def preloaded_of(which: int) -> Preloaded:
-    """One of the two (see [Note: two seeds] there), with the environment of this process."""
-    return Preloaded(_environment(Path(__file__).parent, 0, 0, {}))
+def preloaded_of(which: int, modules: tuple[str, ...] = (), extra: tuple[tuple[str, str], ...] = ()) -> Preloaded:
+    """One of the two (see [Note: two seeds] there), with the environment of this process and ``extra``."""
+    return Preloaded(_environment(Path(__file__).parent, 0, 0, dict(extra)), modules)
 
 
-def _start(directory: Path, rank: int, environment: dict[str, str]) -> _Rank:
+def _start(directory: Path, rank: int, environment: dict[str, str], seed: _Seed) -> _Rank:
     environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     arguments = [str(directory), str(rank)]
     with open(directory / f"log{rank}", "wb") as log:
-        if sys.platform == "linux" and preloaded_of(rank % 2).fits(environment):
-            return preloaded_of(rank % 2).start(arguments, environment, log.fileno())
+        if sys.platform == "linux" and seed(rank % 2).fits(environment):
+            return seed(rank % 2).start(arguments, environment, log.fileno())
         return subprocess.Popen(
             [sys.executable, __file__, *arguments],
             env=environment,
@@ -157,12 +169,12 @@ def _start(directory: Path, rank: int, environment: dict[str, str]) -> _Rank:
 
 
 @contextlib.contextmanager
-def _processes(directory: Path, world_size: int, environment: dict[str, str]) -> Iterator[list[_Rank]]:
+def _processes(directory: Path, world_size: int, environment: dict[str, str], seed: _Seed) -> Iterator[list[_Rank]]:
     """Start the ranks, each the leader of a process group; at the end kill what is left of these groups."""
     ranks: list[_Rank] = []
     try:
         for rank in range(world_size):
-            ranks.append(_start(directory, rank, environment))
+            ranks.append(_start(directory, rank, environment, seed))
         yield ranks
     finally:
         for process in ranks:

@@ -28,7 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,21 +55,24 @@ MODULES = (
 READ_LATER = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"),
-        *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        *("PYTEST_CURRENT_TEST", "TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        *("CPU_NUM_DEVICES", "XLA_COMPILATION_CACHE_SIZE"),  # when XLA's client is made
     }
 )
 _MESSAGE_BYTES = 1 << 17
+_set_by_imports: dict[str, str] = {}  # variables of the environment
 
 
 class Preloaded:
-    """A process of this file, seen from the one that starts it; it ends with that one. ``environment``: its own."""
+    """A process of this file, seen from the one that starts it; it ends with that one. ``environment``: its own.
+    ``modules``: what it imports beside ``MODULES``."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], modules: Collection[str] = ()) -> None:
         self.environment = dict(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *modules],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -185,7 +188,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
 
 
 def _become(stdin: int, log: int, environment: dict[str, str]) -> None:
-    """In a rank: the streams, the environment and the path of imports that a new process would have."""
+    """In a rank: the streams, the environment and the path of imports that a new process would have after imports."""
     with contextlib.suppress(PermissionError):  # the other side may have been faster, and this is done then
         os.setpgid(0, 0)
     for descriptor, standard in ((stdin, 0), (log, 1), (log, 2)):
@@ -193,7 +196,7 @@ def _become(stdin: int, log: int, environment: dict[str, str]) -> None:
     os.close(stdin)
     os.close(log)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update({**environment, **_set_by_imports})
     path = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
 
@@ -226,13 +229,17 @@ def _keep_headers() -> None:
         torch._inductor.codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
 
 
-def _main(connection: socket.socket) -> None:
-    for name in MODULES:
+def _main(connection: socket.socket, *modules: str) -> None:
+    before = dict(os.environ)
+    for name in (*MODULES, *modules):
         importlib.import_module(name)
     library = importlib.import_module("graph_fsdp")
     for name in library.__all__:  # a module of the library is imported when a name of it is asked for
         getattr(library, name)
-    _warm_up()
+    found = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    _set_by_imports.update({name: value for name, value in found.items() if name not in READ_LATER})
+    if not modules:  # or autograd, once it has run, would have no queues for devices that come with a client in a rank
+        _warm_up()
     _keep_headers()
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
@@ -256,4 +263,4 @@ def _leave() -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main(socket.socket(fileno=int(sys.argv[1])))
+    _main(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])

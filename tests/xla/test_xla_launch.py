@@ -27,6 +27,8 @@ def sum_over_devices() -> dict[str, object]:
         "devices": xr.global_runtime_device_count(),
         "value": value.cpu(),
         "client": os.environ["PJRT_DEVICE"],
+        "command": Path("/proc/self/cmdline").read_text(),
+        "flags": os.environ["XLA_FLAGS"],
     }
 
 
@@ -67,6 +69,8 @@ def test_a_process_has_four_devices_and_its_result_comes_back() -> None:
     assert result["devices"] == DEVICES
     assert result["client"] == "CPU"
     assert torch.equal(result["value"], torch.tensor([1.0, 2.0, 3.0]))
+    assert "preloaded.py" in result["command"], "a fork of a process that has imported torch_xla"
+    assert "--xla_cpu_enable_fast_math=false" in result["flags"], "what importing torch_xla sets for XLA's client"
 
 
 def test_the_environment_can_be_overridden() -> None:

@@ -38,6 +38,8 @@ ENVIRONMENT = {
     "XLA_THREAD_POOL_SIZE": str(2 * DEVICES),  # a collective holds a thread per device until all have come
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+# What all these processes import, once for all of a worker's tests: see tests/preloaded.py.
+MODULES = ("torch_xla", "torch_xla.distributed.spmd", "graph_fsdp.xla", "graph_fsdp.runtime.xla.program", "numpy")
 _FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
@@ -57,7 +59,7 @@ def run_xla(
     """
     path = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
-    return run_ranks(function, 1, *args, timeout=timeout, backend=None, env=environment)[0]
+    return run_ranks(function, 1, *args, timeout=timeout, backend=None, env=environment, modules=MODULES)[0]
 
 
 class XlaFacts(Facts):
