@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "CPU_NUM_DEVICES": str(DEVICES),
     "XLA_THREAD_POOL_SIZE": str(2 * DEVICES),  # a collective holds a thread per device until all have come
     "TF_CPP_MIN_LOG_LEVEL": "2",
+    # Without LLVM's passes over kernels, which took half of the time; all that XLA does before them stays the same.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
 # What all these processes import, once for all of a worker's tests: see tests/preloaded.py.
 MODULES = ("torch_xla", "torch_xla.distributed.spmd", "graph_fsdp.xla", "graph_fsdp.runtime.xla.program", "numpy")
