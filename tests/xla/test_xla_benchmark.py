@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from xla_launch import ENVIRONMENT
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
@@ -16,18 +16,14 @@ TINY = ["--layers", "1", "--width", "16", "--heads", "4", "--vocab", "32", "--ba
 SHORT = ["--rounds", "1", "--steps", "1"]
 
 
-def test_a_llama_is_measured_and_its_table_written(tmp_path: Path) -> None:
+def test_a_llama_is_measured_and_its_table_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import update_docs
+    import xla_step_time
     from xla_step_time import IMPLEMENTATIONS
 
-    command = [sys.executable, str(FOLDER / "xla_step_time.py"), "--model", "llama", "--name", "tiny", "--repeats", "0"]
-    found = subprocess.run(
-        [*command, *TINY, *SHORT, "--results", str(tmp_path), "--images", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert not found.returncode, found.stdout + found.stderr
+    monkeypatch.setenv("XLA_FLAGS", ENVIRONMENT["XLA_FLAGS"])
+    arguments = ["--model", "llama", "--name", "tiny", "--repeats", "0", *TINY, *SHORT]
+    assert xla_step_time.main([*arguments, "--results", str(tmp_path), "--images", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "tiny.json").read_text())
     assert [row["name"] for row in result["rows"]] == list(IMPLEMENTATIONS)
     assert result["loss"]["steps"] == 6

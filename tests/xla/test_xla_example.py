@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from xla_launch import DEVICES, ENVIRONMENT
+from xla_launch import DEVICES, run_program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = "--steps 8 --layers 2 --width 32 --heads 2 --context 16 --eval-batches 2"
 
 
 def train(batch: int, backend: str) -> str:
-    command = [sys.executable, str(EXAMPLE), *SMALL.split(), "--batch", str(batch), "--backend", backend]
-    command += ["--text", str(EXAMPLE.parent)]
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    arguments = [*SMALL.split(), "--batch", str(batch), "--backend", backend, "--text", str(EXAMPLE.parent)]
+    return run_program(EXAMPLE, *arguments)
 
 
 def losses(output: str) -> list[float]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from launch import run_ranks
 from torch import nn
-from xla_launch import ENVIRONMENT, run_xla
+from xla_launch import ENVIRONMENT, MODULES, run_xla
 
 import graph_fsdp
 
@@ -48,36 +46,27 @@ def test_other_backends_have_no_replicas() -> None:
         graph_fsdp.compile(nn.Linear(4, 4), backend="eager", sharding="replicas")
 
 
-UNDER_TORCHRUN = """
-import sys
-import torch.distributed as dist
-import torch_xla
-from torch import nn
-import graph_fsdp
+def refusals_under_torchrun() -> list[str]:
+    """Without a process group, and with one."""
+    import torch.distributed as dist
+    import torch_xla
 
-def train(index):
-    if sys.argv[1] == "gloo":
-        dist.init_process_group("gloo")
-    model = nn.Linear(4, 4)
-    try:
-        graph_fsdp.compile(model, backend="xla", sharding="replicas")
-    except graph_fsdp.MeshError as error:
-        print("refused:", error, model.weight.device, type(model) is nn.Linear, flush=True)
+    found = []
 
-torch_xla.launch(train)  # which calls it in this process where torchrun started it
-"""
+    def train(index: int) -> None:
+        assert index == int(os.environ["LOCAL_RANK"]), "it is called in the process that torchrun has started"
+        found.append(refusal(spmd=False))
+
+    torch_xla.launch(train)
+    dist.init_process_group("gloo")
+    torch_xla.launch(train)
+    return found
 
 
-@pytest.mark.parametrize("group", ["gloo", "none"])
-def test_processes_of_torchrun_on_the_cpu_client_are_worlds_of_one(group: str, tmp_path: Path) -> None:
+def test_processes_of_torchrun_on_the_cpu_client_are_worlds_of_one() -> None:
     """Each would train a model of its own, without a word."""
-    program = tmp_path / "train.py"
-    program.write_text(UNDER_TORCHRUN)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, **ENVIRONMENT, "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, str(program), group], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = re.findall(r"refused: mesh: torch\.distributed .* counts 2 processes and XLA 1 .* cpu True", done.stdout)
-    assert len(found) == 2, done.stdout + done.stderr[-2000:]
+    env = {**ENVIRONMENT, "CPU_NUM_DEVICES": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for refused in run_ranks(refusals_under_torchrun, 2, backend=None, env=env, modules=MODULES):
+        assert len(refused) == 2
+        for message in refused:
+            assert re.search(r"^MeshError: mesh: torch\.distributed .* counts 2 processes and XLA 1 ", message)

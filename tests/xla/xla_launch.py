@@ -21,8 +21,12 @@ def test_on_four_devices(failures: Failures, name: str) -> None:
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Callable, Mapping
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,6 +66,29 @@ def run_xla(
     path = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**ENVIRONMENT, "PYTHONPATH": path, **(env or {})}
     return run_ranks(function, 1, *args, timeout=timeout, backend=None, env=environment, modules=MODULES)[0]
+
+
+def run_program(path: Path, *arguments: str, timeout: float = TIMEOUT_SECONDS) -> str:
+    """What ``python path arguments`` prints in a fresh process with ``ENVIRONMENT``, as ``run_xla`` starts it.
+
+    Raises:
+        RuntimeError: as ``run_xla``, and where the program ends with another exit code than 0.
+    """
+    return run_xla(_as_program, path, arguments, timeout=timeout)
+
+
+def _as_program(path: Path, arguments: Sequence[str]) -> str:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # no launcher starts it
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"{path.name} ended with {end.code}; it printed:\n{printed.getvalue()}") from end
+    return printed.getvalue()
 
 
 class XlaFacts(Facts):
