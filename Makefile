@@ -50,7 +50,7 @@ test-long: $(VENV)/.installed
 test-all: test test-long
 
 test-xla: .venv-xla/.installed
-	.venv-xla/bin/python -m pytest -n 2 --dist loadfile tests/xla $(ARGS)
+	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)
 
 # In an environment that has only the package and what it requires. The wheel is made from the source distribution.
 test-package: $(VENV)/.installed

@@ -45,6 +45,8 @@ LONG = (
     *("test_one_rank", "test_gradient_sync_ranks", "test_calls_ranks", "test_docs_index", "test_checkpoint_faults"),
     *("test_accelerate_launch", "test_trainer", "test_minilm", "test_lost_ranks", "test_copies", "test_repeat"),
     *("test_train", "test_unshard_ranks", "test_tensor_parallel_meshes"),
+    *("test_xla_training", "test_xla_replicas", "test_xla_corners", "test_xla_auto", "test_xla_models"),
+    *("test_xla_checkpoint", "test_xla_docs", "test_xla_recompilation", "test_xla_peers", "test_xla_host_fallbacks"),
 )
 
 
