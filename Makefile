@@ -30,8 +30,9 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
 PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
-# pip makes bytecode on one core, this on all of them. Files that are no Python of this release have none: no error.
-BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# Bytecode of an environment: pip makes it on one core, this on all of them. Without it each process compiles what it
+# imports, which takes as long again. Files that are no Python of this release have none: no error.
+bytecode = $(1)/bin/python -m compileall -qq -j 0 $(1)/lib graph_fsdp passes runtime || true
 
 LIBRARIES := timm transformers diffusers accelerate peft trl datasets
 
@@ -82,7 +83,7 @@ compatibility: .venv-libraries/.installed
 
 docs: $(VENV)/.docs
 	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --target build/installed .
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/installed .
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(VENV)/.lint
@@ -92,7 +93,7 @@ lint: $(VENV)/.lint
 # mypy does not follow an editable install, and the folders of the source are not laid out as the package is.
 types: $(VENV)/.types
 	rm -rf build
-	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/types .
 	MYPYPATH=build/types $(BIN)/python -m mypy -p graph_fsdp
 
 # One environment. Each stamp says that what one job needs is in it, and nothing is installed for a job that is not run.
@@ -102,16 +103,16 @@ $(BIN)/python:
 
 $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --no-compile $(PIN) -e ".[train]"
-	$(BYTECODE)
+	$(call bytecode,$(VENV))
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.train
 	$(PIP) --no-compile $(PIN) -e ".[test,examples,benchmarks,float8]"
-	$(BYTECODE)
+	$(call bytecode,$(VENV))
 	touch $@
 
 $(VENV)/.types: $(VENV)/.train
-	$(PIP) $(PIN) -e ".[types]"
+	$(PIP) --no-compile $(PIN) -e ".[types]"
 	touch $@
 
 $(VENV)/.lint: Makefile | $(BIN)/python
@@ -124,7 +125,8 @@ $(VENV)/.docs: Makefile | $(BIN)/python
 
 .venv-xla/.installed: pyproject.toml constraints-xla.txt
 	$(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/python -m pip install --no-compile -c constraints-xla.txt -e ".[test-xla,xla]"
+	.venv-xla/bin/python -m pip install --progress-bar off --no-compile -c constraints-xla.txt -e ".[test-xla,xla]"
+	$(call bytecode,.venv-xla)
 	touch $@
 
 .venv-libraries/.installed: pyproject.toml
