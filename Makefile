@@ -53,12 +53,16 @@ test-all: test test-long
 test-xla: .venv-xla/.installed
 	.venv-xla/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/xla $(ARGS)
 
-# In an environment that has only the package and what it requires. The wheel is made from the source distribution.
-test-package: $(VENV)/.installed
-	rm -rf build/package && mkdir -p build/package/elsewhere
-	$(BIN)/python -m build --outdir build/package .
+# In an environment that has only the package and what it requires. The wheel is made from the source distribution, and
+# that from a copy of the tracked files: other targets build in the repository, and may do so at the same time.
+test-package:
+	rm -rf build/package && mkdir -p build/package/elsewhere build/package/source
+	git ls-files -z | tar -c --null -T - | tar -x -C build/package/source
+	$(PYTHON) -m venv build/package/tools
+	build/package/tools/bin/python -m pip install --quiet build
+	build/package/tools/bin/python -m build --outdir build/package build/package/source
 	$(PYTHON) -m venv build/package/environment
-	build/package/environment/bin/python -m pip install --quiet $(PIN) build/package/*.whl
+	build/package/environment/bin/python -m pip install --quiet --no-compile $(PIN) build/package/*.whl
 	build/package/environment/bin/python -m pip check
 	cp tests/installed_package.py build/package/elsewhere/program.py
 	cd build/package/elsewhere && OMP_NUM_THREADS=1 ../environment/bin/python program.py $(CURDIR)/graph_fsdp
@@ -82,7 +86,7 @@ compatibility: .venv-libraries/.installed
 		.venv-libraries/bin/python benchmarks/update_docs.py && exit $$found
 
 docs: $(VENV)/.docs
-	rm -rf build
+	rm -rf build/lib build/bdist* build/installed build/site
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/installed .
 	$(BIN)/python -m mkdocs build --strict --quiet
 
@@ -92,7 +96,7 @@ lint: $(VENV)/.lint
 
 # mypy does not follow an editable install, and the folders of the source are not laid out as the package is.
 types: $(VENV)/.types
-	rm -rf build
+	rm -rf build/lib build/bdist* build/types
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/types .
 	MYPYPATH=build/types $(BIN)/python -m mypy -p graph_fsdp
 
