@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import graph_fsdp
 from graph_fsdp.passes import Free, Graph, GraphPass, PassContext, PassPipeline, PipelineError, Role, default_pipeline
+from graph_fsdp.passes import pipeline as pipelines
 from graph_fsdp.passes.pipeline import collector_paused
 
 
@@ -345,14 +346,19 @@ def test_garbage_collection_is_left_as_it_was(fake_group: None, enabled: bool) -
 # The garbage collector
 
 
-def test_what_is_allocated_while_the_collector_pauses_is_old_afterwards() -> None:
+@pytest.fixture
+def nothing_seen_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "frozen", False)
+
+
+def test_what_is_allocated_while_the_collector_pauses_is_old_afterwards(nothing_seen_frozen: None) -> None:
     with collector_paused():
         assert not gc.isenabled()
         made: list[int] = []
     assert gc.isenabled() and any(thing is made for thing in gc.get_objects(generation=2))
 
 
-def test_what_the_user_has_frozen_stays_so() -> None:
+def test_what_the_user_has_frozen_stays_so(nothing_seen_frozen: None) -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     try:
@@ -361,3 +367,14 @@ def test_what_the_user_has_frozen_stays_so() -> None:
         assert gc.get_freeze_count() > frozen / 2, "but for what died meanwhile"
     finally:
         gc.unfreeze()
+
+
+def test_frozen_objects_are_counted_until_there_are_some(
+    nothing_seen_frozen: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = [0, 7]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.pop(0))
+    for left in (1, 0, 0):
+        with collector_paused():
+            pass
+        assert len(counts) == left
