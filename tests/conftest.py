@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guard import Guard
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from tracing import trace_cheaply
 
 from graph_fsdp import compat
@@ -119,16 +121,26 @@ def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In pytest's folder, also those of the processes that tests start; Inductor keeps its cache of compiled code."""
+    """In pytest's folder, also those of the processes that tests start; Inductor keeps its cache of compiled code, and
+    what g++ makes of its headers, which takes as long as ten kernels and is by default among the temporary files."""
     with pytest.MonkeyPatch.context() as patch:
         cache = compat.default_inductor_cache_directory()
         if cache is not None:
             own_folder(cache)
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        folder = str(tmp_path_factory.mktemp("temporary"))
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
+        folder = tmp_path_factory.mktemp("temporary")
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        link_headers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
         yield
+
+
+def link_headers(cache: Path) -> None:
+    """Where Inductor looks for precompiled headers, in the folder of temporary files, are those of its cache."""
+    kept, default = cache / "precompiled_headers", Path(default_cache_dir())
+    own_folder(kept)
+    own_folder(default)
+    (default / kept.name).symlink_to(kept)
 
 
 @pytest.fixture(autouse=True)

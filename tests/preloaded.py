@@ -219,16 +219,6 @@ def _warm_up() -> None:
     graph_fsdp.engine.dynamo._forwards = itertools.count()
 
 
-def _keep_headers() -> None:
-    """What g++ makes of Inductor's headers stays with Inductor's cache. By default it is in the folder of temporary
-    files, which is another one in each run of the tests, and takes as long as ten kernels."""
-    import torch
-
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if folder is not None and hasattr(torch._inductor.codecache, "_HEADER_DIR"):
-        torch._inductor.codecache._HEADER_DIR = os.path.join(folder, "precompiled_headers")
-
-
 def _main(connection: socket.socket, *modules: str) -> None:
     before = dict(os.environ)
     for name in (*MODULES, *modules):
@@ -240,7 +230,6 @@ def _main(connection: socket.socket, *modules: str) -> None:
     _set_by_imports.update({name: value for name, value in found.items() if name not in READ_LATER})
     if not modules:  # or autograd, once it has run, would have no queues for devices that come with a client in a rank
         _warm_up()
-    _keep_headers()
     threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else threading.active_count()
     if threads > 1:
         sys.exit(f"{threads} threads run in the process that is to fork: a fork would not have them")
