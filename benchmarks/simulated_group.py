@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from named_group import NamedGroup
 from simulated_link import INSTANT, Lane, Link, Message, StreamLane, ThreadLane
 from torch import Tensor
 
@@ -50,34 +51,19 @@ class Backend:
         return False
 
 
-class SimulatedGroup(dist.ProcessGroup):
+class SimulatedGroup(NamedGroup):
     """``link`` may be changed between collectives. While ``trace`` is a list, each launch is added to it.
     ``host_lane`` makes the lanes of the CPU."""
 
+    backend = BACKEND
     host_lane: Callable[[], Lane] = ThreadLane
 
     def __init__(self, rank: int, world_size: int, name: str, link: Link) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size, name)
         self.link = link
         self.trace: list[Launch] | None = None
-        self._name = name
         self._lanes: dict[torch.device, Lane] = {}
         self._grouped: list[Message] | None = None
-
-    # What other backends have in C++, and a process group without one must say itself.
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getBackendName(self) -> str:
-        return BACKEND
 
     def _get_backend(self, device: torch.device) -> Any:
         return Backend(supports_coalescing=device.type != "cpu")

@@ -127,9 +127,7 @@ def _import_path(function: Callable[..., object]) -> tuple[str, Path]:
 
 
 def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str]) -> dict[str, str]:
-    here = Path(__file__).resolve().parent
-    tests = [path for path in sys.path if Path(path).resolve().is_relative_to(here)]  # what pytest has put there
-    path = dict.fromkeys([str(root), *tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = dict.fromkeys([str(root), *filter(_is_of_tests, sys.path), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **{name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
         "OMP_NUM_THREADS": "1",
@@ -144,6 +142,12 @@ def _environment(root: Path, port: int, world_size: int, extra: Mapping[str, str
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo looks up the host's name, which may not resolve
     return {**environment, **extra}
+
+
+def _is_of_tests(path: str) -> bool:
+    """Whether pytest has put a folder into the path of imports."""
+    here = Path(__file__).resolve().parent
+    return any(Path(path).resolve().is_relative_to(folder) for folder in (here, here.parent / "benchmarks"))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # on a rank, too
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import elastic

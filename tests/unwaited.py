@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import torch.distributed as dist
+from named_group import NamedGroup
 from torch import Tensor
 
 BACKEND = "unwaited"
@@ -28,28 +29,17 @@ class UnwaitedWork(dist.Work):
         return self.ended.is_set()
 
 
-class UnwaitedGroup(dist.ProcessGroup):
+class UnwaitedGroup(NamedGroup):
+    backend = BACKEND
+
     def __init__(self, store: dist.Store, rank: int, world_size: int, name: str) -> None:
-        super().__init__(rank, world_size)
-        self._store, self._name = store.clone(), name  # type: ignore[attr-defined]
+        super().__init__(rank, world_size, name)
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._under_way: queue.SimpleQueue[UnwaitedWork] = queue.SimpleQueue()
         self._last = UnwaitedWork()
         self._last.ended.set()
         self.aborted = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getBackendName(self) -> str:
-        return BACKEND
 
     def abort(self) -> None:
         self.aborted.set()

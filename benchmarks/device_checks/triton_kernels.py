@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
+from one_device import OneDevice
 from torch import fx, nn
 from torch._dynamo import device_interface
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -174,7 +175,7 @@ def an_h100() -> Iterator[None]:
         _triton.has_triton.cache_clear()
 
 
-class Interface(device_interface.DeviceInterface):
+class Interface(OneDevice):
     """An H100 (SXM), as CUDA describes it."""
 
     properties = SimpleNamespace(
@@ -190,31 +191,11 @@ class Interface(device_interface.DeviceInterface):
         gcnArchName="",
     )
 
-    class Worker:
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
+    class Worker(OneDevice.Worker):
         @staticmethod
         def get_device_properties(device: Any = None) -> Any:
             return Interface.properties
 
     @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
     def get_compute_capability(device: Any = None) -> int:
         return 90
-
-    @staticmethod
-    def is_bf16_supported(including_emulation: bool = False) -> bool:
-        return True

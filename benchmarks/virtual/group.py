@@ -110,6 +110,7 @@ class VirtualGroup(SimulatedGroup):
     """Tensors of the host are exchanged as a simulated group does it. ``landed``: kind of each message, and whether
     what it writes is registered."""
 
+    backend = BACKEND
     keeps_tensors = True
     landed: ClassVar[list[tuple[str, bool]]] = []
 
@@ -121,9 +122,6 @@ class VirtualGroup(SimulatedGroup):
             addresses = {tensor.untyped_storage().data_ptr() for tensor in message.outputs}
             self.landed.append((message.kind, addresses <= RegisteringBackend.addresses))
         return super()._launch(messages)
-
-    def getBackendName(self) -> str:
-        return BACKEND
 
     def _lane(self, messages: Sequence[Message]) -> Lane:
         devices = {tensor.device for message in messages for tensor in message.tensors}

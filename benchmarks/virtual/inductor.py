@@ -21,8 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from one_device import OneDevice
 from torch import Tensor
-from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+from torch._dynamo.device_interface import register_interface_for_device
 from torch._inductor import utils
 from torch._inductor.codegen import common
 from torch._inductor.codegen.cpp import CppScheduling
@@ -106,25 +107,11 @@ class Wrapper(PythonWrapperCodegen):
         super()._generate_kernel_call_helper(*args, device=torch.device("cpu") if own else device, **kwargs)
 
 
-class Interface(DeviceInterface):
-    """What Dynamo and Inductor ask of a device beside ``torch.virtual``."""
-
-    class Worker:
-        @staticmethod
-        def current_device() -> int:
-            return 0
-
+class Interface(OneDevice):
+    class Worker(OneDevice.Worker):
         @staticmethod
         def get_device_properties(device: Any = None) -> Any:
             return SimpleNamespace(multi_processor_count=1)
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
 
     @staticmethod
     def is_available() -> bool:
@@ -133,10 +120,6 @@ class Interface(DeviceInterface):
     @staticmethod
     def get_compute_capability(device: Any = None) -> str:
         return ""
-
-    @staticmethod
-    def is_bf16_supported(including_emulation: bool = False) -> bool:
-        return True
 
     @staticmethod
     def synchronize(device: Any = None) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from facts import Facts, Failures, check
-from models import MLP
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import virtual_cluster
 from both_devices import fsdp2
+from facts import Facts, Failures, check
+from models import MLP
 from simulated_link import Link
+from torch import nn
 from virtual import library
 from virtual.compiled import backend
 from virtual.group import virtual_group
