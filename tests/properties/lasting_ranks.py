@@ -17,6 +17,7 @@ import socket
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -148,6 +149,15 @@ def make_mesh(mesh: MeshCase, device: str = "cpu") -> DeviceMesh:
     return DeviceMesh(device, ranks, mesh_dim_names=("replicate" if mesh.kind == "replicate" else "fsdp",))
 
 
+def outcome_of(train: Callable[[], Outcome]) -> Outcome | Raised:
+    """An error is for the test to judge, by its type."""
+    try:
+        return train()
+    except Exception as error:
+        types = tuple(cls.__name__ for cls in type(error).__mro__)
+        return Raised(types, str(error), traceback.format_exc())
+
+
 class Runner:
     """Of a process: runs cases one after the other."""
 
@@ -160,10 +170,7 @@ class Runner:
             gc.freeze()  # see [Note: garbage]
         self._done += 1
         try:
-            return train_sharded(case, mesh, rank)
-        except Exception as error:  # for the test to judge, by its type
-            types = tuple(cls.__name__ for cls in type(error).__mro__)
-            return Raised(types, str(error), traceback.format_exc())
+            return outcome_of(lambda: train_sharded(case, mesh, rank))
         finally:
             torch._dynamo.reset()
             if self._done % COLLECT_EVERY == 0:

@@ -172,21 +172,37 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9, foreach=False)
 
 
+class Sharded:
+    """A case's model on a rank of the mesh, which can be trained again from its first values."""
+
+    def __init__(self, case: Case, mesh: DeviceMesh | None, rank: int) -> None:
+        self.case, self.rank = case, rank
+        self.device = mesh.device_type if mesh is not None else "cpu"
+        torch.manual_seed(case.seed)
+        self.model, ignored = make_model(case.model)
+        with warnings.catch_warnings():
+            # Options that save nothing on a CPU say so.
+            warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy|reshard_after_forward=1).*")
+            graph_fsdp.compile(self.model, mesh, ignored_params=ignored, **compile_options(case))
+        self.first = [value.clone() for value in self.state()]
+
+    def state(self) -> list[Tensor]:
+        values = (*self.model.parameters(), *self.model.buffers())
+        return [(value.to_local() if isinstance(value, DTensor) else value).detach() for value in values]
+
+    def train(self) -> Outcome:
+        for value, first in zip(self.state(), self.first, strict=True):
+            value.copy_(first)
+        model: Any = self.model
+        training = _train(self.case, model, model, self.rank, model.set_requires_gradient_sync, self.device)
+        outcome = _finish([training], [_optimizer(model)], lambda: None)[0]
+        assert str(graph_fsdp.inspect(model))
+        return outcome
+
+
 def train_sharded(case: Case, mesh: DeviceMesh | None, rank: int) -> Outcome:
     """On a rank of the mesh."""
-    torch.manual_seed(case.seed)
-    model, ignored = make_model(case.model)
-    with warnings.catch_warnings():
-        # Options that save nothing on a CPU say so.
-        warnings.filterwarnings("ignore", message=".*(offload|OffloadPolicy|reshard_after_forward=1).*")
-        graph_fsdp.compile(model, mesh, ignored_params=ignored, **compile_options(case))
-    wrapped: Any = model
-    optimizer = _optimizer(model)
-    device = mesh.device_type if mesh is not None else "cpu"
-    training = _train(case, model, model, rank, wrapped.set_requires_gradient_sync, device)
-    outcome = _finish([training], [optimizer], lambda: None)[0]
-    assert str(graph_fsdp.inspect(model))
-    return outcome
+    return Sharded(case, mesh, rank).train()
 
 
 def train_reference(case: Case) -> list[Outcome]:

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from case_strategies import cases
 from checked import may_refuse
 from extreme_lanes import EarlyLane, KeepingLateLane, LateLane, bits
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from lasting_ranks import Raised, Runner, make_mesh
+from lasting_ranks import Raised, make_mesh, outcome_of
 from marks import mostly_long
 from models import MLP
 from random_cases import Case
-from random_training import Outcome
+from random_training import Outcome, Sharded
 from simulated_group import SimulatedGroup, simulated_group
-from simulated_link import INSTANT
+from simulated_link import INSTANT, Message
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -35,14 +36,31 @@ RANKS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def on(lane: type, run: Callable[[], Any]) -> Any:
-    """What ``run`` returns on one of four ranks whose collectives are of this kind."""
+class EitherLane:
+    """Of the ``kind`` that there is when a collective starts."""
+
+    kind: ClassVar[type[EarlyLane | LateLane]] = EarlyLane
+
+    def start(self, seconds: float, messages: Sequence[Message], timed: bool) -> tuple[dist.Work, Callable[[], float]]:
+        return self.kind().start(seconds, messages, timed)
+
+    def close(self) -> None:
+        pass
+
+
+def late_and_early(make: Callable[[], Callable[[], Any]], late: type[LateLane] = LateLane) -> list[Any]:
+    """What a training returns on one of four ranks whose collectives are late, and when it is repeated with early ones.
+    ``make`` makes it, and it begins each time from the same values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimulatedGroup, "host_lane", lane)
+        patch.setattr(SimulatedGroup, "host_lane", EitherLane)
         with simulated_group(RANKS, INSTANT, rank=1):
             torch._dynamo.reset()
             torch.manual_seed(0)
-            return run()
+            train, found = make(), []
+            for kind in (late, EarlyLane):
+                patch.setattr(EitherLane, "kind", kind)
+                found.append(train())
+            return found
 
 
 # The lanes find what they are there for
@@ -92,23 +110,30 @@ def test_memory_that_is_given_back_under_way_is_found(late: None, freed: str) ->
 # Programs
 
 
-def train(shard: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+def training(shard: Callable[[nn.Module], nn.Module]) -> Callable[[], list[Tensor]]:
     """Three steps, the first of two micro-batches, and an evaluation; losses and shards."""
     model = shard(MLP(depth=3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
-    seen = []
-    for microbatches in (2, 1, 1):
-        for _ in range(microbatches):
-            loss = model(torch.randn(4, 16, generator=generator)).square().mean()
-            loss.backward()
-            seen.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        seen.append(model(torch.randn(4, 16, generator=generator)))
-    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
-    return [*seen, *(shard.detach().clone() for shard in shards)]
+    shards = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+    first = [value.clone() for value in shards]
+
+    def train() -> list[Tensor]:
+        for value, before in zip(shards, first, strict=True):
+            value.copy_(before)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(0)
+        seen = []
+        for microbatches in (2, 1, 1):
+            for _ in range(microbatches):
+                loss = model(torch.randn(4, 16, generator=generator)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(model(torch.randn(4, 16, generator=generator)))
+        return [*seen, *(value.clone() for value in shards)]
+
+    return train
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -144,13 +169,14 @@ def compiled(name: str, model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("name", mostly_long(OPTIONS, SHORT))
 def test_options(name: str) -> None:
-    run = functools.partial(train, functools.partial(compiled, name))
-    early, late = on(EarlyLane, run), on(LateLane, run)
+    late, early = late_and_early(functools.partial(training, functools.partial(compiled, name)))
     assert all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(early, late, strict=True))
 
 
-def outcome(case: Case) -> Outcome | Raised:
-    return Runner().run(case, make_mesh(case.mesh), 1)
+def case_training(case: Case) -> Callable[[], Outcome | Raised]:
+    mesh = make_mesh(case.mesh)
+    sharded = functools.cache(lambda: Sharded(case, mesh, 1))
+    return lambda: outcome_of(lambda: sharded().train())
 
 
 @pytest.mark.parametrize("number", mostly_long(range(2, 6), [2]))
@@ -165,7 +191,7 @@ def test_random_cases(number: int) -> None:
     )
     @given(cases(RANKS, ("shard", "replicate", "hybrid")))
     def check(case: Case) -> None:
-        early, late = (on(lane, functools.partial(outcome, case)) for lane in (EarlyLane, KeepingLateLane))
+        late, early = late_and_early(functools.partial(case_training, case), KeepingLateLane)
         for seen in (early, late):
             assert not isinstance(seen, Raised) or may_refuse(case, seen.types, seen.message), f"{seen}\n{case!r}"
         assert type(early) is type(late)
@@ -187,5 +213,5 @@ def test_fsdp2() -> None:
             fully_shard(block)
         return fully_shard(model)
 
-    run = functools.partial(train, shard)
-    assert all(torch.equal(a, b) for a, b in zip(on(EarlyLane, run), on(LateLane, run), strict=True))
+    late, early = late_and_early(functools.partial(training, shard))
+    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
