@@ -1,11 +1,16 @@
-"""How benchmarks show what they found: tables in two forms, and plots."""
+"""How benchmarks show what they found: tables in two forms, and plots; and what one of them is told by a compiler."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import plots
 import pytest
+import suite_time
 from tables import Table
 
 
@@ -35,3 +40,17 @@ def test_without_matplotlib_there_is_a_line_and_no_plot(
     plots.lines({}, ("", ""), tmp_path / "b.svg")
     plots.grouped_bars({}, "", tmp_path / "c.svg")
     assert capsys.readouterr().out.count("no plot: matplotlib is not installed") == 3 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_the_compiler_took_is_written_beside_the_test_that_called_it(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text("#include <string>\nint main() { return 0; }\n")
+    for name, code in (("a.cpp", 0), ("missing.cpp", 1)):
+        command = [str(suite_time.SAMPLER / "c++"), str(tmp_path / name), "-o", str(tmp_path / "a.out")]
+        environment = {"GRAPH_FSDP_SUITE_TIME": str(tmp_path), "PYTEST_CURRENT_TEST": "tests/test_a.py::test_b (call)"}
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+        assert done.returncode == code and ("missing.cpp" in done.stderr) == bool(code)
+    lines = (tmp_path / "compiler.times").read_text().splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["tests/test_a.py"] * 2
+    assert re.fullmatch(r"tests/test_a\.py 0m\d+\.\d+s 0m\d+\.\d+s", lines[0]) and re.search("[1-9]", lines[0][18:])
+    assert set(suite_time.read(tmp_path)) == {"tests/test_a.py"}
