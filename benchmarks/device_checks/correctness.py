@@ -43,7 +43,7 @@ EAGER, INDUCTOR = {None: 1e-5, torch.bfloat16: 2e-2}, {None: 1e-4, torch.bfloat1
 def llama_of(device: torch.device, layers: int = 4) -> Workload:
     """A Llama of few layers; a narrow one in a rehearsal."""
     if device.type in REHEARSED:
-        return LlamaWorkload("llama", layers=min(layers, 4), width=32, heads=4, vocab=64, batch=1, length=16)
+        return LlamaWorkload("llama", layers=min(layers, 2), width=32, heads=4, vocab=64, batch=1, length=16)
     return LlamaWorkload("llama", layers=layers, width=1024, heads=8, vocab=4096, batch=2, length=1024)
 
 
@@ -234,7 +234,7 @@ def trained(model: Any, workload: Workload, device: torch.device, accumulates: b
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses: list[Tensor] = []
     norms: list[Tensor] = []
-    for step in range(STEPS):
+    for step in range(2 if device.type in REHEARSED else STEPS):
         for micro in range(2 if accumulates else 1):
             if accumulates:
                 model.set_requires_gradient_sync(micro == 1)

@@ -116,7 +116,7 @@ def in_turns(device: torch.device, workload: Workload, builders: dict[str, Build
 
 
 def timed_llama(device: torch.device) -> Workload:
-    return llama_of(device, layers=2 if device.type in REHEARSED else 8)
+    return llama_of(device, layers=8)
 
 
 def eager_builders(device: torch.device) -> dict[str, Builder]:
