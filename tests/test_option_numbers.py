@@ -53,7 +53,6 @@ OPTIONS = {
 
 
 IGNORED = {"a parameter": lambda model: [model.head.weight], "a module": lambda model: {model.head}}
-ON_TWO = [key for key in OPTIONS if key != "default"]
 SHORT = [
     *("ZeRO-3 for every unit", "ZeRO-2, units by size", "a bucket per parameter, BACKWARD_POST"),
     *("automatic buckets, no backward prefetch, forward prefetch", "two ahead within a budget"),
@@ -61,6 +60,7 @@ SHORT = [
 ]
 # Where sums of more than two numbers, and other rows of shards, could make a difference.
 ON_FOUR = ["three ahead", "one unit", "messages of their own"]
+ON_TWO = [key for key in OPTIONS if key not in ("default", *ON_FOUR)]
 
 
 def parameters_after_three_steps(names: list[str]) -> dict[str, dict[str, Tensor]]:
