@@ -121,8 +121,8 @@ def no_orphans(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In pytest's folder, also those of the processes that tests start; Inductor keeps its cache of compiled code, and
-    what g++ makes of its headers, which takes as long as ten kernels and is by default among the temporary files."""
+    """In pytest's folder, also those of the processes that tests start. What compilers take ten seconds for is kept
+    with Inductor's cache: precompiled headers, and devices that are not there."""
     with pytest.MonkeyPatch.context() as patch:
         cache = compat.default_inductor_cache_directory()
         if cache is not None:
@@ -131,7 +131,10 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         folder = tmp_path_factory.mktemp("temporary")
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
-        link_headers(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        link_headers(kept)
+        if "VIRTUAL_DEVICE_CACHE" not in os.environ:
+            patch.setenv("VIRTUAL_DEVICE_CACHE", str(kept / "virtual_device"))
         yield
 
 
