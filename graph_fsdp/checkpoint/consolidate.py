@@ -25,24 +25,10 @@ from graph_fsdp.checkpoint.storage import read_tensors
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
 
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
+_BITS = {"uint": (8, 16, 32, 64), "int": (8, 16, 32, 64), "float": (16, 32, 64), "bfloat": (16,), "complex": (64,)}
+_LETTERS = {"uint": "U", "int": "I", "float": "F", "bfloat": "BF", "complex": "C"}
+_DTYPES = {torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+_DTYPES |= {getattr(torch, f"{kind}{n}"): f"{_LETTERS[kind]}{n}" for kind, widths in _BITS.items() for n in widths}
 Progress = Callable[[int], None]
 
 
@@ -121,19 +107,18 @@ def consolidate(
 
 def _write_safetensors(source: _Source, target: Path, shard_size: int | None) -> list[Path]:
     shards = _shards(source, shard_size)
-    if len(shards) == 1:
-        _write_shard(source, shards[0], target)
-        return [target]
-    weight_map: dict[str, str] = {}
-    for at, shard in enumerate(shards, 1):
-        file = f"{target.stem}-{at:05}-of-{len(shards):05}.safetensors"
-        _write_shard(source, shard, target.with_name(file))
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": source.nbytes(source.entries)}, "weight_map": weight_map}
-    path = target.with_name(f"{target.name}.index.json")
-    with _appearing(path) as stream:
-        stream.write((json.dumps(index, indent=2) + "\n").encode())
-    return [*map(target.with_name, dict.fromkeys(weight_map.values())), path]
+    of = len(shards)
+    numbered = (target.with_name(f"{target.stem}-{at:05}-of-{of:05}.safetensors") for at in range(1, of + 1))
+    files = list(numbered) if of > 1 else [target]
+    for file, shard in zip(files, shards, strict=True):
+        _write_shard(source, shard, file)
+    if of > 1:
+        weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": source.nbytes(source.entries)}, "weight_map": weight_map}
+        files.append(target.with_name(f"{target.name}.index.json"))
+        with _appearing(files[-1]) as stream:
+            stream.write((json.dumps(index, indent=2) + "\n").encode())
+    return files
 
 
 def _shards(source: _Source, shard_size: int | None) -> list[list[str]]:

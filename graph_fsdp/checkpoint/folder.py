@@ -9,6 +9,7 @@ the next save of its series: names that differ in their numbers only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ METADATA = ".metadata"
 HEADER = "graph_fsdp.json"
 FORMAT = 2  # format 1 does not say where the bytes of tensors are
 Value = TypeVar("Value")
+private = functools.partial(os.open, mode=0o600)  # opens a file for the user alone, as ``opener`` of ``open``
 _PARTIAL = re.compile(r"^\.(.+)\.[0-9a-f]{16}\.(partial|replaced)$")
 
 
@@ -146,8 +148,3 @@ def written(path: Path) -> Iterator[BinaryIO]:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file for the user alone: ``open`` takes this function as ``opener``."""
-    return os.open(path, flags, 0o600)

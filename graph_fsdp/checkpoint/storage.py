@@ -40,16 +40,12 @@ from graph_fsdp.errors import CheckpointError
 
 
 class PrivateFiles(FileSystem):
-    """Makes files and folders that only the user can read."""
+    """Makes files that only the user can read."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        opener = folder.private if "w" in mode else None
-        with open(path, mode, opener=opener) as stream:
+        with open(path, mode, opener=folder.private) as stream:
             yield stream
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True)
