@@ -54,7 +54,7 @@ def of_each_region_the_slowest_rank_is_named_and_the_mean_is_taken() -> None:
     ran.collectives = {"gather": [5.0 - rank, 1.0 + rank]}
     if rank == 1:
         ran.means["on one rank alone"] = 9.0
-    ran.share([dist.group.WORLD], rank, torch.device("cpu"))
+    ran.share(dist.group.WORLD, rank, first=0)
     if rank == 0:
         assert ran.means == {"a": 1.5, "b": 3.0, "wait": 1.5}
         assert ran.slowest == {"a": (1, 2.0), "b": (0, 4.0)}

@@ -6,8 +6,8 @@ and their times are spread over the nodes in them.
 [Note: times that all ranks share]
 The first rank, whose graphs decide the plan, names what it has run. Region times are averaged over the ranks that ran
 the same computation on the same shapes. A rank's time of a collective includes the wait for the last rank: of each run,
-the shortest time over the ranks counts. The first rank makes the profile of that and sends it to all. This takes three
-all-reduces and two object broadcasts per mesh dimension. The schedule that a rank has measured stays with it.
+the shortest time over the ranks counts. The first rank makes the profile of that and sends it to all. This takes four
+all-reduces and two object broadcasts over gloo. The schedule that a rank has measured stays with it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
+from graph_fsdp.mesh import group_of
 from graph_fsdp.passes import CostModel, Measurements
 from graph_fsdp.passes.analysis.cost import collective_key, op_key
 from graph_fsdp.passes.analysis.kernels import Kind, kind_of
@@ -37,8 +38,6 @@ from graph_fsdp.runtime import Program
 from graph_fsdp.runtime.observe import ProgramRun, Recorder
 from graph_fsdp.runtime.ranks.agreement import digest, is_shared
 from graph_fsdp.runtime.regions.regions import Region, Step, cut, unit_of
-
-_NO_RANK = 2**31  # higher than any
 
 
 def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **kwargs: Any) -> Profile:
@@ -90,12 +89,13 @@ def profile(model: nn.Module, *batch: Any, steps: int = 10, warmup: int = 3, **k
         raise ValueError(
             f"batch: {type(model).__name__} ran no compute region and no collective on it; pass a batch as in training"
         )
-    groups, ranks = _groups(engine), engine.schedules.ranks
-    rank = dist.get_rank() if groups else 0
+    ranks = engine.schedules.ranks
+    group = group_of(ranks, "profiles", None, "gloo") if is_shared(ranks) else None
+    rank, first = (dist.get_rank(), ranks[0]) if group is not None else (0, 0)
     ran = Ran.of(recorder, schedules, engine.programs)
-    ran.share(groups, rank, device)
-    made = ran.profile(engine.cost, len(ranks), steps) if not groups or rank == ranks[0] else None
-    found: Profile = _broadcast(made, groups)
+    ran.share(group, rank, first)
+    made = ran.profile(engine.cost, len(ranks), steps) if rank == first else None
+    found: Profile = _broadcast(made, group, first)
     title = f"measured, rank {rank} of {found.ranks}"
     return dataclasses.replace(found, schedule=_schedule(engine, title, recorder, schedules))
 
@@ -194,24 +194,20 @@ class Ran:
         """Name a run by what it ran first: another rank may have captured this graph as another of its graphs."""
         return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
 
-    def share(self, groups: list[dist.ProcessGroup], rank: int, device: torch.device) -> None:
+    def share(self, group: dist.ProcessGroup | None, rank: int, first: int) -> None:
         """Replace this rank's seconds by those of all; see [Note: times that all ranks share]."""
         runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
-        names, run_names = _broadcast([list(self.means), list(runs)], groups)
-        counted = [float(name in self.means) for name in names]
-        summed = [self.means.get(name, 0.0) for name in names]
-        own = [self.means.get(name, -1.0) for name in names]
-        longest = _all_reduce(own, dist.ReduceOp.MAX, groups, device)
-        ranks = [rank if mine == most else _NO_RANK for mine, most in zip(own, longest, strict=True)]
-        totals = _all_reduce(summed + counted, dist.ReduceOp.SUM, groups, device)
-        shortest = [runs.get(n, float("inf")) for n in run_names]
-        least = _all_reduce([*map(float, ranks), *shortest], dist.ReduceOp.MIN, groups, device)
+        names, run_names = _broadcast([list(self.means), list(runs)], group, first)
+        own = _seconds([self.means.get(name, -1.0) for name in names])  # -1: not run here
+        totals = _all_reduce(torch.stack([own.clamp(min=0), (own >= 0).double()]), dist.ReduceOp.SUM, group)
+        longest = _all_reduce(own, dist.ReduceOp.MAX, group)
+        slowest = _all_reduce(torch.where(own == longest, rank, torch.inf), dist.ReduceOp.MIN, group)
+        shortest = _all_reduce(_seconds([runs.get(name, torch.inf) for name in run_names]), dist.ReduceOp.MIN, group)
         if names == list(self.means) and run_names == list(runs):  # as on the first rank, which makes the profile
-            means = [total / count for total, count in zip(totals[: len(names)], totals[len(names) :], strict=True)]
-            self.means = dict(zip(names, means, strict=True))
-            found = zip(names, least, longest, strict=False)
+            self.means = dict(zip(names, (totals[0] / totals[1]).tolist(), strict=True))
+            found = zip(names, slowest.tolist(), longest.tolist(), strict=True)
             self.slowest = {name: (int(slow), seconds) for name, slow, seconds in found if name in self.steps}
-            values = iter(least[len(names) :])
+            values = iter(shortest.tolist())
             self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
 
     def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
@@ -268,26 +264,20 @@ def _means(values: dict[str, list[float]]) -> dict[str, float]:
 # Ranks
 
 
-def _groups(engine: Any) -> list[dist.ProcessGroup]:
-    """Return the process groups, one per mesh dimension, that join all ranks of the model; none for one rank."""
-    if not is_shared(engine.schedules.ranks):
-        return []
-    mesh = engine.storage.mesh.mesh
-    return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
-
-
-def _broadcast(value: Any, groups: list[dist.ProcessGroup]) -> Any:
-    """Send the first rank's value to all: along each dimension in turn, from its first rank."""
+def _broadcast(value: Any, group: dist.ProcessGroup | None, first: int) -> Any:
+    """Send the first rank's value to all."""
     box = [value]
-    for group in groups:
-        dist.broadcast_object_list(box, dist.get_process_group_ranks(group)[0], group=group)
+    if group is not None:
+        dist.broadcast_object_list(box, first, group=group)
     return box[0]
 
 
-def _all_reduce(
-    values: list[float], op: Callable[..., Any], groups: list[dist.ProcessGroup], device: torch.device
-) -> list[float]:
-    vector = torch.tensor(values, dtype=torch.float64, device=device)
-    for group in groups:
-        dist.all_reduce(vector, op=op, group=group)
-    return vector.tolist()
+def _all_reduce(values: Tensor, op: Callable[..., Any], group: dist.ProcessGroup | None) -> Tensor:
+    reduced = values.clone()
+    if group is not None:
+        dist.all_reduce(reduced, op=op, group=group)
+    return reduced
+
+
+def _seconds(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
