@@ -80,13 +80,9 @@ def _fitting(
         raise TypeError(f"state_dict[{wrong!r}] is {type(state_dict[wrong]).__name__}, and not a whole tensor")
     shapes = {key: value.shape for key, value in state_dict.items()}
     matched = match_keys(model, shapes, strict=strict, where="a state dict")
-    values: dict[str, Tensor] = {}
-    seen = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value in matched.key_of and value not in seen:
-            seen.add(value)
-            values[name] = state_dict[matched.key_of[value]]
-    return values, matched.incompatible
+    last_first = reversed(model.state_dict(keep_vars=True).items())
+    first_name = {value: name for name, value in last_first if isinstance(value, Tensor)}
+    return {first_name[value]: state_dict[key] for value, key in matched.key_of.items()}, matched.incompatible
 
 
 def _mesh_of(model: nn.Module) -> DataParallelMesh | None:
