@@ -90,15 +90,21 @@ def series(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def begin(path: Path) -> Path:
-    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for other in path.parent.iterdir():
-        found = _PARTIAL.match(other.name)
-        if found and series(found[1]) == series(path.name):
-            shutil.rmtree(other, ignore_errors=True)
-    temporary = hidden(path, "partial")
-    temporary.mkdir(mode=0o700)
+def begin(path: Path, overwrite: bool) -> Path:
+    """Make a checkpoint's temporary folder, for the user alone; remove what interrupted saves of its series left.
+    Raises CheckpointError where that cannot be, or ``path`` is there already and not to be overwritten."""
+    try:
+        if not overwrite and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.iterdir():
+            found = _PARTIAL.match(other.name)
+            if found and series(found[1]) == series(path.name):
+                shutil.rmtree(other, ignore_errors=True)
+        temporary = hidden(path, "partial")
+        temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     return temporary
 
 

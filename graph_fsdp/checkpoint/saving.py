@@ -100,7 +100,7 @@ def save(
             to_write = functools.partial(access_of(model).to_write, copy=asynchronous)
             tree = training_state(model, optimizers_of(optimizer), extra or {}, ranks.index, to_write)
             if ranks.is_first:
-                temporary = _begin(final, overwrite)
+                temporary = folder.begin(final, overwrite)
                 told.append(str(temporary))
         writer = Writer(Path(*told), final, len(ranks.ranks), keep)
     except Exception:
@@ -144,16 +144,6 @@ def _check(path: Path, extra: Mapping[str, Any] | None, keep: int | None) -> Non
             f"keep={keep}: {path.name!r} has no number, so that no other checkpoint can be of its series; name it as "
             "step_100"
         )
-
-
-def _begin(path: Path, overwrite: bool) -> Path:
-    """Make the temporary folder."""
-    try:
-        if overwrite or not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            return folder.begin(path)
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
-    raise CheckpointError(f"{path} is there already; choose another name, or overwrite=True")
 
 
 def _write(tree: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
