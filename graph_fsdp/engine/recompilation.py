@@ -89,7 +89,7 @@ def why_captured(
 ) -> Cause:
     """Return the cause of the capture under way, inside a Dynamo backend. ``earlier``: what the model has captured
     before. ``breaks``: whether a call may be traced in several pieces."""
-    earlier = [capture for capture in earlier if capture.is_complete]
+    earlier = [capture for capture in earlier if capture.ran]
     compilation = compat.current_compilation()
     failed = compat.failed_guards()
     if failed:

@@ -27,7 +27,7 @@ from graph_fsdp.passes.ir.stage import Stage
 from graph_fsdp.passes.transforms.slots import SlotTable, slot_table
 from graph_fsdp.report import text as report_text
 from graph_fsdp.report.data import BucketRow, bucket_rows, graph_data, report_data, stage_diff
-from graph_fsdp.report.file import SavedReport, is_page, write_text
+from graph_fsdp.report.file import SavedReport, write_text
 from graph_fsdp.report.provenance import ParameterLife, lives
 from graph_fsdp.report.trace_events import ScheduledGraph, predicted_trace
 from graph_fsdp.runtime import Program, WholeProgram
@@ -154,9 +154,9 @@ class CapturedGraph:
             view.memory, view.cuda_graphs = memory, program.graphs
 
     @property
-    def is_complete(self) -> bool:
-        """Say whether a graph of it came out of the passes; not where a pass failed."""
-        return any(view.graph is not None for view in self.views.values())
+    def ran(self) -> list[GraphView]:
+        """Return views of the graphs that came out of the passes; none where a pass failed."""
+        return [view for view in self.views.values() if view.graph is not None]
 
     def all_views(self) -> list[GraphView]:
         """Return views of all its graphs, also of those that others were made of."""
@@ -222,7 +222,7 @@ class GraphReport(report_text.Printed):
         for each process group and each direction of copies, and the bytes held, by category.
 
         Raises:
-            LookupError: no graph was captured yet, or there is no cost model.
+            LookupError: no graph was captured yet.
             OSError: the file cannot be written.
         """
         scheduled = [view.scheduled() for view in self._latest_run()]
@@ -240,19 +240,17 @@ class GraphReport(report_text.Printed):
 
         Raises:
             ValueError: the suffix is neither.
-            LookupError: no graph was captured yet; for a page, there is no cost model.
+            LookupError: no graph was captured yet.
             OSError: the file cannot be written.
         """
-        as_page, latest = is_page(path), self._latest_run()
-        drawn = latest if as_page or all(view.timeline for view in latest) else []
-        SavedReport(report_data(self, stages=True, drawn=drawn)).save(path)
+        SavedReport(report_data(self, stages=True, drawn=self._latest_run())).save(path)
 
     def _latest_run(self) -> list[GraphView]:
         """Return the graphs of the latest capture that has some which run."""
-        for captured in reversed(self.graphs):
-            if found := [view for view in captured.all_views() if view.graph is not None]:
-                return found
-        raise LookupError("no graph was captured yet; run the model once, then inspect it")
+        found = next((captured.ran for captured in reversed(self.graphs) if captured.ran), None)
+        if found is None:
+            raise LookupError("no graph was captured yet; run the model once, then inspect it")
+        return found
 
     def diff(self, stage: str) -> str:
         """Return unified diffs of what a pass changed, over the latest graphs that it ran on."""

@@ -70,8 +70,12 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
     failed = data["error"]
     if failed is not None:
         yield Text(f"\n{failed}", style="bold red")
+    elif data["whole"]:
+        yield Text(f"captured graphs: {len(data['captures'])}; compiled whole: {data['compiled_regions']}")
     else:
-        yield Text(f"captured graphs: {len(data['captures'])}; {_compiled(data)}")
+        compiled = f"compute regions: {data['regions']}, compiled {data['compiled_regions']}"
+        gathered = f"most bytes gathered at once: {data['peak_gathered_bytes']:,}"
+        yield Text(f"captured graphs: {len(data['captures'])}; {compiled}; {gathered}")
     if data["kept_nbytes"]:
         yield Text(f"gradients that are not reduced yet: {data['kept_nbytes']:,} bytes")
     if data["units"]:
@@ -83,15 +87,6 @@ def report_parts(data: Data) -> Iterator[RenderableType]:
         else:
             passes = (f"{graph['phase']} graph after {', '.join(graph['passes'])}" for graph in capture["graphs"])
             yield from map(Text, ["", *passes])
-
-
-def _compiled(data: Data) -> str:
-    if data["whole"]:
-        return f"compiled whole: {data['compiled_regions']}"
-    return (
-        f"compute regions: {data['regions']}, compiled {data['compiled_regions']}; "
-        f"most bytes gathered at once: {data['peak_gathered_bytes']:,}"
-    )
 
 
 def _capture_parts(capture: Data) -> Iterator[RenderableType]:
@@ -126,15 +121,9 @@ def bucket_lines(buckets: Iterable[Data]) -> str:
 def _bucket_cells(b: Data) -> list[str]:
     free = "kept" if b["escapes"] else b["free"]
     slots = ", ".join(map(str, b["slots"])) or None
-    numbers = [b["start"], b["wait"], b["first_use"], free, slots, b["ahead"]]
-    cells = [
-        b["name"],
-        b["kind"],
-        len(b["parameters"]),
-        f"{b['nbytes']:,}",
-        *("-" if n is None else n for n in numbers),
-    ]
-    return [*map(str, cells), milliseconds(b["seconds"]), milliseconds(b["exposed"])]
+    sizes = [str(len(b["parameters"])), f"{b['nbytes']:,}"]
+    places = ["-" if n is None else str(n) for n in (b["start"], b["wait"], b["first_use"], free, slots, b["ahead"])]
+    return [b["name"], b["kind"], *sizes, *places, milliseconds(b["seconds"]), milliseconds(b["exposed"])]
 
 
 def _bucket_table(buckets: Sequence[Data]) -> RenderableType:
