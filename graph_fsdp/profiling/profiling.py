@@ -201,7 +201,8 @@ class Ran:
         own = _seconds([self.means.get(name, -1.0) for name in names])  # -1: not run here
         totals = _all_reduce(torch.stack([own.clamp(min=0), (own >= 0).double()]), dist.ReduceOp.SUM, group)
         longest = _all_reduce(own, dist.ReduceOp.MAX, group)
-        slowest = _all_reduce(torch.where(own == longest, rank, torch.inf), dist.ReduceOp.MIN, group)
+        this = torch.full_like(own, rank)  # in double precision, whatever the default dtype
+        slowest = _all_reduce(torch.where(own == longest, this, torch.inf), dist.ReduceOp.MIN, group)
         shortest = _all_reduce(_seconds([runs.get(name, torch.inf) for name in run_names]), dist.ReduceOp.MIN, group)
         if names == list(self.means) and run_names == list(runs):  # as on the first rank, which makes the profile
             self.means = dict(zip(names, (totals[0] / totals[1]).tolist(), strict=True))
