@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import graph_fsdp
 from graph_fsdp.compat import BackendCompilerFailed
 from graph_fsdp.passes import Graph, GraphPass, PassContext, PassPipeline, default_pipeline
-from graph_fsdp.passes.context import PHASES
+from graph_fsdp.passes.ir.graph import PHASES
 
 WORLD_SIZE = 8
 WIDTH = 8

@@ -5,22 +5,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import fx, nn
 
+from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir.agreed_order import Plan
 from graph_fsdp.passes.ir.dialect import record
 from graph_fsdp.passes.ir.effects import is_view
-from graph_fsdp.passes.ir.graph import GIVEN as GIVEN
-from graph_fsdp.passes.ir.graph import PHASES as PHASES
-from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
 from graph_fsdp.passes.ir.stage import Stage
-
-if TYPE_CHECKING:
-    from graph_fsdp.passes.analysis.cost import CostModel
 
 
 class PipelineError(ValueError):

@@ -11,27 +11,15 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from graph_fsdp.passes.analysis.cost import Measurements
-from graph_fsdp.passes.context import (
-    GIVEN,
-    PHASES,
-    GraphPass,
-    PassContext,
-    PassError,
-    PipelineError,
-    VerificationError,
-    strings_of,
-)
-from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.analysis.cost import CostModel, Measurements
+from graph_fsdp.passes.analysis.hardware import Hardware
+from graph_fsdp.passes.context import GraphPass, PassContext, PassError, PipelineError, VerificationError, strings_of
+from graph_fsdp.passes.ir.graph import GIVEN, PHASES, Graph
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Snapshot, Stage, readable
 from graph_fsdp.passes.verify.verify import Verifier
-
-if TYPE_CHECKING:
-    from graph_fsdp.passes.analysis.cost import CostModel
-    from graph_fsdp.passes.analysis.hardware import Hardware
 
 
 class PassesHaveRun(BaseException):  # Dynamo and AOTAutograd retell every Exception as one of their own
@@ -71,6 +59,33 @@ def _measurements(measured: Any) -> Measurements | None:
             f"measurements, or None, got {measured!r}"
         )
     return found
+
+
+frozen = False  # whether objects were found frozen
+
+
+def something_is_frozen() -> bool:
+    """Return whether the user has frozen objects, which is taken to stay so: counting them walks all, a tenth of a
+    second for those of an import of torch."""
+    global frozen
+    frozen = frozen or gc.get_freeze_count() > 0
+    return frozen
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector: almost all that is allocated for graphs stays, and each full collection would walk
+    all of it. What was allocated counts as old afterwards, so that the next young collection does not walk it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            if not something_is_frozen():  # by the user, which is to stay so
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
 
 
 class PassPipeline:
@@ -151,18 +166,13 @@ class PassPipeline:
             if fact not in facts[phase]:
                 raise PipelineError(f"no pass makes the {phase} graph {fact!r}; the executor needs it")
 
+    @collector_paused()
     def run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         """Run each pass over the graphs of its phases, in the order given (forward before backward).
 
         The code of graph modules is written once, when all passes have run. A pass that wants to run a graph calls
         ``graph.module.recompile()`` first.
         """
-        with collector_paused():
-            self._run(graphs, context)
-            for graph in graphs:
-                graph.module.recompile()
-
-    def _run(self, graphs: Sequence[Graph], context: PassContext) -> None:
         for graph in graphs:
             graph.cost = context.cost
             context.graphs[graph.phase] = graph
@@ -190,33 +200,8 @@ class PassPipeline:
                     raise
                 verify_seconds = time.perf_counter() - begin
                 add_stage(graph, context, p.name, seconds, summary, verify_seconds)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: almost all that is allocated for graphs stays, and each full collection would walk
-    all of it. What was allocated counts as old afterwards, so that the next young collection does not walk it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if not something_is_frozen():  # by the user, which is to stay so
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
-
-
-frozen = False  # whether objects were found frozen
-
-
-def something_is_frozen() -> bool:
-    """Return whether the user has frozen objects, which is taken to stay so: counting them walks all, a tenth of a
-    second for those of an import of torch."""
-    global frozen
-    frozen = frozen or gc.get_freeze_count() > 0
-    return frozen
+        for graph in graphs:
+            graph.module.recompile()
 
 
 def add_stage(

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from graph_fsdp.passes import Gather, GraphPass, PassContext, Reduction, Role, default_pipeline
-from graph_fsdp.passes.context import GIVEN, PHASES
+from graph_fsdp.passes.ir.graph import GIVEN, PHASES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "passes.md"

@@ -13,7 +13,7 @@ from models import CASES
 from torch import nn
 
 import graph_fsdp
-from graph_fsdp.passes.context import PHASES
+from graph_fsdp.passes.ir.graph import PHASES
 
 # What they decide lies before the graphs (values), or needs what this machine has not (accelerators, XLA).
 WITHOUT_GRAPHS = {"sync_module_states", "param_init_fn", "checkpoint"}

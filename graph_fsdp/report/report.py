@@ -19,8 +19,8 @@ from graph_fsdp import compat
 from graph_fsdp.engine.recompilation import FIRST_CALL, Cause
 from graph_fsdp.passes.analysis.memory import MemoryProfile
 from graph_fsdp.passes.analysis.simulate import Timeline, simulate
-from graph_fsdp.passes.context import PHASES, PassError, VerificationError
-from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.context import PassError, VerificationError
+from graph_fsdp.passes.ir.graph import PHASES, Graph, Phase
 from graph_fsdp.passes.ir.layout import copies
 from graph_fsdp.passes.ir.spec import ModelSpec
 from graph_fsdp.passes.ir.stage import Stage

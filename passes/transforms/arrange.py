@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
+from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir.spec import (
     BucketSpec,
     ModelSpec,
@@ -22,9 +23,6 @@ from graph_fsdp.passes.ir.spec import (
     unit_buckets,
     unit_runs,
 )
-
-if TYPE_CHECKING:
-    from graph_fsdp.passes.analysis.cost import CostModel
 
 BucketSize = Literal["unit", "none", "auto"] | int
 Messages = Literal["auto", "one"]
