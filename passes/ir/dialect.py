@@ -167,6 +167,10 @@ def _define(
     return defined
 
 
+def _define_wait(name: str, effect: Effect, meaning: str) -> compat.OpOverload[..., Any]:
+    return _define(f"{name}(Tensor(a!) buffer) -> Tensor(a!)", effect, meaning)
+
+
 gather_param = _define(
     "gather_param(Tensor shard, int[] shape, ScalarType dtype, ScalarType reduce_dtype, str param, str group,"
     " str replicate_group='', Device? device=None) -> Tensor",
@@ -188,11 +192,7 @@ all_gather_start = _define(
     "the buffer of a gathered bucket, its contents unknown until it is waited for",
     lambda shards, length, dtype, world_size: shards[0].new_empty([world_size * length], dtype=dtype),
 )
-all_gather_wait = _define(
-    "all_gather_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    Effect.WAIT,
-    "the same buffer, gathered",
-)
+all_gather_wait = _define_wait("all_gather_wait", Effect.WAIT, "the same buffer, gathered")
 keep_shard = _define(
     "keep_shard(Tensor buffer, int[] offsets, int[] numels, int length, int world_size, int ranks, str group)"
     " -> Tensor",
@@ -228,11 +228,7 @@ all_reduce_shard_start = _define(
     Effect.START,
     "the same buffer: the mean over replicas, in place, unknown until it is waited for",
 )
-reduce_wait = _define(
-    "reduce_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    Effect.WAIT,
-    "the same buffer, reduced",
-)
+reduce_wait = _define_wait("reduce_wait", Effect.WAIT, "the same buffer, reduced")
 accumulate_grad = _define(
     "accumulate_grad(Tensor grad, int[] shard_shape, ScalarType dtype, ScalarType reduce_dtype, str param,"
     " Device? device=None) -> Tensor",
@@ -279,22 +275,14 @@ fetch_start = _define(
     "flat shards: a copy on ``device``, unknown until it is waited for",
     lambda shards, length, device: shards[0].new_empty([length], device=device),
 )
-fetch_wait = _define(
-    "fetch_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    Effect.COPY_WAIT,
-    "the same copy, which is there",
-)
+fetch_wait = _define_wait("fetch_wait", Effect.COPY_WAIT, "the same copy, which is there")
 offload_start = _define(
     "offload_start(Tensor[] values, bool pin_memory) -> Tensor",
     Effect.COPY_START,
     "flat gradients: a copy on the CPU, unknown until it is waited for",
     lambda values: values[0].new_empty([sum(value.numel() for value in values)], device="cpu"),
 )
-offload_wait = _define(
-    "offload_wait(Tensor(a!) buffer) -> Tensor(a!)",
-    Effect.COPY_WAIT,
-    "the same copy, which is there",
-)
+offload_wait = _define_wait("offload_wait", Effect.COPY_WAIT, "the same copy, which is there")
 
 
 def _with(*effects: Effect) -> frozenset[compat.OpOverload[..., Any]]:
@@ -369,8 +357,7 @@ def is_sent_as_it_is(grad: Tensor, dtype: torch.dtype, world_size: int) -> bool:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, _, _, ctx.reduce_dtype, *names = inputs  # param, group, and what else is given
     ctx.shard_shape, ctx.dtype, ctx.given = list(shard.shape), shard.dtype, len(inputs)
-    offloaded = len(names) > 3 and names[3] is not None
-    ctx.names = [*names[:3], shard.device] if offloaded else names[:3]
+    ctx.names = [*names[:3], *(shard.device for device in names[3:] if device is not None)]
 
 
 def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
