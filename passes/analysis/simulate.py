@@ -13,8 +13,8 @@ Linear in the graph, times the number of streams.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -172,9 +172,8 @@ class Simulation:
     ) -> None:
         self.contention, self.interference = conditions.contention, interference
         slowness = [1.0, float(conditions.straggler)] if conditions.straggler > 1 else [1.0]
-        self.ranks = [_Rank(s) for s in slowness]
-        others = [(number, _Rank(rank.slowness), more) for more in beside for number, rank in enumerate(self.ranks)]
-        self._streams = [*((number, rank, tasks) for number, rank in enumerate(self.ranks)), *others]
+        self._streams = [(n, _Rank(s), each) for each in (tasks, *beside) for n, s in enumerate(slowness)]
+        self.ranks = [rank for _, rank, _ in self._streams[: len(slowness)]]
         self.now = 0.0
         self.transfers: dict[tuple[Task, int | None], _Transfer] = {}
         self._lanes: dict[tuple[str, int | None], deque[_Transfer]] = {}  # the first of each runs
@@ -199,8 +198,7 @@ class Simulation:
                 rank.waited[task.waits_for] = self.now - rank.starts[-1]
             computed = task.copies if task.lane or task.waits_for is not None else task.seconds
             if seconds := computed * rank.slowness:
-                rank.work = _Work(seconds)
-                rank.work.start(self.now)
+                rank.work = _Work(seconds, self.now, self.now + seconds)
                 while rank.work is not None:
                     yield
             if task.lane:
@@ -221,16 +219,15 @@ class Simulation:
     def _advance(self) -> bool:
         """Go to the next event; False when all is done."""
         running = [lane[0] for lane in self._lanes.values() if lane]
-        computing = [rank for _, rank, _ in self._streams if rank.work is not None]
-        works: list[_Work] = [*running, *(rank.work for rank in computing if rank.work is not None)]
-        if not works:
+        computing = {rank: rank.work for _, rank, _ in self._streams if rank.work is not None}
+        if not running and not computing:
             return False
         if self.contention:
-            self._share(running, works[len(running) :])
-        self.now = min(work.end for work in works)
-        for rank in computing:
-            if rank.work is not None and rank.work.end <= self.now:
-                rank.busy += rank.work.taken
+            self._share(running, computing.values())
+        self.now = min(work.end for work in (*running, *computing.values()))
+        for rank, work in computing.items():
+            if work.end <= self.now:
+                rank.busy += work.taken
                 rank.work = None
         for transfer in running:
             if transfer.end <= self.now:
@@ -241,12 +238,9 @@ class Simulation:
                     lane[0].start(self.now)
         return True
 
-    def _share(self, running: Sequence[_Transfer], computing: Sequence[_Work]) -> None:
+    def _share(self, running: Sequence[_Transfer], computing: Iterable[_Work]) -> None:
         """Give each transfer its part of the level that most others use too, and compute what collectives leave it."""
-        used: dict[str, int] = {}
-        for transfer in running:
-            for level in transfer.task.levels:
-                used[level] = used.get(level, 0) + 1
+        used = Counter(level for transfer in running for level in transfer.task.levels)
         for transfer in running:
             transfer.set_speed(self.now, 1.0 / max((used[level] for level in transfer.task.levels), default=1))
         collectives = any(transfer.owner is None for transfer in running)
