@@ -208,7 +208,7 @@ def extend(
     for gather in gathers.values():
         gather.payloads = gather.trace(device)
     payloads = {p.name: p for gather in gathers.values() for p in gather.payloads}
-    runs = ((f"{unit or 'root'}#payload", unit, members) for unit, members in unit_runs(payloads.values()))
+    runs = ((f"{run[0].unit or 'root'}#payload", run) for run in unit_runs(payloads.values()))
     buckets = (*spec.buckets, *named_buckets(runs))
     return dataclasses.replace(spec, payloads=payloads, buckets=buckets), gathers
 

@@ -50,6 +50,11 @@ class ParameterSpec:
         return math.prod(self.shape) == 0
 
     @property
+    def kind(self) -> tuple[torch.dtype | bool, ...]:
+        """Return what the parameters of one bucket have in common."""
+        return self.dtype, self.param_dtype, self.reduce_dtype, self.extended
+
+    @property
     def rows(self) -> int:
         """Return the size of the dimension that is sharded."""
         return self.shape[self.shard_dim]
@@ -199,25 +204,27 @@ def make_model_spec(parameters: Iterable[ParameterSpec], group: str, world_size:
 def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
     """Make a bucket of each run of parameters of one unit and dtype. A root's parameters before its units and those
     after them are two runs. Scalars and empty parameters need no gather: they are in none."""
-    return named_buckets((unit or "root", unit, members) for unit, members in unit_runs(parameters))
+    return named_buckets((None, run) for run in unit_runs(parameters))
 
 
-def unit_runs(parameters: Iterable[ParameterSpec]) -> list[tuple[str, tuple[ParameterSpec, ...]]]:
-    """Divide parameters into (unit, consecutive parameters of it), each combination of dtypes by itself."""
+def unit_runs(parameters: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
+    """Divide parameters into consecutive ones of a unit, each combination of dtypes by itself."""
     kinds: dict[tuple[torch.dtype | bool, ...], list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
-            kinds.setdefault((p.dtype, p.param_dtype, p.reduce_dtype, p.extended), []).append(p)
-    return [(u, tuple(run)) for members in kinds.values() for u, run in groupby(members, key=lambda p: p.unit)]
+            kinds.setdefault(p.kind, []).append(p)
+    return [list(run) for members in kinds.values() for _, run in groupby(members, key=lambda p: p.unit)]
 
 
-def named_buckets(
-    buckets: Iterable[tuple[str, str, tuple[ParameterSpec, ...]]],
-) -> tuple[BucketSpec, ...]:
-    """Make buckets of (label, unit, parameters); labels that come again are numbered: ``root``, ``root#1``."""
+def named_buckets(buckets: Iterable[tuple[str | None, Sequence[ParameterSpec]]]) -> tuple[BucketSpec, ...]:
+    """Make buckets of (label, parameters), called as their units where there is no label; labels that come again are
+    numbered: ``root``, ``root#1``."""
     seen: Counter[str] = Counter()
     found = []
-    for label, unit, members in buckets:
-        found.append(BucketSpec(f"{label}#{seen[label]}" if seen[label] else label, unit, members))
+    for label, members in buckets:
+        units = list(dict.fromkeys(p.unit for p in members))
+        unit = units[0] if len(units) == 1 else f"{units[0] or 'root'}..{units[-1] or 'root'}"
+        label = label or unit or "root"
+        found.append(BucketSpec(f"{label}#{seen[label]}" if seen[label] else label, unit, tuple(members)))
         seen[label] += 1
     return tuple(found)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
-
-import torch
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.ir.spec import (
@@ -58,7 +56,7 @@ def arrange_buckets(
             buckets = _divide_first(buckets, cost, model.group)
     elif size == "none":
         sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
-        buckets = named_buckets((p.name, p.unit, (p,)) for p in sharded)
+        buckets = named_buckets((p.name, (p,)) for p in sharded)
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
     if messages == "auto" and cost is not None and model.world_size > 1:
@@ -77,7 +75,7 @@ def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) 
     seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
     if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
         return buckets
-    divided = named_buckets((whole.name, whole.unit, tuple(part)) for part in parts)
+    divided = named_buckets((whole.name, part) for part in parts)
     return (*buckets[:first], *divided, *buckets[first + 1 :])
 
 
@@ -87,19 +85,19 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
     # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
     group = model.group if model.world_size > 1 else model.replicate_group
     size = cost.saturating_bytes(group) if model.ranks > 1 else 0
-    units = [sum(map(gathered_nbytes, run)) for _, run in unit_runs(model.parameters.values())]
+    units = [sum(map(gathered_nbytes, run)) for run in unit_runs(model.parameters.values())]
     return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 
 
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
     """Make buckets of parameters in order of registration, each dtype by itself. A unit that exceeds the cap is
     divided, equal units alike; units that do not are put together."""
-    units = [_fill([[p] for p in run], cap) for _, run in unit_runs(model.parameters.values())]
+    units = [_fill([[p] for p in run], cap) for run in unit_runs(model.parameters.values())]
     chosen: list[_Members] = []
-    for (is_divided, _), alike in itertools.groupby(units, key=lambda parts: (len(parts) > 1, _dtypes(parts[0]))):
+    for (is_divided, _), alike in itertools.groupby(units, key=lambda parts: (len(parts) > 1, parts[0][0].kind)):
         parts = [part for unit in alike for part in unit]
         chosen += parts if is_divided else _fill(parts, cap)
-    return named_buckets((*_label(members), tuple(members)) for members in chosen)
+    return named_buckets((None, members) for members in chosen)
 
 
 def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
@@ -115,16 +113,6 @@ def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
             filled.append(list(part))
             room = cap - nbytes
     return filled
-
-
-def _dtypes(members: _Members) -> tuple[torch.dtype | bool, ...]:
-    return members[0].dtype, members[0].param_dtype, members[0].reduce_dtype, members[0].extended
-
-
-def _label(members: Sequence[ParameterSpec]) -> tuple[str, str]:
-    units = list(dict.fromkeys(p.unit for p in members))
-    label = units[0] if len(units) == 1 else f"{units[0] or 'root'}..{units[-1] or 'root'}"
-    return label or "root", label
 
 
 def gathered_nbytes(p: ParameterSpec) -> int:
