@@ -209,10 +209,9 @@ def allocations(graph: Graph, context: PassContext) -> Storages:
 
 def _values(graph: Graph, context: PassContext) -> Storages:
     """Find the storages of the nodes' values, with lifetimes and categories."""
-    nodes = graph.nodes
-    lifetimes = _Lifetimes(nodes)
+    lifetimes = _Lifetimes(graph)
     storages_of = lifetimes.of
-    last = len(nodes) - 1
+    last = len(graph.fx_graph.nodes) - 1
     for storage in lifetimes.found:
         storage.category = _category_of_origin(storage.node, graph.phase)
         held_outside = storage.node.op == "placeholder" and graph.phase != "backward"
@@ -244,16 +243,16 @@ class _Lifetimes:
     until the last one is taken out of it, which the executor does within the operator's region.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.found: list[GraphStorage] = []
         self.of: dict[fx.Node, list[GraphStorage]] = {}
-        self._positions = {node: index for index, node in enumerate(nodes)}
-        self._region_end = _region_ends(nodes)
+        self._positions, next_executed = graph.positions(), graph.next_of(dialect.EXECUTED)
         self._inputs: dict[int, GraphStorage] = {}
-        self._elements: dict[fx.Node, dict[int, list[GraphStorage]]] = {}
-        for index, node in enumerate(nodes):
+        self._elements: dict[fx.Node, dict[Any, list[GraphStorage]]] = {}
+        for node, index in self._positions.items():
             for source in [*node.all_input_nodes, *_sent_until(node)]:
-                until = min(index, self._region_end[source]) if self._is_element(node) else index
+                region_end = self._positions[next_executed[source]] - 1
+                until = min(index, region_end) if self._is_element(node) else index
                 for storage in self.of[source]:
                     storage.end = max(storage.end, until)
             self.of[node] = self._value(node, node.meta.get("val"))
@@ -265,7 +264,7 @@ class _Lifetimes:
         # Higher-order operators return no views of their inputs.
         is_higher_order = isinstance(node.target, compat.HigherOrderOperator)
         if self._is_element(node):
-            return self._element(node, value)
+            return self._elements[operand(node)][node.args[1]]
         if not is_higher_order and (aliased := aliased_inputs(node)):
             return list({id(s): s for source in aliased for s in self.of[source]}.values())
         if node.op == "placeholder" and isinstance(value, torch.Tensor):
@@ -274,41 +273,28 @@ class _Lifetimes:
             if key not in self._inputs:
                 self._inputs[key] = self._allocate(node, value, 0)
             return [self._inputs[key]]
+        begin = 0 if node.op == "get_attr" else self._positions[node]
         if is_higher_order and value is None:
             # The partitioner's repetition of random numbers: only what is taken out of it has a fake value.
-            self._elements[node] = {}
-            return []
-        return self._results(node, value, 0 if node.op == "get_attr" else self._positions[node])
-
-    def _element(self, node: fx.Node, value: Any) -> list[GraphStorage]:
-        source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
-        elements = self._elements[source]
-        if index not in elements:
-            elements[index] = self._results(node, value, self._positions[source])
-            self.of[source] += elements[index]
-        return elements[index]
+            taken = {user.args[1]: user for user in reversed(node.users) if user.target is operator.getitem}
+            parts = {at: self._results(user, user.meta.get("val"), begin) for at, user in taken.items()}
+            return self._keep_parts(node, parts)
+        return self._results(node, value, begin)
 
     def _results(self, node: fx.Node, value: Any, begin: int) -> list[GraphStorage]:
         if not isinstance(value, (list, tuple)):
             return [self._allocate(node, value, begin)]
-        parts = {index: [self._allocate(node, part, begin)] for index, part in enumerate(value)}
+        return self._keep_parts(node, {at: [self._allocate(node, part, begin)] for at, part in enumerate(value)})
+
+    def _keep_parts(self, node: fx.Node, parts: dict[Any, list[GraphStorage]]) -> list[GraphStorage]:
         self._elements[node] = parts
         return [storage for part in parts.values() for storage in part]
 
     def _allocate(self, node: fx.Node, value: Any, begin: int) -> GraphStorage:
-        self.found.append(GraphStorage(node, _nbytes(value), begin, self._positions[node]))
+        # Of symbolic sizes the hints.
+        sizes = (compat.size_hint(tensor.untyped_storage().nbytes()) for tensor in iterate_tensors(value))
+        self.found.append(GraphStorage(node, sum(sizes), begin, self._positions[node]))
         return self.found[-1]
-
-
-def _region_ends(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Find for each node the last one before the next collective or free."""
-    ends: dict[fx.Node, int] = {}
-    end = len(nodes) - 1
-    for index, node in reversed(list(enumerate(nodes))):
-        end = index - 1 if node.target in dialect.EXECUTED else end
-        ends[node] = max(index, end)
-    return ends
 
 
 def _category_of_origin(node: fx.Node, phase: Phase) -> Category:
@@ -374,8 +360,3 @@ def _idle_slots(slots: Sequence[Slot], kept: int | None = None) -> list[GraphSto
         if kept is not None:
             idle.append(GraphStorage(slot.buffers[-1].start, slot.nbytes, free, kept - 1, "pooled"))
     return [storage for storage in idle if storage.nbytes and storage.begin <= storage.end]
-
-
-def _nbytes(value: Any) -> int:
-    """Count the bytes of the storages of the tensors in a fake value, by hint where sizes are symbolic."""
-    return sum(compat.size_hint(tensor.untyped_storage().nbytes()) for tensor in iterate_tensors(value))

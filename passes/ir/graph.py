@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -215,13 +215,14 @@ class Graph:
         """Return the place of each node in the graph."""
         return {node: index for index, node in enumerate(self.fx_graph.nodes)}
 
-    def next_communication(self) -> dict[fx.Node, fx.Node]:
-        """Find for each node the next start or wait behind it, or the output: where compute regions are cut anyway."""
+    def next_of(self, targets: Set[Any]) -> dict[fx.Node, fx.Node]:
+        """Find for each node the next call of one of these operators behind it, or the output. Compute regions are cut
+        at ``dialect.COMMUNICATION`` anyway."""
         found: dict[fx.Node, fx.Node] = {}
         upcoming = self.output
         for node in reversed(self.fx_graph.nodes):
             found[node] = upcoming
-            if node.target in dialect.COMMUNICATION:
+            if node.target in targets:
                 upcoming = node
         return found
 

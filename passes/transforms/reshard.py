@@ -180,7 +180,7 @@ def scale_of(context: PassContext) -> int:
 def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
     """Cut a shard out of each of these buffers, before the first collective after its last use."""
     reads = {gather.wait: gather.reads for gather in graph.gathers}
-    next_communication = graph.next_communication()
+    next_communication = graph.next_of(dialect.COMMUNICATION)
     found = []
     for wait in waits:
         bucket, model = context.bucket_of(wait.meta["fsdp"].params[0]), context.model

@@ -33,7 +33,7 @@ from torch import fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role, set_record
+from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
 from graph_fsdp.passes.ir.layout import landing_nbytes
 from graph_fsdp.passes.ir.spec import aligned
@@ -51,7 +51,7 @@ class Free(GraphPass):
     provides = ("freed",)
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        next_communication = graph.next_communication()
+        next_communication = graph.next_of(dialect.COMMUNICATION)
         gathers, inputs = graph.gathers, graph.placeholders
         freed = 0
         for gather in gathers:
@@ -107,9 +107,8 @@ class Lifetime:
     @property
     def slot(self) -> int | None:
         """Return the slot that the gather's record gives it."""
-        record = self.start.meta["fsdp"]
-        slot: int | None = record.landing_slot if self.landing else record.slot
-        return slot
+        record: NodeRecord = self.start.meta["fsdp"]
+        return record.landing_slot if self.landing else record.slot
 
     def __str__(self) -> str:
         bucket = self.start.meta["fsdp"].bucket
