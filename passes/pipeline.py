@@ -51,16 +51,6 @@ class Profiled(Protocol):
     def measurements(self) -> Measurements: ...
 
 
-def _measurements(measured: Any) -> Measurements | None:
-    found = getattr(measured, "measurements", measured)
-    if found is not None and not isinstance(found, Measurements):
-        raise TypeError(
-            f"measured must be what graph_fsdp.profile returned (graph_fsdp.Profile.load reads a saved one), its "
-            f"measurements, or None, got {measured!r}"
-        )
-    return found
-
-
 frozen = False  # whether objects were found frozen
 
 
@@ -100,8 +90,14 @@ class PassPipeline:
     ) -> None:
         """Take the passes, and for the cost model ``hardware``, a name or a description (None finds the device's), and
         ``measured``, times of a running program (:func:`graph_fsdp.profile`), which it prefers."""
-        self.passes = tuple(passes)
-        self.hardware, self.measured = hardware, _measurements(measured)
+        self.passes, self.hardware = tuple(passes), hardware
+        found: Any = Measurements() if measured is None else getattr(measured, "measurements", measured)
+        if not isinstance(found, Measurements):
+            raise TypeError(
+                f"measured must be what graph_fsdp.profile returned (graph_fsdp.Profile.load reads a saved one), its "
+                f"measurements, or None, got {measured!r}"
+            )
+        self.measured = found
         self._check()
 
     def __iter__(self) -> Iterator[GraphPass]:

@@ -178,7 +178,7 @@ class Profile:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile as JSON, without ``schedule``. It is equal on all ranks: one of them may do so."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1))
+        Path(path).write_text(json.dumps(self.to_json(), indent=1, sort_keys=True))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Profile:

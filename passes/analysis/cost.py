@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import copies_by
-from graph_fsdp.passes.ir.operands import has_argument, operand
+from graph_fsdp.passes.ir.operands import arguments, operand
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,8 @@ class Measurements:
         check_fields(self, "be above 0", lambda value: value > 0, "scale")
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict that ``json.dumps`` takes, in the order of its keys."""
-        return {
-            "compute": dict(sorted(self.compute.items())),
-            "collectives": dict(sorted(self.collectives.items())),
-            "scale": self.scale,
-        }
+        """Return a dict that ``json.dumps`` takes."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurements:
@@ -99,8 +95,8 @@ def op_key(node: fx.Node) -> str:
 
 def collective_key(node: fx.Node) -> str:
     """Describe a collective that a node starts by operator, bytes of its full buffer, dtype and group size."""
-    ranks = dialect.argument(node, "world_size" if has_argument(node, "world_size") else "ranks")
-    dtype = _dtype_name(node.meta["val"].dtype)
+    given, dtype = vars(arguments(node)), _dtype_name(node.meta["val"].dtype)
+    ranks = given["world_size"] if "world_size" in given else given["ranks"]
     return f"{node.target} {_full_nbytes(node, ranks)} bytes {dtype} of {ranks} ranks"
 
 
@@ -118,28 +114,23 @@ def _full_nbytes(node: fx.Node, size: int) -> int:
     return value_nbytes(node.meta["val"]) * (size if node.target is dialect.reduce_scatter_start else 1)
 
 
+@dataclass(eq=False)
 class CostModel:
     """Gives seconds on given hardware.
 
-    Args:
-        hardware: of every rank.
-        groups: process group name, as in the graph's collectives → its shape.
-        measured: seconds that take the place of modelled ones.
-        fused: whether the backend fuses pointwise operators and reductions (Inductor, XLA) or runs each alone (eager).
-        combining: whether the backend's compiler joins small collectives itself, as XLA's combiners do.
+    hardware: of every rank.
+    groups: process group name, as in the graph's collectives → its shape.
+    measured: seconds that take the place of modelled ones.
+    fused: whether the backend fuses pointwise operators and reductions (Inductor, XLA) or runs each alone (eager).
+    combining: whether the backend's compiler joins small collectives itself, as XLA's combiners do.
     """
 
-    def __init__(
-        self,
-        hardware: Hardware,
-        groups: Mapping[str, GroupShape],
-        *,
-        measured: Measurements | None = None,
-        fused: bool = True,
-        combining: bool = False,
-    ) -> None:
-        self.hardware, self.groups, self.fused, self.combining = hardware, dict(groups), fused, combining
-        self.measured = measured or Measurements()
+    hardware: Hardware
+    groups: dict[str, GroupShape]
+    _: KW_ONLY
+    measured: Measurements = Measurements()
+    fused: bool = True
+    combining: bool = False
 
     # compute
 
@@ -271,9 +262,5 @@ class CostModel:
         outside = (n - local) / n / (local * inter.sustained)
         per_byte = max(inside, outside)
         ring = (n - islands) * intra.latency + (islands - 1) * inter.latency
-        log = _log2(local) * intra.latency + _log2(islands) * inter.latency
+        log = math.ceil(math.log2(local)) * intra.latency + math.ceil(math.log2(islands)) * inter.latency
         return (ring, per_byte), (log, 2 * per_byte)
-
-
-def _log2(count: int) -> int:
-    return (count - 1).bit_length()

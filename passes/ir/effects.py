@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.operands import argument, has_argument
+from graph_fsdp.passes.ir.operands import arguments
 
 # A list of views (split, chunk, unbind): its schema annotates the list's elements, which Python does not see, and says
 # of the input, ``Tensor(a -> *)``, that its memory goes into a container.
@@ -32,9 +32,9 @@ def memory_effects(target: Any) -> tuple[_Places, _Places]:
     if schema is None:
         return (), ()
     returned = {name for r in schema.returns if r.alias_info for name in r.alias_info.before_set}
-    arguments = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
-    aliased = (place for place, alias in arguments if alias.before_set & returned or _IN_LIST in alias.after_set)
-    return tuple(aliased), tuple(place for place, alias in arguments if alias.is_write)
+    annotated = [((index, a.name), a.alias_info) for index, a in enumerate(schema.arguments) if a.alias_info]
+    aliased = (place for place, alias in annotated if alias.before_set & returned or _IN_LIST in alias.after_set)
+    return tuple(aliased), tuple(place for place, alias in annotated if alias.is_write)
 
 
 def _nodes_at(node: fx.Node, places: _Places) -> list[fx.Node]:
@@ -77,10 +77,9 @@ def is_cheap(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Say whether torch tags the operator of a call as one that draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def draws(node: fx.Node) -> bool:
     """Say whether a call draws random numbers. Attention, which torch tags so, has an argument for it."""
-    return is_random(node) and not (has_argument(node, "dropout_p") and argument(node, "dropout_p") == 0)
+    return is_random(node) and getattr(arguments(node), "dropout_p", None) != 0

@@ -44,11 +44,6 @@ def arguments(node: fx.Node) -> Any:
     return SimpleNamespace(**by_name(node.target, node.args, node.kwargs))
 
 
-def has_argument(node: fx.Node, name: str) -> bool:
-    """Say whether the operator that a node calls has an argument of this name."""
-    return isinstance(node.target, OpOverload) and name in defaults(node.target)
-
-
 def argument(node: fx.Node, name: str) -> Any:
     """Return the argument of this name. Raises AttributeError where the operator has none."""
     return getattr(arguments(node), name)
