@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,12 +73,8 @@ CPU_ATTENTION_FORMULAS = {
     for direction in ("", "_backward")
 }
 
-_ATTENTION = frozenset(CPU_ATTENTION_FORMULAS) | _packets(
-    aten,
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
-    " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward"
-    " _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward",
-)
+FLOP_FORMULAS = ChainMap(compat.flop_registry, CPU_ATTENTION_FORMULAS)
+_ATTENTION = frozenset(operator for operator in FLOP_FORMULAS if str(operator).startswith("aten._scaled_dot_product_"))
 _IN_BACKWARD = frozenset(operator for operator in _ATTENTION if str(operator).endswith("_backward"))
 
 
@@ -118,9 +115,10 @@ def kind_of(node: fx.Node) -> Kind:
     operator = packet(node)
     if free or operator in _ALLOCATIONS or not has_tensor(node):
         return Kind.FREE
-    if _flop_formula(operator) is not None or operator in _SCATTERS:
+    tensors = iterate_tensors([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    if operator in FLOP_FORMULAS or operator in _SCATTERS or any(tensor.is_complex() for tensor in tensors):
         return Kind.KERNEL
-    if isinstance(node.target, compat.HigherOrderOperator) or _is_complex(node):
+    if isinstance(node.target, compat.HigherOrderOperator):
         return Kind.KERNEL
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or operator in _POINTWISE
     constant = not any(map(has_tensor, node.all_input_nodes))
@@ -133,22 +131,12 @@ def has_tensor(node: fx.Node) -> bool:
     return next(iterate_tensors(node.meta.get("val")), None) is not None
 
 
-def _is_complex(node: fx.Node) -> bool:
-    return any(
-        tensor.is_complex() for n in (node, *node.all_input_nodes) for tensor in iterate_tensors(n.meta.get("val"))
-    )
-
-
-def _flop_formula(operator: Any) -> Any:
-    return compat.flop_registry.get(operator) or CPU_ATTENTION_FORMULAS.get(operator)
-
-
 def node_flops(node: fx.Node) -> int:
     """Count the floating point operations of a call by ``torch.utils.flop_counter``, 0 where it has no formula.
 
     Attention is counted without its mask, as torch does: twice what a causal kernel executes (``Work.executed``).
     """
-    formula = _flop_formula(packet(node)) if node.op == "call_function" else None
+    formula = FLOP_FORMULAS.get(packet(node)) if node.op == "call_function" else None
     if formula is None:
         return 0
     found = fx.map_arg((node.args, node.kwargs), lambda n: _with_hints(n.meta.get("val")))
@@ -201,7 +189,9 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
         mine.launches = int(kernel not in launched)
         launched.add(kernel)
         if mine.kind is Kind.KERNEL:
-            mine.flops, mine.dtype = node_flops(node), _compute_dtype(node)
+            inputs = iterate_tensors([source.meta.get("val") for source in node.all_input_nodes])
+            mine.dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
+            mine.flops = node_flops(node)
             if packet(node) in _ATTENTION:
                 backward = packet(node) in _IN_BACKWARD
                 mine.efficiency = "attention_backward_efficiency" if backward else "attention_efficiency"
@@ -287,12 +277,3 @@ def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
     updates = max((sizes[source] for source in node.all_input_nodes if source is not node.args[0]), default=0)
     copied = 0 if fused or mutated_inputs(node) else 2 * sizes[node]
     return 2 * updates + copied
-
-
-def _compute_dtype(node: fx.Node) -> torch.dtype:
-    """Return the dtype that a kernel computes in: that of its first floating point input."""
-    for source in node.all_input_nodes:
-        for tensor in iterate_tensors(source.meta.get("val")):
-            if tensor.dtype.is_floating_point:
-                return tensor.dtype
-    return torch.float32

@@ -32,7 +32,7 @@ def evaluate(node: fx.Node) -> Any:
 
 def fake_mode_of(nodes: Iterable[fx.Node]) -> Any:
     """Return the fake mode of the values of nodes, None where none of them is a fake tensor."""
-    values = (value for node in nodes for value in iterate_tensors(node.meta.get("val")))
+    values = iterate_tensors([node.meta.get("val") for node in nodes])
     return next((value.fake_mode for value in values if isinstance(value, compat.FakeTensor)), None)
 
 
@@ -109,7 +109,7 @@ def _again(node: fx.Node, value: Any) -> Callable[[fx.Node], torch.Tensor] | Non
         return None
     if not isinstance(value, compat.FakeTensor) or value.requires_grad:
         return None
-    inputs = [tensor for i in node.all_input_nodes for tensor in iterate_tensors(i.meta["val"])]
+    inputs = iterate_tensors([source.meta["val"] for source in node.all_input_nodes])
     memory = compat.storage_id(value)
     own = memory not in map(compat.storage_id, inputs)
     first = _first_argument(node)
