@@ -211,13 +211,10 @@ def detect_hardware(device: torch.device) -> Hardware:
     if device.type == "cpu":
         return HARDWARE["cpu"]
     name, memory = describe_device(device)
-    for entry, parts in _DEVICE_NAMES.items():
-        if any(part in name for part in parts):
-            return dataclasses.replace(HARDWARE[entry], memory=memory or HARDWARE[entry].memory)
-    fallback = HARDWARE[_FALLBACKS.get(device.type, "a100" if name else "cpu")]
-    return dataclasses.replace(
-        fallback, name=f"unknown {name or device.type} (as {fallback.name})", memory=memory or fallback.memory
-    )
+    known = next((entry for entry, parts in _DEVICE_NAMES.items() if any(part in name for part in parts)), None)
+    found = HARDWARE[known or _FALLBACKS.get(device.type, "a100" if name else "cpu")]
+    called = known or f"unknown {name or device.type} (as {found.name})"
+    return dataclasses.replace(found, name=called, memory=memory or found.memory)
 
 
 def describe_device(device: torch.device) -> tuple[str, int]:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_fsdp.compat import OpOverload, schema_arguments
+from graph_fsdp.compat import OpOverload
 from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.ir.operands import defaults, operands
 
 # What starts → what waits for it, and how the two nodes are called; the first word is that of their roles, too.
 _PAIRS = {
@@ -29,9 +29,8 @@ _PAIRS = {
 
 def without_defaults(target: OpOverload[..., Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Drop the arguments at the end of a call that are the defaults of the operator's schema."""
-    given = list(arguments)
-    described = schema_arguments(target)
-    while given and described[len(given) - 1].default_value == given[-1]:
+    given, known = list(arguments), list(defaults(target).values())
+    while given and known[len(given) - 1] == given[-1]:
         given.pop()
     return tuple(given)
 

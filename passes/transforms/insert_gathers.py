@@ -75,10 +75,8 @@ class Annotate(GraphPass):
             size = nbytes(node.meta.get("val"))
             set_record(node, NodeRecord(role, unit, bucket.name if bucket else "", (name,), size))
 
-        gathers = reductions = 0
         for node in graph.nodes:
             if node.target is dialect.gather_param:
-                gathers += 1
                 shard, name = operand(node), dialect.parameter_of(node)
                 is_payload = name in context.model.payloads
                 mark(node, Role.GATHER, name)
@@ -89,9 +87,8 @@ class Annotate(GraphPass):
             elif node.target is dialect.reduce_payloads:
                 set_record(node, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", (), nbytes(node.meta["val"])))
             elif node.target is dialect.reduce_grad:
-                reductions += 1
                 mark(node, Role.REDUCE, dialect.parameter_of(node))
-        return f"{gathers} gathers, {reductions} reductions"
+        return f"{len(graph.with_role(Role.GATHER))} gathers, {len(graph.with_role(Role.REDUCE))} reductions"
 
 
 def mark_tangents(joint: Graph, first: int) -> None:
