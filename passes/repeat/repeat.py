@@ -23,7 +23,9 @@ import logging
 import operator
 import re
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -34,7 +36,6 @@ from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
 from graph_fsdp.passes.repeat.trace import (
     CALLED,
-    FAILURES,
     Decompositions,
     Prepare,
     Trace,
@@ -80,15 +81,9 @@ class Repeats:
         self._gathered = [dialect.parameter_of(node) for node in nodes if node.target is dialect.gather_param]
         self.contracted = self._contract(module)
 
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
+    def registered(self) -> AbstractContextManager[Any]:
         """Let ``repeat`` and ``repeat_backward`` know the traces while the contracted graph is traced."""
-        CALLED.update((index, made) for index, (made, _) in enumerate(self.calls))
-        try:
-            yield
-        finally:
-            CALLED.clear()
-            FAILURES.clear()
+        return mock.patch.dict(CALLED, {index: made for index, (made, _) in enumerate(self.calls)}, clear=True)
 
     def expand(self, module: fx.GraphModule) -> fx.GraphModule:
         """Return ``module``, the trace of ``contracted``, prepared, and with traces in the places of the calls.
@@ -96,8 +91,8 @@ class Repeats:
         Raises:
             NotRepeatable: a layer has other values or gradients than the trace.
         """
-        if FAILURES:
-            raise FAILURES[0]
+        if failures := [failure for made in self.traces for failure in made.failures]:
+            raise failures[0]
         prepared = all(made.prepared for made in self.traces)
         module = self._prepare(module) if prepared else module
         _Expansion(module, self.calls, self._gathered).run()

@@ -7,7 +7,7 @@ both are told which call it is. Neither is ever run: the trace takes their place
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Trace:
 
     ``inputs``: placeholders for the layer's inputs; ``tangents``: for the gradients of those ``outputs`` that are
     ``differentiable``. ``gradients``: per input the node, or None where it needs none. ``prepared``: for the backend,
-    and not to be prepared again where it is put in.
+    and not to be prepared again where it is put in. ``failures``: of layers whose gradients it does not compute.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Trace:
     differentiable: list[bool]
     gradients: list[fx.Node | None]
     prepared: bool
+    failures: list[NotRepeatable] = field(default_factory=list)
 
     @property
     def found_gradients(self) -> list[fx.Node]:
@@ -124,7 +125,6 @@ def _divide(nodes: list[fx.Node], tangents: list[fx.Node]) -> tuple[list[fx.Node
 # How a layer is called while the model around it is traced
 
 CALLED: dict[int, Trace] = {}  # by the index of a call
-FAILURES: list[NotRepeatable] = []  # of layers whose gradients the trace does not compute
 
 
 def call(index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ class _LayerCall(torch.autograd.Function):
         elif any(gradient is None for gradient in given):
             failure = "an output of it has no gradient"
         if failure is not None:  # not raised here: autograd would warn of it
-            FAILURES.append(NotRepeatable(failure, ctx.call))
+            ctx.trace.failures.append(NotRepeatable(failure, ctx.call))
             return (None,) * (1 + len(ctx.trace.gradients))
         found = iter(repeat_backward(given, ctx.call))
         return None, *(None if node is None else next(found) for node in ctx.trace.gradients)
