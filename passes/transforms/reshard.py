@@ -27,6 +27,7 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms.edits import (
@@ -195,12 +196,10 @@ def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> li
 
 def _gather_from(graph: Graph, shard: fx.Node, start: fx.Node, context: PassContext) -> None:
     """Gather a bucket of backward from such a shard, over the small group."""
-    bucket, model, scale = context.bucket_of(start.meta["fsdp"].params[0]), context.model, scale_of(context)
-    given = arguments(start)
-    numel_at = {bucket.offsets[p.name]: p.shard_numel for p in bucket.parameters}
-    offsets, messages = ([scale * value for value in values] for values in (given.offsets, given.messages))
-    numels = [scale * numel_at[offset] for offset in given.offsets]
-    over = (scale * bucket.shard_numel, given.dtype, model.reshard_size, model.reshard_group)
+    model, scale, given, layout = context.model, scale_of(context), arguments(start), layout_of(start)
+    scaled = ([scale * value for value in values] for values in (layout.offsets, given.messages, layout.numels))
+    offsets, messages, numels = scaled
+    over = (scale * layout.length, given.dtype, model.reshard_size, model.reshard_group)
     new = ([shard], offsets, *over, messages, numels, given.custom)
     start.args = without_defaults(dialect.all_gather_start, new)
     erase_unread(graph, given.shards)
