@@ -199,7 +199,8 @@ def with_activation_checkpointing(pipeline: PassPipeline, policy: ActivationChec
 
 
 class _Joint:
-    """Describes a joint graph. ``calls``: operators that need no gradients → the call of a unit they belong to."""
+    """Describes a joint graph. ``computed``: operators that read more than parameters and constants. ``calls``: those
+    of them that need no gradients → the call of a unit they belong to."""
 
     def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, nodes = graph, graph.nodes
@@ -209,24 +210,23 @@ class _Joint:
         self.of_parameters = {n for n in nodes if has_role(n, Role.GATHER) or is_of_parameters(n)}
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
         # by then, and tags of different units would have it saved.)
-        self.constants = computed_of(
+        constants = computed_of(
             nodes, lambda node: node.op == "get_attr" or (not node.all_input_nodes and _is_pure(node)), _is_pure
         )
-        left_out = self.of_gradients | self.of_parameters | self.constants
-        calls = unit_calls(graph, context.model)
-        self.calls = {n: call for n, call in calls.items() if n not in left_out and has_tensor(n)}
-        for node in nodes:  # what backward computes of a unit's activations alone, for its gradients
-            if node.op == "call_function" and node not in self.forward and node not in left_out and has_tensor(node):
-                of = {self.calls[source] for source in node.all_input_nodes if source in self.calls}
-                if node not in self.calls and len(of) == 1:
-                    self.calls[node] = of.pop()
+        left_out, calls = self.of_parameters | constants, unit_calls(graph, context.model)
+        self.computed = [n for n in nodes if n.op == "call_function" and n not in left_out and has_tensor(n)]
+        without_gradients = [n for n in self.computed if n not in self.of_gradients]
+        self.calls = {n: calls[n] for n in without_gradients if n in calls}
+        for node in without_gradients:  # what backward computes of a unit's activations alone, for its gradients
+            of = {self.calls[source] for source in node.all_input_nodes if source in self.calls}
+            if node not in self.forward and node not in self.calls and len(of) == 1:
+                self.calls[node] = of.pop()
 
     def borders(self) -> list[fx.Node]:
         """Find what forward computes in one call, or outside of units, and a unit or the root reads elsewhere."""
-        left_out = self.of_parameters | self.constants
         found = []
-        for node in self.graph.fx_graph.nodes:
-            if node.op == "call_function" and node in self.forward and node not in left_out and has_tensor(node):
+        for node in self.computed:
+            if node in self.forward:
                 own = self.calls.get(node)
                 given = own is not None and self.graph.output in node.users
                 if given or any(self.calls.get(user) != own and user in self.forward for user in node.users):
