@@ -46,8 +46,6 @@ class Plan:
             return False
         ordered = [starts[entry] for entry in planned]
         positions = graph.positions()
-        if ordered == sorted(ordered, key=positions.__getitem__):
-            return True
         order = list(graph.fx_graph.nodes)
         moved: dict[fx.Node, float] = {}
         limit = float(len(order))

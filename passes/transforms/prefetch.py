@@ -211,9 +211,8 @@ def _start_after_last_uses(graph: Graph, starts: list[fx.Node], waits: list[fx.N
 def _hoist_waits(graph: Graph, within_budget: bool) -> None:
     """Move waits, and the gathers that start with them, up over cheap operators; with a budget, not over readers of
     gathered buffers, which must be free before the gathers start."""
-    readers: set[fx.Node] = set()
-    if within_budget:
-        readers = {node for gather in graph.gathers for node in gather.reads}
+    held = graph.gathers if within_budget else []
+    readers = {node for gather in held for node in gather.reads}
     for wait in graph.with_role(Role.GATHER_WAIT):
         start = wait.args[0]
         before = wait.prev

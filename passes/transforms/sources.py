@@ -67,8 +67,6 @@ def place_copies(graph: Graph) -> None:
 
 def place_payloads(graph: Graph) -> None:
     """Put what computes payloads right in front of the first gather that sends any of it."""
-    if not graph.with_role(Role.PAYLOAD):
-        return
     positions = graph.positions()
     first = ancestors(_reductions(graph))
     placed = set(first)
