@@ -280,9 +280,7 @@ class Verifier:
         may_be_kept = settings.unsynced | settings.unreplicated
         seen: set[str] = set()
         produced: set[str] = set()
-        for node in self.graph.fx_graph.nodes:
-            if not has_role(node, Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
-                continue
+        for node in self.graph.with_role(Role.REDUCE, Role.REDUCE_START, Role.SHARD_GRAD, Role.ACCUMULATE):
             names = node.meta["fsdp"].params
             if has_role(node, Role.ACCUMULATE) and node.meta["fsdp"].unit not in may_be_kept:
                 self._fail("each gradient is reduced exactly once", node, f"{names[0]} is kept and not reduced", names)
@@ -357,6 +355,4 @@ def _same(before: tuple[Any, ...] | None, now: tuple[Any, ...]) -> bool:
 
 
 def _output_values(graph: Graph) -> list[Any]:
-    if graph.phase == "capture":
-        return []
     return [kind(v.meta.get("val")) if isinstance(v, fx.Node) else v for v in graph.outputs]
