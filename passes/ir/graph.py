@@ -16,6 +16,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
+from graph_fsdp.passes.ir.operands import operands
 
 if TYPE_CHECKING:
     from graph_fsdp.passes.analysis.cost import CostModel
@@ -149,8 +150,7 @@ class Graph:
     @property
     def outputs(self) -> list[Any]:
         """Return the values that the graph returns."""
-        values = self.output.args[0]
-        return list(values) if isinstance(values, (list, tuple)) else [values]
+        return operands(self.output)
 
     def with_role(self, *roles: Role) -> list[fx.Node]:
         """Return the nodes of these roles, in graph order."""

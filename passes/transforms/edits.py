@@ -14,7 +14,7 @@ from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, set_record
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.ir.operands import defaults, operands
+from graph_fsdp.passes.ir.operands import defaults
 
 # What starts → what waits for it, and how the two nodes are called; the first word is that of their roles, too.
 _PAIRS = {
@@ -124,7 +124,7 @@ def add_input(graph: Graph, before: fx.Node, name: str, value: Any, record: Node
 
 def add_outputs(graph: Graph, place: int | None, nodes: Iterable[fx.Node]) -> None:
     """Return ``nodes`` too, in front of the output at ``place``, or behind all with None."""
-    outputs = operands(graph.output)
+    outputs = graph.outputs
     outputs[len(outputs) if place is None else place : place] = nodes
     graph.output.args = (tuple(outputs),)
 

@@ -27,7 +27,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role, record, set_record
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
 from graph_fsdp.passes.transforms.edits import reached_from
 
@@ -75,9 +74,9 @@ class OffloadActivations(GraphPass):
 
 def _offload(graph: Graph, context: PassContext) -> str:
     calls = unit_calls(graph, context.model)
-    values = operands(graph.output)[context.forward_outputs :]  # in the order in which backward receives them
+    values = graph.outputs[context.forward_outputs :]  # in the order in which backward receives them
     saved = [v for v in values if isinstance(v, fx.Node) and isinstance(v.meta.get("val"), torch.Tensor)]
-    owners = _owners(saved, operands(graph.output)[: context.forward_outputs], calls)
+    owners = _owners(saved, graph.outputs[: context.forward_outputs], calls)
     roots, positions = graph.alias_roots(), graph.positions()
     last_use: dict[fx.Node, int] = {}  # of memory, by the node that allocated it
     for node in graph.fx_graph.nodes:
@@ -95,7 +94,7 @@ def _offload(graph: Graph, context: PassContext) -> str:
     index_of = {node: index for index, node in enumerate(saved)}
     graph.offloaded.update((index_of[node], copy) for node, copy in copies.items())
     # The user's outputs are not among them.
-    graph.output.args = (tuple(copies.get(v, v) if isinstance(v, fx.Node) else v for v in operands(graph.output)),)
+    graph.output.args = (tuple(copies.get(v, v) if isinstance(v, fx.Node) else v for v in graph.outputs),)
     total = sum(copy.meta["fsdp"].nbytes for copy in copies.values())
     return f"{len(copies)} saved activations go to the CPU, {total:,} bytes"
 

@@ -21,7 +21,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph, nbytes
-from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.pipeline import add_stage
 from graph_fsdp.passes.transforms.edits import add_input, add_outputs, first_saved
 
@@ -35,7 +34,7 @@ def save_as_they_were(forward: Graph, user_outputs: int) -> None:
         return {root for node in found if isinstance(node, fx.Node) for root in roots[node] if root.op == "placeholder"}
 
     targets = {target: node for node in nodes for target in mutated_inputs(node)}
-    outputs: list[Any] = operands(forward.output)
+    outputs = forward.outputs
     written, saved = of(targets), of(outputs[user_outputs:])
     copied = [node for node in forward.placeholders if node in written and node in saved]
     sources = set(targets)  # nodes that are written to, and what they are views of

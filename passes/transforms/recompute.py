@@ -17,7 +17,6 @@ from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_cheap
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.transforms.edits import ancestors, computed_of, reached_from
 
 # The partitioner saves a recomputed node whose user belongs to a later checkpoint region (a higher id). Gathers
@@ -75,8 +74,7 @@ def _results(checkpointed: list[fx.Node], graph: Graph, context: PassContext) ->
 
 def forward_nodes(graph: Graph, context: PassContext) -> set[fx.Node]:
     """Return the user's outputs in a joint or forward graph and what they are computed from; no inputs."""
-    outputs = operands(graph.output)[: context.forward_outputs]
-    return ancestors(node for node in outputs if isinstance(node, fx.Node))
+    return ancestors(node for node in graph.outputs[: context.forward_outputs] if isinstance(node, fx.Node))
 
 
 def save(node: fx.Node) -> None:
