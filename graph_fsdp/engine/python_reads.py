@@ -132,7 +132,7 @@ class PythonReads:
         members = self._members[unit]
         trains = tuple(grad and p.shard.requires_grad for p in members)
         with torch.inference_mode(False), torch.set_grad_enabled(grad), compat.without_torch_function():
-            shards = connected_shards(members, self._engine.storage.mesh is not None)
+            shards = connected_shards(members)
             values = self._program(unit, members, trains, read)(*shards)
             empty = [p.placeholder.data for p in members]
             for p, value in zip(members, values, strict=True):

@@ -184,7 +184,7 @@ def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) 
     parameter = storage.by_placeholder.get(id(tensor))
     tensor = compat.local_part(tensor)
     value = tensor.detach().to(device).contiguous() if mesh.is_first else None
-    if parameter is None or not storage.reads_in_place:
+    if parameter is None or not storage.reads_in_place or parameter.spec.replicated:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():
             mesh.broadcast(received)
@@ -195,11 +195,7 @@ def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) 
         return
     assert isinstance(mesh, DataParallelMesh)
     shard = parameter.input.to(device).contiguous()  # a process group of the device knows no shards on the CPU
-    if parameter.spec.replicated:
-        if value is not None:
-            shard.copy_(value)
-        mesh.broadcast(shard)
-    elif not parameter.spec.empty:
+    if not parameter.spec.empty:
         mesh.scatter(shard, None if value is None else parameter.spec.as_stored(value))
     if shard is not parameter.input:
         parameter.input.copy_(shard)

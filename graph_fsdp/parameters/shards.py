@@ -142,8 +142,7 @@ class Storage(Shards):
         for p in self._tied:
             check_tied(p)
         with compat.without_torch_function():
-            changed = [p for p in self.parameters.values() if not _is_as_seen(p)]
-            assigned = [repr(p.spec.name) for p in changed if self._take_over(p)]
+            assigned = [repr(p.spec.name) for p in self.parameters.values() if self._take_over(p)]
         if assigned:
             raise ParameterChangedError(
                 f".data of parameter {', '.join(assigned)} was assigned, which does not change values of a DTensor: "
@@ -162,15 +161,14 @@ class Storage(Shards):
                 p.shard.requires_grad_(registered.requires_grad)
         elif registered is not p.shard:
             p.shard = checked_replacement(p, registered)
-        memory = p.shard.data if self.mesh is None else compat.local_part(p.shard)
+        (memory, storage), (known, known_storage) = _parts(p.shard), p.seen
         # What ``model.to(…)`` does exchanges the local tensor too.
-        changed = memory is not p.seen[0], p.shard.untyped_storage() is not p.seen[1]
-        assigned = changed == (False, True)
+        assigned = self.mesh is not None and memory is known and storage is not known_storage
         if assigned:
             p.shard.data = compat.make_dtensor(memory, p.shard)
         if memory.data_ptr() != p.input.data_ptr() and memory.numel():
             self._adopt(p, memory)
-        if any(changed):
+        if memory is not known or storage is not known_storage:
             p.seen = _parts(p.shard)
         if p.placeholder.requires_grad != p.shard.requires_grad:
             p.placeholder.requires_grad_(p.shard.requires_grad)
@@ -195,26 +193,12 @@ class Storage(Shards):
 
     def inputs_after_refresh(self) -> dict[str, Tensor]:
         self.refresh()
-        shards = connected_shards(list(self.parameters.values()), self.mesh is not None)
+        shards = connected_shards(list(self.parameters.values()))
         return dict(zip(self.parameters, shards, strict=True))
 
 
 def _parts(shard: nn.Parameter) -> tuple[Tensor, torch.UntypedStorage]:
     return compat.local_part(shard), shard.untyped_storage()
-
-
-def _is_as_seen(p: ShardedParameter) -> bool:
-    """Say that nothing was done to a parameter since it was last taken over, as in nearly every call. Its placeholder
-    is asked too, in ``without_torch_function``."""
-    shard, (memory, storage), (module, leaf) = p.shard, p.seen, p.owners[0]
-    return (
-        p.whole is None
-        and module._parameters.get(leaf) is shard
-        and compat.local_part(shard) is memory
-        and shard.untyped_storage() is storage
-        and memory.data_ptr() == p.input.data_ptr()
-        and p.placeholder.requires_grad == shard.requires_grad
-    )
 
 
 def check_tied(p: ShardedParameter) -> None:
@@ -253,11 +237,11 @@ def checked_replacement(p: ShardedParameter, found: Any) -> nn.Parameter:
     return replacement
 
 
-def connected_shards(parameters: list[ShardedParameter], are_dtensors: bool) -> list[Tensor]:
+def connected_shards(parameters: list[ShardedParameter]) -> list[Tensor]:
     """Return the padded local shards of parameters, connected to their ``grad`` where gradients are recorded."""
     trained = [p for p in parameters if p.shard.requires_grad] if torch.is_grad_enabled() else []
     shards: Sequence[Tensor] = [p.shard for p in trained]
-    if are_dtensors and trained:
+    if trained and isinstance(trained[0].shard, DTensor):
         shards = Linked.apply([p.input for p in trained], functools.partial(_accumulate, trained), *shards)
     linked = iter(shards)
     return [next(linked) if trained and p.shard.requires_grad else p.input for p in parameters]
@@ -287,18 +271,14 @@ def own_rows(module: nn.Module, storage: Any, state_dict: Mapping[str, Any]) -> 
     if not isinstance(storage, Storage) or not isinstance(state_dict, Mapping):
         return state_dict
     held = {id(p.shard): p for p in storage.parameters.values() if not isinstance(p.placeholder, DTensor)}
-    made = {}
+    rows: OrderedDict[str, Any] = OrderedDict(state_dict)
+    vars(rows).update(getattr(state_dict, "__dict__", {}))  # versions of modules
     for name, registered in module.named_parameters(remove_duplicate=False):
         p = held.get(id(registered))
         value: Any = state_dict.get(name)
         whole = isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
         if p is not None and isinstance(registered, DTensor) and whole and value.shape == registered.shape:
-            made[name] = storage.shard_of(p, value)
-    if not made:
-        return state_dict
-    rows: OrderedDict[str, Any] = OrderedDict({**state_dict, **made})
-    if hasattr(state_dict, "_metadata"):  # versions of modules
-        vars(rows)["_metadata"] = state_dict._metadata
+            rows[name] = storage.shard_of(p, value)
     return rows
 
 
