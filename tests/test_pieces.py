@@ -11,9 +11,10 @@ import torch
 from expecttest import assert_expected_inline
 from models import MLP, WIDTH
 from printed import bucket_table, stage_text
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import graph_fsdp
+from graph_fsdp.engine.dynamo import Entry
 from graph_fsdp.passes import Graph, GraphPass, PassContext, default_pipeline
 from graph_fsdp.passes.context import PassError
 from graph_fsdp.report.report import GraphReport, engine_of
@@ -220,9 +221,10 @@ def test_what_unshard_made_whole_is_not_shared() -> None:
     assert "whole_blocks_1_up_weight" in stages_of(graph_fsdp.inspect(model), "inference")[-1]
 
 
-def test_fullgraph_has_no_pieces() -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager")
-    assert engine_of(model).pieces is None
+def test_fullgraph_keeps_no_graphs_for_variants() -> None:
+    graph, entry = Graph(fx.symbolic_trace(nn.Identity()), "forward"), Entry("", "forward", MLP.forward)
+    models = [graph_fsdp.compile(MLP(), backend="eager", fullgraph=fullgraph) for fullgraph in (True, False)]
+    assert [engine_of(model).pieces.snapshot(graph, entry) is None for model in models] == [True, False]
 
 
 class FailsWhereShared(GraphPass):

@@ -108,7 +108,7 @@ class AotTrace:
 
     def _run_passes(self, graphs: list[Graph], kind: str) -> None:
         take_unsharded(graphs, self.context)
-        before_passes = self.engine.before_passes(graphs[0], self.entry)
+        before_passes = self.engine.pieces.snapshot(graphs[0], self.entry)
         self.engine.run_passes(graphs, self.context, self.captured, kind)
         self._piece = before_passes, kind
 
@@ -118,11 +118,11 @@ class AotTrace:
     def _first_program(self, module: fx.GraphModule, phase: Phase, *later: Phase) -> Callable[[list[Any]], Any]:
         if not self.engine.whole:
             self.engine.regions.prepare([self.context.graphs[each] for each in (phase, *later)])
-        program, pieces = self._program(module, phase), self.engine.pieces
+        program = self._program(module, phase)
         (before_passes, kind), self._piece = self._piece, (None, "")
-        if pieces is None or before_passes is None:
+        if before_passes is None:
             return program
-        return pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
+        return self.engine.pieces.sharing(program, self.context.graphs[phase], before_passes, self.context, kind)
 
     def _program(self, module: fx.GraphModule, phase: Phase) -> Callable[[list[Any]], Any]:
         """Return the program of a graph after the passes. Its module may be a copy of AOTAutograd's by now."""

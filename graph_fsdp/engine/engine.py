@@ -32,8 +32,8 @@ from graph_fsdp.engine.dynamo import (
     traced_too_often,
 )
 from graph_fsdp.engine.pieces import Pieces
-from graph_fsdp.engine.python_reads import READ_BY_PYTHON, PythonReads
-from graph_fsdp.engine.ranks import Schedules, facts
+from graph_fsdp.engine.python_reads import PythonReads
+from graph_fsdp.engine.ranks import Schedules
 from graph_fsdp.engine.recompilation import Call, CaptureKey, Cause, why_captured, why_run_again
 from graph_fsdp.engine.substitution import TracedGraph, find_parameters, substitute_shards
 from graph_fsdp.errors import PassError, RankDisagreement, RankFailure, UnsupportedError, VerificationError
@@ -48,7 +48,6 @@ from graph_fsdp.passes.ir.graph import Phase
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import ModelSpec
-from graph_fsdp.passes.ir.stage import Snapshot
 from graph_fsdp.passes.pipeline import PassesHaveRun, collector_paused
 from graph_fsdp.passes.repeat.repeat import Repeats
 from graph_fsdp.passes.repeat.segments import NotRepeatable, find_repeats
@@ -98,7 +97,7 @@ class Engine:
         self.programs: dict[tuple[int, Phase], Program | WholeProgram] = {}  # by captured graph
         ranks = storage.mesh.ranks if storage.mesh is not None else (0,)
         name = getattr(forward, "__qualname__", repr(forward)).removesuffix(".forward")
-        self.schedules = Schedules(ranks, name, (spec.group, spec.replicate_group, spec.reshard_group), storage.device)
+        self.schedules = Schedules(weakref.proxy(self), ranks, name)
         self._inputs: dict[str, Tensor] = {}
         self._call: Call | None = None
         self._layout: Any = None  # see ``CaptureKey``
@@ -114,7 +113,7 @@ class Engine:
         self._compiled: dict[CaptureKey, Callable[..., Any]] = {}
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
-        self.pieces = None if fullgraph or self.whole else Pieces(weakref.proxy(self))
+        self.pieces = Pieces(weakref.proxy(self), fullgraph)
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
@@ -169,8 +168,7 @@ class Engine:
             stack.enter_context(compat.dynamo_ignores_modes())
             stack.callback(setattr, Entered, "engine", Entered.engine)
             Entered.engine = self.number
-            if self.pieces is not None:
-                stack.enter_context(self.pieces.forward_call())
+            stack.enter_context(self.pieces.forward_call())
             stack.enter_context(self.python_reads.forward_call())
             if key not in self._compiled:  # Dynamo traces
                 stack.enter_context(collector_paused())
@@ -282,7 +280,7 @@ class Engine:
 
     def run_passes(self, graphs: list[Graph], context: PassContext, captured: CapturedGraph, kind: str) -> None:
         if not self.run_passes_only:
-            return self.schedules.run(self.pipeline, graphs, context, kind, lambda: facts(self))
+            return self.schedules.run(graphs, context, kind)
         context.plan = Plan()
         self.pipeline.run(graphs, context)
         for graph in graphs:
@@ -335,9 +333,5 @@ class Engine:
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
             runnable = graph.absent.around(runnable, graph)
-        in_step = self.schedules.in_step(runnable, graph, self.pipeline, context)
+        in_step = self.schedules.in_step(runnable, graph, context)
         return self.kept_buckets.around(in_step, graph, self.spec)
-
-    def before_passes(self, graph: Graph, entry: Entry) -> Snapshot | None:
-        """Return what a piece's variants are made of; None for graphs of ``python_reads.py``, which no piece shares."""
-        return self.pieces.snapshot(graph) if self.pieces is not None and entry.name != READ_BY_PYTHON else None

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from graph_fsdp.engine.ranks import facts
+from graph_fsdp.engine.dynamo import Entry
+from graph_fsdp.engine.python_reads import READ_BY_PYTHON
 from graph_fsdp.engine.recompilation import Cause
 from graph_fsdp.passes import Graph, PassContext, Plan
 from graph_fsdp.passes.context import PassError, Sharing, VerificationError
@@ -66,8 +67,10 @@ class _Piece:
 class Pieces:
     """Holds the pieces of one model, and the buckets that they share."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine  # a weak proxy
+    def __init__(self, engine: Engine, fullgraph: bool) -> None:
+        spec, self._engine = engine.spec, engine  # a weak proxy
+        fits = spec.world_size > 1 and not spec.reshard_size and spec.offload is None
+        self._share = fits and not fullgraph and not engine.whole
         self._made: list[_Piece] = []
         self._before: dict[str, list[_Step]] = {}  # by the kind of its first piece
         self._now: list[_Step] | None = None  # None: no forward call runs
@@ -85,11 +88,10 @@ class Pieces:
             if now and self._before.get(now[0].kind, [])[: len(now)] != now:
                 self._before[now[0].kind] = now
 
-    def snapshot(self, graph: Graph) -> Snapshot | None:
-        """Return a forward or inference graph as it is before the passes; None where nothing can be shared."""
-        spec = self._engine.spec
-        possible = spec.world_size > 1 and not spec.reshard_size and spec.offload is None
-        return Snapshot(graph.fx_graph) if possible else None
+    def snapshot(self, graph: Graph, entry: Entry) -> Snapshot | None:
+        """Return a forward or inference graph as it is before the passes, of which variants are made; None where
+        nothing can be shared, as of graphs of ``python_reads.py``."""
+        return Snapshot(graph.fx_graph) if self._share and entry.name != READ_BY_PYTHON else None
 
     def sharing(self, base: Runnable, graph: Graph, snapshot: Snapshot, context: PassContext, kind: str) -> Runnable:
         """Return a function that runs ``base``, the program of ``graph``, or the variant that the call needs."""
@@ -157,7 +159,7 @@ class Pieces:
         kind, keeps = f"{piece.step.kind} {sharing.key()}", list(kept) if piece.phase == "forward" else None
         engine.graphs.append(captured)
         try:
-            engine.schedules.run(engine.pipeline, [graph], context, kind, lambda: facts(engine), keeps)
+            engine.schedules.run([graph], context, kind, keeps)
         except (VerificationError, PassError) as error:  # no backend of Dynamo's, which would save it
             save_failure(error, engine)
             raise

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,33 +23,24 @@ from graph_fsdp.runtime.ranks.lockstep import Runnable, lockstep_of
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
-# Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles.
+# Models compiled so far per mesh: its ranks count alike, whatever else each of them compiles or plans by itself.
 _models_of_ranks: Counter[tuple[int, ...]] = Counter()
 
 
-@contextlib.contextmanager
-def models_not_counted() -> Iterator[None]:
-    """Leave the counts of models as they were: one rank may plan models that the others do not have."""
-    before = _models_of_ranks.copy()
-    try:
-        yield
-    finally:
-        _models_of_ranks.clear()
-        _models_of_ranks.update(before)
-
-
 class Schedules:
-    """Holds the plans of one model, whose class has this ``name``, and what its ranks have agreed to. Process groups of
-    these names run its collectives on ``device``."""
+    """Holds the plans of one model, whose class has this ``name``, and what its ranks have agreed to. ``engine``: a
+    weak proxy."""
 
-    def __init__(self, ranks: tuple[int, ...], name: str, groups: Iterable[str], device: torch.device) -> None:
-        self.ranks, self.name = ranks, name
+    def __init__(self, engine: Engine, ranks: tuple[int, ...], name: str) -> None:
+        self._engine, self.ranks, self.name = engine, ranks, name
         self.index = _models_of_ranks[ranks]  # of the model, among those of these ranks
-        _models_of_ranks[ranks] += 1
         self.lockstep = lockstep_of(ranks) if is_shared(ranks) else None
         self._timeout = agreement.TIMEOUT_SECONDS
         if self.lockstep is not None:
-            self.lockstep.runs_on(filter(None, groups), device)
+            _models_of_ranks[ranks] += 1
+            spec = engine.spec
+            groups = filter(None, (spec.group, spec.replicate_group, spec.reshard_group))
+            self.lockstep.runs_on(groups, engine.storage.device)
             self._timeout = max(self._timeout, self.lockstep.timeout)
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
@@ -57,25 +48,17 @@ class Schedules:
         self._agreements = 0
         self._facts_agreed = False
 
-    def run(
-        self,
-        pipeline: PassPipeline,
-        graphs: list[Graph],
-        context: PassContext,
-        kind: str,
-        facts: Callable[[], list[str]],
-        kept: list[str] | None = None,
-    ) -> None:
+    def run(self, graphs: list[Graph], context: PassContext, kind: str, kept: list[str] | None = None) -> None:
         """Run the passes under the plan for graphs of this kind; where there is none yet, the first rank makes it. Then
-        agree with the other ranks on new collectives. ``facts``: what ranks must have in common before anything is
-        planned. ``kept``: the buckets that an earlier plan has these graphs keep."""
-        shared = is_shared(self.ranks)
+        agree with the other ranks on new collectives. ``kept``: the buckets that an earlier plan has these graphs
+        keep."""
+        pipeline, shared = self._engine.pipeline, self.lockstep is not None
         decides = not shared or dist.get_rank() == self.ranks[0]
         refused = self.lockstep.check_refused if self.lockstep is not None else None
         if self.lockstep is not None and (kind not in self.plans or not self._facts_agreed):
             self.lockstep.compiling()
         if shared and not self._facts_agreed:
-            agree(f"model{self.index}", facts(), self.ranks, self._timeout, refused)
+            agree(f"model{self.index}", _facts(self._engine), self.ranks, self._timeout, refused)
             self._facts_agreed = True
         plan, key = self.plans.get(kind), f"model{self.index}/plan{self._plans_made}"
         is_new, failed = plan is None, False
@@ -110,9 +93,9 @@ class Schedules:
         if self.lockstep is not None:
             self.lockstep.compiled()
 
-    def in_step(self, program: Runnable, graph: Graph, pipeline: PassPipeline, context: PassContext) -> Runnable:
+    def in_step(self, program: Runnable, graph: Graph, context: PassContext) -> Runnable:
         """Return ``program``, which runs ``graph``, so that it begins when all ranks are about to run it."""
-        collectives = tuple(_fingerprint([graph], pipeline, context))
+        collectives = tuple(_fingerprint([graph], self._engine.pipeline, context))
         if self.lockstep is None or not collectives:
             return program
         known = self.lockstep.know(RunnableProgram(self._model, graph.phase, collectives))
@@ -144,7 +127,7 @@ class Schedules:
         return f"model {self.index} ({self.name})"
 
 
-def facts(engine: Engine) -> list[str]:
+def _facts(engine: Engine) -> list[str]:
     """Return what the ranks of a model must have in common before anything is planned, a line each."""
     spec = engine.spec
     lines = [f"torch {torch.__version__}", f"backend {engine.backend.name}"]

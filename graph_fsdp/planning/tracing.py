@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graph_fsdp import compat
 from graph_fsdp.api import compile
-from graph_fsdp.engine.ranks import models_not_counted
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.passes import Graph, PassContext, memory_profile
 from graph_fsdp.passes.ir.graph import Phase
@@ -105,7 +104,7 @@ def trace(
         forward = model.forward
         model.forward = functools.wraps(forward)(lambda *args, **kwargs: loss(forward(*args, **kwargs)))
     compile_options.pop("param_init_fn", None)
-    with _process_group(math.prod(shape)), models_not_counted():
+    with _process_group(math.prod(shape)):
         sizes = shape[-1:] if shape[0] == 1 else shape
         compile(model, init_device_mesh(target.type, sizes) if math.prod(sizes) > 1 else None, **compile_options)
         engine: Any = model.__dict__["_graph_fsdp"]
