@@ -54,7 +54,7 @@ def _stack() -> list[Any]:
 @contextlib.contextmanager
 def dynamo_ignores_modes() -> Iterator[None]:
     """Let what is called under the user's dispatch modes be compiled, and run under them."""
-    modes = [mode for mode in dispatch_modes() if not _is_ignored(mode)]
+    modes = [mode for mode in dispatch_modes() if not getattr(mode, "ignore_compile_internals", lambda: False)()]
     if not modes:
         yield
         return
@@ -67,10 +67,6 @@ def dynamo_ignores_modes() -> Iterator[None]:
             stack.enter_context(patch.object(mode, "ignore_compile_internals", lambda: True, create=True))
         stack.enter_context(_without_hooks_of_torch())
         yield
-
-
-def _is_ignored(mode: TorchDispatchMode) -> bool:
-    return bool(getattr(mode, "ignore_compile_internals", lambda: False)())
 
 
 @contextlib.contextmanager
@@ -103,8 +99,11 @@ def seen_as(operator: str, group: dist.ProcessGroup, call: Callable[[], Any], ru
     if not dispatch_modes() or type(group) is not dist.ProcessGroup:
         return run()
     below = _Below(getattr(torch.ops.c10d, operator).default, run)
-    with _at_the_bottom(below):
+    _become([below, *_stack()])
+    try:
         call()
+    finally:
+        _become([mode for mode in _stack() if mode is not below])
     return below.value[0]
 
 
@@ -125,15 +124,6 @@ class _Below(TorchDispatchMode):
 
 class _Started(dist.Work):
     """Is the operator's result, which nobody waits for."""
-
-
-@contextlib.contextmanager
-def _at_the_bottom(mode: TorchDispatchMode) -> Iterator[None]:
-    _become([mode, *_stack()])
-    try:
-        yield
-    finally:
-        _become([other for other in _stack() if other is not mode])
 
 
 def _become(modes: Sequence[Any]) -> None:

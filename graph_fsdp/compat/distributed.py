@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 StridedShard = _StridedShard
 WrapPolicy = _Policy
+default_store = _get_default_store
 # The attribute of a module that says which of torch's composable functions were applied to it.
 APPLIED: str = REGISTRY_KEY
 
@@ -187,10 +188,6 @@ def append(store: dist.Store, name: str, value: str) -> None:
     """Append to what stands under a name, which nobody has to have written to."""
     any_store: Any = store  # torch's stubs lack it
     any_store.append(name, value)
-
-
-def default_store() -> dist.Store:
-    return _get_default_store()
 
 
 def is_default_store(store: dist.Store) -> bool:

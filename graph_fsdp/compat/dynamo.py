@@ -33,6 +33,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._guards import CompileContext
 from torch._guards import TracingContext as TracingContext
 from torch._guards import tracing as tracing
+from torch._logging import trace_structured
 from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import profiler as autograd_profiler
@@ -102,30 +103,25 @@ def is_tracing() -> bool:
 leave_to_python(is_tracing)  # compiled by itself it would return what is so while Dynamo traces
 
 
-def current_backward() -> int:
-    """Return a number for the backward that autograd runs in this thread; -1 where it runs none."""
-    return int(torch._C._current_graph_task_id())
+# Returns a number for the backward that autograd runs in this thread; -1 where it runs none.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-
-def when_backward_ends(call: Callable[[], None]) -> None:
-    """Run ``call`` when the backward that is under way has computed all gradients."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+# Runs a function when the backward that is under way has computed all gradients.
+when_backward_ends: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def current_fake_mode() -> FakeTensorMode:
     """Return the fake mode of the capture that is under way."""
-    context = TracingContext.try_get()
-    assert context is not None and context.fake_mode is not None, "called outside of a torch.compile capture"
-    return context.fake_mode
+    mode = TracingContext.get().fake_mode
+    assert mode is not None, "called outside of a torch.compile capture"
+    return mode
 
 
 def forward_outputs() -> tuple[list[int], list[bool]]:
     """Describe the outputs of the graph that AOTAutograd has just traced, which do not alias its inputs: which inputs
     are written, whose new values come first; and for each of the user's outputs, which follow, whether backward is
     given a gradient of it."""
-    context = TracingContext.try_get()
-    assert context is not None and context.fw_metadata is not None, "called outside of AOTAutograd"
-    found: Any = context.fw_metadata
+    found: Any = TracingContext.get().fw_metadata
     return list(found.mutated_inp_runtime_indices), [
         bool(info.requires_grad) and issubclass(info.raw_type, torch.Tensor) for info in found.output_info
     ]
@@ -134,10 +130,7 @@ def forward_outputs() -> tuple[list[int], list[bool]]:
 def tangents_of_outputs(number: int) -> list[int | None] | None:
     """Return, for each output of the autograd node of the graph that AOTAutograd has just traced, which of its
     ``number`` tangents is the gradient, or None for none. None as a whole where this torch counts them otherwise."""
-    context = TracingContext.try_get()
-    found: Any = context.fw_metadata if context is not None else None
-    if found is None:
-        return None
+    found: Any = TracingContext.get().fw_metadata
     written = [found.input_info[index] for index in found.mutated_inp_runtime_indices]
     returned = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
     has_tangent = [info.mutates_data and info.requires_grad for info in written]
@@ -292,8 +285,6 @@ def debug_directory() -> Path | None:
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Write a text to ``TORCH_TRACE`` that ``tlparse`` shows with the compilation that is under way."""
-    from torch._logging import trace_structured
-
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import codecache, config
+from torch.utils._pytree import tree_leaves
 
 # As Inductor writes the index of a device: of kernels, guards, streams, and in arguments.
 _INDEX = re.compile(
@@ -71,8 +72,8 @@ def _only_device(module: fx.GraphModule) -> torch.device | None:
     """Return the device of a graph's tensors, if it is the current one of an accelerator, and nothing else in the graph
     lies on it: neither constants nor other graphs."""
     nodes = module.graph.nodes
-    values = [value for node in nodes for value in _tensors(node.meta.get("val"))]
-    devices = {value.device for value in values if value.device.type in ("cuda", "xpu")}
+    values = [value for node in nodes for value in tree_leaves(node.meta.get("val"))]
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type in ("cuda", "xpu")}
     constants = [operator.attrgetter(str(node.target))(module) for node in nodes if node.op == "get_attr"]
     if len(devices) != 1 or config.cpp_wrapper:
         return None
@@ -81,8 +82,3 @@ def _only_device(module: fx.GraphModule) -> torch.device | None:
     (device,) = devices
     is_current = torch.accelerator.is_available() and torch.accelerator.current_device_index() == device.index
     return device if is_current else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from graph_fsdp import compat
-from graph_fsdp.compat import tree_map_only
 from graph_fsdp.units import modules_on_path
 
 PrecisionPolicies: TypeAlias = (
@@ -163,7 +162,7 @@ def _hint(value: Any) -> str:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in ``value``, a tree, to ``dtype``. One in it already is not touched: a layer
     that hands it on could not be traced for its equals (``repeat.py``)."""
-    return tree_map_only(
+    return compat.tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
     )
 
