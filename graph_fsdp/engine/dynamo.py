@@ -141,12 +141,5 @@ def trace_composable_checkpoints(model: nn.Module) -> None:
     for module in model.modules():
         options = compat.take_composable_checkpoint(module)
         if options is not None:
-            vars(module)["forward"] = _checkpointed(module.forward, options)
-
-
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-    return run
+            run = functools.partial(checkpoint, module.forward, use_reentrant=False, **options)
+            vars(module)["forward"] = functools.update_wrapper(run, module.forward)

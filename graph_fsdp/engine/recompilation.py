@@ -147,10 +147,7 @@ def _arguments(call: Call | None) -> dict[str, Any]:
     """Return what a function was given besides the module, by its own names: what is positional first, in order."""
     if call is None:
         return {}
-    try:
-        parameters = list(inspect.signature(call.function).parameters.values())[1:]
-    except (TypeError, ValueError):  # a callable without one
-        parameters = []
+    _, *parameters = inspect.signature(call.function).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in kinds]
     names += [f"args[{index}]" for index in range(len(names), len(call.args))]
