@@ -14,17 +14,18 @@ from graph_fsdp import compat
 from graph_fsdp.engine.dynamo import trace_composable_checkpoints
 from graph_fsdp.initialise.initial_values import initial_values
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
-from graph_fsdp.mesh import DataParallelMesh, Mesh
+from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module.module import become_compiled, original_forward
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import extend, is_extended, plain
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn
+from graph_fsdp.parameters.sharded import owners_of
 from graph_fsdp.passes import ActivationCheckpointing, CostModel, GroupShape, PassPipeline, find_hardware
 from graph_fsdp.passes.analysis.hardware import detect_hardware
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, make_model_spec
 from graph_fsdp.passes.transforms.activation_checkpointing import Recompute
-from graph_fsdp.place import check_model, ignored_parameters, place_on_ranks
+from graph_fsdp.place import Place, check_model, ignored_parameters, place_on_ranks
 from graph_fsdp.units import AutoWrapPolicy, Unit, find_units, parameter_names
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -156,7 +157,7 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     ranks = place.mesh if isinstance(place.mesh, DataParallelMesh) else None
     gathered = {module for unit in units if unit.parameters for module in unit.modules.values()}
     put_values = initial_values(model, gathered, place, options)
-    spec = _model_spec(units, names, place.mesh, policies, place.shard_dims)
+    spec = _model_spec(units, names, place, policies)
     spec = dataclasses.replace(spec, offload=options.offload(place.device))
     reshard, size = options.reshard_size(spec.world_size)
     groups = place.mesh.group_shapes() if place.mesh is not None else {"": GroupShape(1)}
@@ -170,13 +171,10 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
     spec = pipeline.arrange(spec, cost)
 
     originals = {p_names[0]: p for p, p_names in names.items() if p_names[0] in spec.parameters}
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in originals}
+    owners = {name: owners_of(model, names[p]) for name, p in originals.items()}
     spec, extensions = extend(spec, originals, owners, ranks, policies.around, place.device)
-    for name in extensions:  # nothing of the model refers to the new one yet
-        p_names = names.pop(originals[name])
-        originals[name] = plain(originals[name])
-        names[originals[name]] = p_names
-    storage = place.storage(model, spec, originals, names, place.mesh, place.device)
+    originals |= {name: plain(originals[name]) for name in extensions}  # nothing of the model refers to them yet
+    storage = place.storage(spec, originals, owners, place.mesh, place.device)
     if storage.has_memory:
         put_values(storage)
     engine = place.engine(
@@ -193,14 +191,11 @@ def _compile(model: Model, mesh: DeviceMesh | Any, options: CompileOptions) -> M
 
 
 def _model_spec(
-    units: Sequence[Unit],
-    names: Mapping[nn.Parameter, list[str]],
-    mesh: Mesh | None,
-    policies: ModulePolicies,
-    shard_dims: Mapping[str, int],
+    units: Sequence[Unit], names: Mapping[nn.Parameter, list[str]], place: Place, policies: ModulePolicies
 ) -> ModelSpec:
     """Return the spec of the parameters of ``units``, in order of registration, which is about the order of use.
-    ``names``: parameter → its names. ``shard_dims``: name → the sharded dimension, where it is not the first."""
+    ``names``: parameter → its names."""
+    mesh = place.mesh
     world_size = mesh.world_size if mesh is not None else 1
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
@@ -217,7 +212,7 @@ def _model_spec(
                     reduce_dtype,
                     p.requires_grad,
                     world_size,
-                    shard_dims.get(name, 0),
+                    place.shard_dims.get(name, 0),
                     is_extended(p),
                 )
             )

@@ -42,11 +42,11 @@ class Place:
     device: torch.device
     values_on: torch.device
     pipeline: PassPipeline
-    storage: Callable[..., Shards]
-    engine: type[Engine]
     backend: Backend
     whole: bool
     dynamic: bool | None
+    storage: Callable[..., Shards] = Storage
+    engine: type[Engine] = Engine
     shard_dims: Mapping[str, int] = field(default_factory=dict)
     before_compiled: Callable[[nn.Module], None] = lambda model: None
 
@@ -81,8 +81,6 @@ def place_on_ranks(
         device=device,
         values_on=device,
         pipeline=options.pipeline,
-        storage=Storage,
-        engine=Engine,
         backend=BACKENDS[options.backend](),
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,

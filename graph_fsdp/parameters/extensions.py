@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
+from graph_fsdp.parameters.sharded import Owners
 from graph_fsdp.passes.ir.dialect import gather_param, reduce_grad, reduce_payloads
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec, named_buckets, unit_runs
 
@@ -194,14 +195,14 @@ class _OwnCollectives(compat.TorchDispatchMode):
 def extend(
     spec: ModelSpec,
     originals: dict[str, nn.Parameter],
-    owners: dict[str, nn.Module],
+    owners: dict[str, Owners],
     mesh: DataParallelMesh | None,
     policy_of: Callable[[str], MixedPrecisionPolicy],
     device: torch.device,
 ) -> tuple[ModelSpec, dict[str, ExtendedGather]]:
     """Return the model with the payloads of its extended parameters, in buckets, and what gathers each parameter."""
     gathers = {
-        name: ExtendedGather(spec.parameters[name], p, owners[name], spec, mesh, policy_of(name))
+        name: ExtendedGather(spec.parameters[name], p, owners[name][0][0], spec, mesh, policy_of(name))
         for name, p in originals.items()
         if spec.parameters[name].extended
     }

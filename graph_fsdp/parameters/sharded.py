@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 
+Owners: TypeAlias = tuple[tuple[nn.Module, str], ...]  # modules that hold a parameter, and its name in each
+
 
 @dataclass
 class ShardedParameter:
     """Describes one parameter of the model, under all its names."""
 
     spec: ParameterSpec
-    owners: tuple[tuple[nn.Module, str], ...]  # modules that hold it, and its name in each
+    owners: Owners
     placeholder: nn.Parameter
     shard: nn.Parameter
     input: Tensor  # padded local shard as it is gathered, a view of the storage
@@ -134,7 +136,7 @@ class Shards(ABC):
         return whole
 
 
-def owners_of(model: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, str], ...]:
+def owners_of(model: nn.Module, names: Sequence[str]) -> Owners:
     """Return the modules that hold a parameter of these names, and its name in each."""
     found = (name.rpartition(".") for name in names)
     return tuple((model.get_submodule(path), leaf) for path, _, leaf in found)

@@ -37,7 +37,7 @@ from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.host_memory import pieces_of
 from graph_fsdp.parameters.placeholder import guard
 from graph_fsdp.parameters.placements import give_memory, shard_spec
-from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
 
 
@@ -48,10 +48,9 @@ class Storage(Shards):
 
     def __init__(
         self,
-        model: nn.Module,
         spec: ModelSpec,
         originals: dict[str, nn.Parameter],
-        names: dict[nn.Parameter, list[str]],
+        owners: dict[str, Owners],
         mesh: DataParallelMesh | None,
         device: torch.device,
     ) -> None:
@@ -67,9 +66,10 @@ class Storage(Shards):
             local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
             if self.has_memory:
                 memory[name][local.numel() :].zero_()
-            owners, shard = owners_of(model, names[original]), self._make_shard(p, original, local)
-            stored = p.as_stored(padded)
-            self.parameters[name] = ShardedParameter(p, owners, original, shard, stored, local, seen=_parts(shard))
+            shard, stored = self._make_shard(p, original, local), p.as_stored(padded)
+            self.parameters[name] = ShardedParameter(
+                p, owners[name], original, shard, stored, local, seen=_parts(shard)
+            )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._tied = [p for p in self.parameters.values() if len(p.owners) > 1]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from graph_fsdp import compat
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.errors import ParameterChangedError, UnsupportedError
-from graph_fsdp.parameters.sharded import ShardedParameter, Shards, owners_of
+from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
 from graph_fsdp.runtime.xla.operators import Placement
 from graph_fsdp.xla.mesh import XlaMesh
@@ -32,15 +32,15 @@ class XlaStorage(Shards):
     reads_in_place = False  # what XLA has cannot be written to
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, originals: dict[str, nn.Parameter],
-        names: dict[nn.Parameter, list[str]], mesh: XlaMesh, device: torch.device,
+        self, spec: ModelSpec, originals: dict[str, nn.Parameter],
+        owners: dict[str, Owners], mesh: XlaMesh, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__(spec, None, device)  # no mesh of ranks: there is one process
         self.xla_mesh = mesh
         for name, p in spec.parameters.items():
-            original, owners = originals[name], owners_of(model, names[originals[name]])
+            original = originals[name]
             self.parameters[name] = ShardedParameter(
-                p, owners, placeholder=original, shard=original, input=original, local=original
+                p, owners[name], placeholder=original, shard=original, input=original, local=original
             )
         self.by_placeholder = {id(p.placeholder): p for p in self.parameters.values()}
         self._values: dict[str, Tensor] = {}  # of parameters, until they get them
