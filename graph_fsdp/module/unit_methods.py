@@ -63,12 +63,11 @@ class UnitMethods:
         check_bool(reshard_after_forward=reshard_after_forward)
         engine, _ = place(self)
         check_sharded(engine, "set_reshard_after_forward")
-        units, unsharded = units_of(self, recurse), engine.unsharded
-        whole = unsharded.whole_after_forward
-        unsharded.whole_after_forward = whole - units if reshard_after_forward else whole | units
-        for unit in sorted(whole - unsharded.whole_after_forward - unsharded.held):
-            unsharded.reshard(unit)
-        now = {**dict(engine.settings.reshard_after_forward), **dict.fromkeys(units, reshard_after_forward)}
+        units, before = units_of(self, recurse), dict(engine.settings.reshard_after_forward)
+        for unit in sorted(units - engine.unsharded.held) if reshard_after_forward else ():
+            if before.get(unit) is False:
+                engine.unsharded.reshard(unit)
+        now = {**before, **dict.fromkeys(units, reshard_after_forward)}
         change(engine, reshard_after_forward=tuple(sorted(now.items())))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:

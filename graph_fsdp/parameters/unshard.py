@@ -29,6 +29,7 @@ from graph_fsdp.errors import ParameterChangedError, UnsupportedError
 from graph_fsdp.parameters.sharded import ShardedParameter, Shards
 from graph_fsdp.parameters.shards import Linked
 from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.ir.spec import BucketSpec
 from graph_fsdp.runtime import GatheredBytes
 from graph_fsdp.runtime.comm.collectives import Pending, start_all_gather
@@ -49,7 +50,6 @@ class UnshardedUnits:
         self.refused = ""  # why, where another engine than this one's runs the model
         self.held: set[str] = set()  # by ``unsharded``, to the end of its block
         self.whole_after_backward: frozenset[str] = frozenset()
-        self.whole_after_forward: frozenset[str] = frozenset()
         # Under way, by unit: buckets with the parameters of the unit in them, and whether in the type of the shards.
         self._gathering: dict[str, tuple[list[tuple[Pending, BucketSpec, list[ShardedParameter]]], bool]] = {}
         self._versions: dict[str, int] = {}
@@ -132,10 +132,11 @@ class UnshardedUnits:
                 self._versions[p.spec.name] = p.shard._version
         self.units |= {unit}
 
-    def before_forward(self) -> None:
+    def before_forward(self, settings: Settings) -> None:
         """Gather what is to be whole in this forward, and check that nothing whole is stale."""
         training = torch.is_grad_enabled()
-        wanted = self.whole_after_backward if training else self.whole_after_forward
+        kept = {unit for unit, gathered_again in settings.reshard_after_forward if not gathered_again}
+        wanted = self.whole_after_backward if training else kept
         if wanted and (training or not self.unavailable()):  # else evaluations gather as they go
             for unit in (unit for unit in self.members if unit in wanted):
                 self.start(unit)
@@ -180,10 +181,6 @@ class UnshardedUnits:
             if unit not in self.held:
                 self.reshard(unit)
 
-    def after_backward(self) -> None:
-        for unit in sorted(self.units - self.held - self.whole_after_backward):
-            self.reshard(unit)
-
     @torch.no_grad()
     def write_back(self, unit: str) -> None:
         """Copy this rank's part of the whole parameters into its shards."""
@@ -200,7 +197,8 @@ class UnshardedUnits:
             return inputs
 
         def ended(grads: Sequence[Tensor | None], _: Any) -> Sequence[Tensor | None]:
-            self.after_backward()
+            for unit in sorted(self.units - self.held - self.whole_after_backward):
+                self.reshard(unit)
             return grads
 
         return inputs | dict(zip(trained, Linked.apply([*trained.values()], ended, *trained.values()), strict=True))
