@@ -269,9 +269,7 @@ def _data_parallel_slice(mesh: DeviceMesh) -> DeviceMesh:
     described = f"mesh has the dimensions {', '.join(f'{name!r} of size {size}' for name, size in sizes.items())}"
     if not kept:
         raise MeshError(f"{described}, and none of them is for data parallelism; pass a mesh with one that is")
-    roles = ["shard" if name in SHARD_NAMES else "replicate" if name in REPLICATE_NAMES else "" for name in kept]
-    by_place = dict(zip(("replicate", "shard"), roles, strict=True)) if len(kept) == 2 else {}
-    if any(role not in ("", place) for place, role in by_place.items()):
+    if len(kept) == 2 and (kept[0] in SHARD_NAMES or kept[1] in REPLICATE_NAMES):
         raise MeshError(
             f"{described}, and of two the first replicates and the second shards, which is not what the names "
             f"{kept[0]!r} and {kept[1]!r} say; pass a mesh with the dimensions in that order, or a slice with one of "
