@@ -67,14 +67,8 @@ class GuardedTensorParallelPlaceholder(DTensor):
     __torch_function__: Any = classmethod(_torch_function)
 
 
-def guard(placeholder: nn.Parameter, name: str, storage: Storage) -> None:
-    """Make an ordinary placeholder a guarded one, in place: references to it stay valid."""
-    vars(placeholder)["_graph_fsdp"] = (name, storage)
-    set_guarded(placeholder, True)
-
-
 def set_guarded(placeholder: nn.Parameter, guarded: bool) -> None:
-    """Switch a placeholder's guard on or off."""
+    """Switch a placeholder's guard on or off, in place: references to it stay valid."""
     if isinstance(placeholder, DTensor):
         own: type[Any] = GuardedTensorParallelPlaceholder if guarded else DTensor
     else:
@@ -97,18 +91,19 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 @torch.compiler.disable
 def _have_memory(func: Callable[..., Any], storage: Storage, names: list[str]) -> None:
+    owner, listed = names[0].rpartition(".")[0], ", ".join(map(repr, names))
+    where = f"module {owner!r}" if owner else "the model itself"
     if not storage.active and compat.current_backward() == -1:
         raise EmptyPlaceholderError(
-            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} is a reference from before "
-            f"graph_fsdp.compile and has no memory any more\n  at {calling_line()}\n  Take it from the model "
-            "again, and make optimizers after graph_fsdp.compile."
+            f"parameter {listed} of {where} is a reference from before graph_fsdp.compile and has no memory any more\n"
+            f"  at {calling_line()}\n  Take it from the model again, and make optimizers after graph_fsdp.compile."
         )
     if reason := storage.refusal(names):
         raise EmptyPlaceholderError(
-            f"parameter {', '.join(map(repr, names))} of {_module(names[0])} was used by "
-            f"{getattr(func, '__name__', func)!r} in code that was not compiled, where it cannot be gathered: {reason}"
-            f"\n  at {calling_line()}\n  A graph break made Python run this code; fullgraph=True tells where "
-            "the break is. Remove the break, or move it out of the module and of any loop over modules."
+            f"parameter {listed} of {where} was used by {getattr(func, '__name__', func)!r} in code that was not "
+            f"compiled, where it cannot be gathered: {reason}\n  at {calling_line()}\n  A graph break made Python run "
+            "this code; fullgraph=True tells where the break is. Remove the break, or move it out of the module and of "
+            "any loop over modules."
         )
 
 
@@ -117,11 +112,6 @@ def calling_line() -> str:
     not_wanted = (os.path.dirname(torch.__file__), os.path.dirname(graph_fsdp.__file__))
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(not_wanted)]
     return f'{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: "{frames[-1].line}"' if frames else "?"
-
-
-def _module(name: str) -> str:
-    owner = name.rpartition(".")[0]
-    return f"module {owner!r}" if owner else "the model itself"
 
 
 # Dynamo traces these functions within others, and would compile them by themselves where Python calls them.

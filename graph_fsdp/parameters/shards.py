@@ -35,7 +35,7 @@ from graph_fsdp import compat
 from graph_fsdp.errors import ParameterChangedError
 from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.parameters.host_memory import pieces_of
-from graph_fsdp.parameters.placeholder import guard
+from graph_fsdp.parameters.placeholder import set_guarded
 from graph_fsdp.parameters.placements import give_memory, shard_spec
 from graph_fsdp.parameters.sharded import Owners, ShardedParameter, Shards
 from graph_fsdp.passes.ir.spec import HOST, ModelSpec, ParameterSpec, aligned
@@ -130,7 +130,8 @@ class Storage(Shards):
             p.register(p.shard)
             make = compat.emptied if self.has_memory else compat.without_memory
             _set_memory(p.placeholder, make(p.spec.shape, p.spec.param_dtype, self.device))
-            guard(p.placeholder, p.spec.name, self)
+            vars(p.placeholder)["_graph_fsdp"] = (p.spec.name, self)
+            set_guarded(p.placeholder, True)
         for tensor, value in self._whole:
             if tensor.device == value.device:
                 tensor.detach().copy_(value)
