@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import accelerate
@@ -76,7 +76,7 @@ class Accelerator(accelerate.Accelerator):
             return self._prepare_compiled(args, device_placement)
         if len(models) > 1:
             raise ValueError("prepare: one model with its optimizer at a time, got several models; call it for each")
-        optimizers = [_plain(item) for item in args if isinstance(item, torch.optim.Optimizer)]
+        optimizers = _plain_optimizers(args)
         if not optimizers:
             raise ValueError("prepare: the model must come together with its optimizer, which is given the shards")
         if any(optimizer.state for optimizer in optimizers):
@@ -115,8 +115,7 @@ class Accelerator(accelerate.Accelerator):
         return state
 
     def _prepare_compiled(self, args: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
-        optimizers = [_plain(item) for item in args if isinstance(item, torch.optim.Optimizer)]
-        groups = [(group, list(group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [(group, list(group["params"])) for o in _plain_optimizers(args) for group in o.param_groups]
         prepared = super().prepare(*args, device_placement=device_placement)
         for group, parameters in groups:  # [Note: the seam]
             group["params"] = parameters
@@ -184,7 +183,6 @@ def _dynamo_backend(accelerator: accelerate.Accelerator) -> str | None:
     return _BACKENDS[name]
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+def _plain_optimizers(items: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    found = [item for item in items if isinstance(item, torch.optim.Optimizer)]
+    return [item.optimizer if isinstance(item, AcceleratedOptimizer) else item for item in found]
