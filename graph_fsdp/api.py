@@ -57,84 +57,52 @@ def compile(
 ) -> Model:
     """Shard ``model`` over ``mesh`` and compile it, fully sharded data parallel by graph passes.
 
-    The model is changed in place and returned. Its parameters become DTensors sharded on dimension 0 (scalars are
-    replicated) under unchanged names; DTensors that ``parallelize_module`` made over another dimension of the mesh
-    become DTensors over both. Make the optimizer afterwards. The model's class becomes a subclass of its own and of
-    ``torch.distributed.fsdp.FSDPModule``. Graphs are captured at the first call for each kind of input.
+    The model is changed in place and returned; its class becomes a subclass of its own and of
+    ``torch.distributed.fsdp.FSDPModule``. Its parameters become DTensors sharded on dimension 0 (scalars are
+    replicated) under unchanged names, tensor-parallel ones DTensors over both meshes: make the optimizer afterwards.
+    Graphs are captured at the first call for each kind of input.
 
     Args:
-        model: has its values on the mesh's device or on the CPU; all or parts of it may be on the meta device. What is
-            there is initialised unit by unit on the mesh's device, by each module's ``reset_parameters()`` or by
-            ``param_init_fn``, with the random numbers of the mesh's first rank: one seed gives the same values on any
-            number of ranks. What has values keeps them.
-        mesh: of the model's device type, or of an accelerator for a model on the CPU. One dimension shards parameters,
-            or, if its name is "replicate" or "dp_replicate", replicates them (DDP); of two dimensions the first
-            replicates and the second shards (HSDP). Further dimensions are recognised by name: ``("dp_replicate",
-            "dp_shard", "tp")``; see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device
-            (a model on the meta device goes to the accelerator if torch finds one and the process group is not gloo,
-            else to the CPU); or one process, whose parameters stay plain tensors. Gradients are means over the mesh.
+        model: on the mesh's device or the CPU. What of it is on the meta device is initialised unit by unit on the
+            mesh's device, by each module's ``reset_parameters()`` or ``param_init_fn``, with the random numbers of the
+            mesh's first rank: one seed gives the same values on any number of ranks. What has values keeps them.
+        mesh: one dimension shards parameters, of two the first replicates and the second shards (HSDP), and names say
+            more: see :mod:`graph_fsdp.mesh`. None means all ranks of ``torchrun``, on the model's device (of a model on
+            the meta device the accelerator, without one or with gloo the CPU); or one process, whose parameters stay
+            plain tensors. Gradients are means over the mesh.
         auto_wrap_policy: says which parameters are gathered together; see :func:`graph_fsdp.units.find_units`.
         reshard_after_forward: True gathers every unit again in backward (ZeRO-3), False keeps every unit gathered
-            (ZeRO-2), None keeps only the unit used last. ``"auto"`` keeps what the pipeline's budget has room for, the
-            buckets that save most time per byte: ``passes=default_pipeline(budget=…)``. An int n, as in FSDP2, divides
-            the number of ranks that shard: after forward each rank keeps 1/n of every unit, and backward gathers it
-            over n consecutive ranks (all ranks means True, 1 means False).
-        mp_policy: ``param_dtype`` of gathers and compute, ``reduce_dtype`` of reductions, ``output_dtype`` and
-            ``cast_forward_inputs``, for the model and each unit, as in the installed torch's FSDP2. Shards, optimizer
-            state and buffers keep their dtype. A dict from module classes to policies, or a function from a module to
-            its policy or None, gives modules policies of their own: see :mod:`graph_fsdp.parameters.mixed_precision`.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, their gradients and so the optimizer's state on the CPU, as
-            in FSDP2: shards are copied to the device before they are gathered, gradients to the CPU after they are
-            reduced. ``pin_memory`` page-locks the CPU's memory for it.
+            (ZeRO-2), None keeps only the unit used last, ``"auto"`` what a budget has room for, the buckets that save
+            most time per byte: ``passes=default_pipeline(budget=…)``. With an int n, as in FSDP2, each rank keeps 1/n
+            of every unit, and backward gathers it over n consecutive ranks (all ranks means True, 1 means False).
+        mp_policy: FSDP2's, for the model and each unit, or policies of modules' own: see
+            :mod:`graph_fsdp.parameters.mixed_precision`. Shards, optimizer state and buffers keep their dtype.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.
         ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None
             for dimension 0. Any other dimension must be divisible by the number of ranks that shard.
-        activation_checkpointing: says what becomes of the activations that backward needs. ``"unit"`` saves only the
-            inputs of each unit but the root, and recomputes the rest in backward. ``"selective"`` also saves the
-            results of matrix multiplications, convolutions and attention; a collection of operators, such as
-            ``[torch.ops.aten.mm]``, saves theirs instead. A number from 0 to 1 is the partitioner's memory budget, as a
-            part of what it saves by itself. ``"offload"`` recomputes nothing, and copies what units save to the CPU and
-            back. :class:`ActivationCheckpointing` combines offloading with one of the others. A
-            bucket is gathered no more than once in forward and once in backward. ``torch.utils.checkpoint`` in the
-            model works with all of these, and alone.
-        sync_module_states: give every rank the values (parameters and buffers) of the mesh's first rank; of a parameter
-            each rank is sent its shard. On the other ranks all or parts of the model may be on the meta device.
+        activation_checkpointing: ``"offload"``, an :class:`ActivationCheckpointing`, or its ``recompute`` alone.
+        sync_module_states: gives every rank the values (parameters and buffers) of the mesh's first rank; of a
+            parameter each is sent its shard. On the other ranks the model may be on the meta device.
         param_init_fn: initialises one module of a model on the meta device (a Hugging Face model's is
-            ``model._init_weights``). As by ``nn.Module.apply`` it is called on each module with anything on the meta
-            device in it or below it, children first. It finds the module on the mesh's device, with what is below it in
-            its unit, and must write to all of it with torch's operators.
+            ``model._init_weights``), called as by ``nn.Module.apply``, children first. It finds the module on the
+            mesh's device, with what is below it in its unit, and must write to all of it with torch's operators.
         checkpoint: safetensors files with the values: a path, or a :class:`graph_fsdp.checkpoint.Safetensors`. Each
-            rank reads its own rows. Of a model on the meta device, only what the files lack is initialised (buffers
-            that are in no state dict).
+            rank reads its own rows; of a model on the meta device, only what the files lack is initialised.
         passes: a pipeline to use instead of ``graph_fsdp.passes.default_pipeline()``.
-        backend: ``"inductor"``; ``"eager"``, which runs the same graphs operator by operator; or ``"xla"``, which runs
-            each graph as one program of all devices of an XLA mesh, a torch_xla ``Mesh`` with an axis named ``fsdp``
-            (docs/xla.md).
-        regions: ``"cut"`` compiles what lies between two collectives, each distinct piece once; collectives run between
-            the pieces. ``"whole"`` compiles each graph in one piece, with functional collectives in the same order; it
-            needs Inductor, takes longer with every layer, and leaves buffers to Inductor.
-        sharding: for ``backend="xla"``. With ``"manual"`` each device runs the graph of its rows, with our collectives
-            in the verified order. With ``"auto"`` XLA's partitioner divides the graph of the global batch, as for
-            torch_xla's FSDPv2, under constraints in the places of the collectives. With ``"replicas"`` SPMD is off and
-            this process (on XLA's CPU client: thread) is one of ``torch_xla.launch``'s, with one device: parameters
-            become its rows, plain tensors padded with zeros to ``ceil(rows / n)``.
-        shard_output: for ``sharding="auto"``: called with the model's output and ``mesh`` while the model is traced, to
-            mark what is to be sharded with torch_xla's ``mark_sharding``. None shards outputs with the batch's rows.
+        backend: ``"inductor"``; ``"eager"``, which runs the same graphs operator by operator; or ``"xla"``.
+        regions: ``"cut"`` compiles what lies between two collectives, each distinct piece once. ``"whole"`` compiles
+            each graph in one piece, with functional collectives in the same order; it needs Inductor, takes longer with
+            every layer, and leaves buffers to Inductor.
+        sharding, shard_output, on_host_fallback: for ``backend="xla"``: see docs/xla.md.
         fullgraph, dynamic: as in ``torch.compile``. For a tensor-parallel model, and with ``cuda_graphs``,
             ``dynamic=None`` means False: each size of inputs has a graph of its own.
-        cuda_graphs: on CUDA, run each compute region as a CUDA graph, captured in the third run of a program and
-            replayed in later ones. Regions that draw random numbers, communicate, call other graphs or make the host
-            wait are left out; ``inspect`` says which. The memory of gathered parameters, of activations and of copies
-            of the inputs is then kept between runs. A forward whose predecessor's activations are still alive runs
-            without CUDA graphs. Never run on CUDA so far.
-        on_host_fallback: for ``backend="xla"``: an operator that XLA lacks would run on the host in every step.
-            ``"error"`` refuses it, ``"warn"`` runs it.
+        cuda_graphs: on CUDA, run each compute region that can be captured (``inspect`` says which) as a CUDA graph. The
+            memory of gathered parameters, activations and copies of inputs is kept between runs. Never run on CUDA.
 
     Raises:
-        MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError:
-            before anything of the model is changed.
-        CheckpointError: the checkpoint cannot be read, or does not fit the model; likewise.
-        RankDisagreement: ranks would get their values in different ways; likewise.
+        MeshError, MetaDeviceError, AlreadyShardedError, AlreadyCompiledError, UnsupportedError, ValueError, TypeError,
+        CheckpointError, RankDisagreement: before anything of the model is changed.
     """
     given = locals()
     check_model(model)

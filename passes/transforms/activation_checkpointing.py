@@ -58,10 +58,13 @@ _SELECTED = (
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Says what becomes of the activations that units save for backward.
+    """Says what becomes of the activations that units save for backward. ``torch.utils.checkpoint`` in the model works
+    with it, and alone.
 
-    recompute: ``"unit"``, ``"selective"``, a collection of operators (OpOverload, OpOverloadPacket or
-    HigherOrderOperator) whose results are saved, a memory budget from 0 to 1, or None: the partitioner chooses.
+    recompute: ``"unit"`` saves only the inputs of each unit but the root, and recomputes the rest in backward.
+    ``"selective"`` also saves the results of matrix multiplications, convolutions and attention; a collection of
+    operators (OpOverload, OpOverloadPacket or HigherOrderOperator), such as ``[torch.ops.aten.mm]``, theirs instead. A
+    number from 0 to 1 is the partitioner's memory budget, as a part of what it saves by itself. With None it chooses.
 
     offload: what is saved is copied to the CPU after its last use in forward, and back before backward uses it. The
     unit that backward needs first stays.
