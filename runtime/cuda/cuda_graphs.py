@@ -51,7 +51,6 @@ class ModelGraphs:
     ) -> None:
         self.capture, self.device, self.state = capture, device, state
         self.slots = SlotMemory(device, counter)
-        self.running = False  # a run within a run is ordinary, with slots of its own
         self.closed = False
         self.programs: list[ProgramGraphs] = []
 
@@ -226,7 +225,6 @@ class ProgramGraphs:
         self.captures = 0
         self.runs: Counter[str] = Counter()  # by what they were
         self._changed = 0  # runs in a row
-        self._slots: SlotPlan | None = None
         self._user_outputs = user_outputs
         self._names = [node.name for node in graph.placeholders]
         self._saved_names = [str(output) for output in operands(graph.output)[user_outputs:]]
@@ -235,7 +233,7 @@ class ProgramGraphs:
     def forget(self) -> None:
         if self.captured is not None and not self.captured.is_lent:
             self.captured.drop()
-        self.captured = self._slots = None
+        self.captured = None
 
     def note(self, index: int) -> str:
         """Return a note on the region at this index, for the program's source."""
@@ -243,25 +241,18 @@ class ProgramGraphs:
         return f"no CUDA graph: {choice.reason}" if choice.reason else "a CUDA graph"
 
     def run(self, program: Program, args: list[Any]) -> Any:
-        model = self.model
-        if model.running or model.closed or not self.choice.captured:
-            self.runs["within another run" if model.running else "with nothing to capture"] += 1
+        if self.model.closed or not self.choice.captured:
+            self.runs["with nothing to capture"] += 1
             return program.execute(program.ordinary, program.slots, args)
-        model.running = True
-        try:
-            if self._slots is None:
-                memory = program.memory or model.slots
-                self._slots = replace(program.slots, memory=memory.take(program.slots.nbytes))
-            ordinary = self._why_not(args)
+        with (program.memory or self.model.slots).lent_to(program.slots) as slots:
+            ordinary = self._why_not(args) if slots is not program.slots else "within another run"
             self.runs[ordinary or ("replayed" if self.captured else "captured")] += 1
             if ordinary:
-                return program.execute(program.ordinary, self._slots, args)
-            captured = self.captured or self._prepared(program, args)
+                return program.execute(program.ordinary, slots, args)
+            captured = self.captured or self._prepared(program, slots, args)
             results = self._replay(captured, program, args)
             self.captured = captured
             return results
-        finally:
-            model.running = False
 
     def _why_not(self, args: list[Any]) -> str:
         """Say why this run is an ordinary one; "" if it is not."""
@@ -289,13 +280,12 @@ class ProgramGraphs:
             captured.owns(value) for name, value in values if name in captured.saved_names
         )
 
-    def _prepared(self, program: Program, args: list[Any]) -> Captured:
+    def _prepared(self, program: Program, slots: SlotPlan, args: list[Any]) -> Captured:
         captured = Captured(self.model.capture, self.model.device)
         self.captures += 1
-        assert self._slots is not None
-        for memory in self._slots.memory:
+        for memory in slots.memory:
             captured.own(memory)
-        captured.slots = replace(self._slots, lend=captured.lend_buffer)
+        captured.slots = replace(slots, lend=captured.lend_buffer)
         forward = self.forward.captured if self.forward is not None else None
         fixed = {address_of(value) for value in self.model.state()}.union(forward.owned if forward else ())
         for place in self.choice.read:
