@@ -46,9 +46,6 @@ class Program:
         graphs: ProgramGraphs | None,
         memory: SlotMemory | None = None,
     ) -> None:
-        # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
-        # the wrappers that torch puts around backward copy instance attributes only.
-        self._boxed_call = True
         self.graph, self.counter, self.kept = graph, counter, kept
         self.check: Callable[[], None] | None = None  # before each run
         records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]

@@ -363,7 +363,6 @@ class WholeProgram:
     the lowered graph as Python. It counts collectives, by the graph, and no bytes, which are the compiler's choice."""
 
     def __init__(self, graph: Graph, cache: RegionCache, counter: GatheredBytes) -> None:
-        self._boxed_call = True  # see Program
         self.graph, self.counter = graph, counter
         lowering = Lowering(graph)
         module = lowering.run()

@@ -187,9 +187,7 @@ class AbsentGradients:
         """Wrap ``program``, if ``graph`` is the backward, to return None for the gradients that no rank has."""
         if graph.phase != "backward":
             return program
-        run = functools.partial(self.run, program)
-        vars(run)["_boxed_call"] = True  # see Program
-        return run
+        return functools.partial(self.run, program)
 
     def run(self, program: Callable[..., Any], args: list[Any]) -> Any:
         used, self._used = self._used, self._all

@@ -295,7 +295,11 @@ class Engine:
         profile = memory_profile(graph, context, keep_slots)
         captured.add_program(graph, program, profile)
         self.programs[captured.index, graph.phase] = program
-        return self._runnable(program, context)
+        runnable = self._runnable(program, context)
+        # AOTAutograd then hands over the list itself, so that inputs can be dropped early. On the instance, because
+        # the wrappers that torch puts around backward copy instance attributes only.
+        vars(runnable)["_boxed_call"] = True
+        return runnable
 
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> Program | WholeProgram:
         if self.whole:

@@ -105,7 +105,7 @@ class Pieces:
             sharing = pieces._decide(piece.step)
             return pieces._run(piece, sharing, args) if sharing else base(args)
 
-        vars(run)["_boxed_call"] = True  # see Program
+        vars(run)["_boxed_call"] = True  # see Engine.program
         return run
 
     def _decide(self, step: _Step) -> Sharing:

@@ -82,9 +82,7 @@ class KeptBuckets:
 
         if not found and (graph.phase != "backward" or not places):
             return program
-        run = forward if found else backward
-        vars(run)["_boxed_call"] = True  # see Program
-        return run
+        return forward if found else backward
 
     def free(self, unit: str) -> None:
         """Free the memory of what is kept of ``unit``; of a bucket of several units with the last of them."""

@@ -211,7 +211,6 @@ class UnshardedUnits:
             args.extend(map(self._value, parameters))
             return program(args)
 
-        vars(run)["_boxed_call"] = True  # see Program
         vars(run).update({name: getattr(program, name) for name in ("source", "graph") if hasattr(program, name)})
         return run
 

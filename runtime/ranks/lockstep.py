@@ -116,7 +116,6 @@ class Lockstep(Lookout):
             with self.telling(program):
                 return program(args)
 
-        vars(run)["_boxed_call"] = True  # see Program
         return run
 
     @contextlib.contextmanager

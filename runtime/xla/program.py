@@ -89,7 +89,6 @@ class XlaProgram(WholeProgram):
         *,
         can_run_on_host: bool = False,
     ) -> None:
-        self._boxed_call = True  # see Program
         self.cache = cache
         cache.regions += 1
         self.graph, self.lowered, self.counter = graph, lowered, counter
