@@ -7,10 +7,8 @@ run that raises leaves nothing behind.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +22,10 @@ from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm.collectives import Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
 from graph_fsdp.runtime.frame import CopyPlan, Frame, GatherPlan, ReducePlan
-from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, recording, seen_by
+from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
-from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots
+from graph_fsdp.runtime.slots import GatheredBytes, SlotMemory, SlotPlan, Slots, by_device
 from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard, keep_plan, owned_gradients
 
 
@@ -50,14 +48,13 @@ class Program:
         self.check: Callable[[], None] | None = None  # before each run
         records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
         uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
-        self.slots = SlotPlan(tuple(graph.slots), tuple(uses[slot] for slot in range(len(graph.slots))))
-        if memory is not None:
-            self.slots = replace(self.slots, allocate=memory.allocate)
+        allocate = by_device if memory is None else memory.allocate
+        self.slots = SlotPlan(tuple(graph.slots), tuple(uses[i] for i, _ in enumerate(graph.slots)), allocate=allocate)
         self.graphs, self.memory = graphs, memory
         text = ProgramText(graph, cache, comms, graphs, registered=memory is not None)
-        self.source, self.constants, self.places = str(text), text.constants, text.places
+        self.source, self.constants, self.places = "\n".join([*text.lines, ""]), text.constants, text.places
         self._kernels = text.kernels
-        self._observers: tuple[MakeObserver, ...] = ()
+        self.observers: list[MakeObserver] = []  # of each run that begins
         namespace: dict[str, Any] = dict(self.constants)
         exec(compile(self.source, f"<graph_fsdp {graph.phase} program>", "exec"), namespace)
         self.ordinary = namespace["run"]
@@ -66,7 +63,7 @@ class Program:
         if self.check is not None:
             self.check()
         # A graph that is replayed shows a dispatch mode nothing.
-        if self.graphs is not None and not self._observers and not compat.dispatch_modes():
+        if self.graphs is not None and not self.observers and not compat.dispatch_modes():
             return self.graphs.run(self, args)
         if self.memory is None:
             return self.execute(self.ordinary, self.slots, args)
@@ -75,26 +72,13 @@ class Program:
 
     def execute(self, run: Callable[..., Any], slots: SlotPlan, args: list[Any]) -> Any:
         """Run ``run``: this program's function, or one of the same code with other regions."""
-        open_range = recording()
-        observers = [make(self) for make in self._observers]
-        if open_range is not None:
-            observers.append(ranges(open_range, self.graph.phase))
+        observers = [*(make(self) for make in self.observers), *ranges(self.graph.phase)]
         if observers:
             run = observed(run, self._kernels, observers)
         # Bytes and collectives of runs that are measured are not counted: reports tell of training.
-        counter = GatheredBytes() if self._observers else self.counter
+        counter = GatheredBytes() if self.observers else self.counter
         frame = Frame(Slots(counter, slots), self.kept, observers)
         return seen_by(observers, Event("run"), frame.run, run, args)
-
-    @contextlib.contextmanager
-    def observed_by(self, make: MakeObserver) -> Iterator[None]:
-        """For a time, give each run that begins an observer, which ``make`` makes of the program."""
-        before = self._observers
-        self._observers = (*before, make)
-        try:
-            yield
-        finally:
-            self._observers = before
 
 
 class ProgramText:
@@ -115,9 +99,6 @@ class ProgramText:
         self.kernels: dict[int, str] = {}
         self.index = 0  # of the step that is written
         self._write(cache)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines) + "\n"
 
     def _write(self, cache: RegionCache) -> None:
         steps, placeholders = cut(self.graph), self.graph.placeholders
@@ -264,13 +245,8 @@ def _place_of_node(node: fx.Node) -> str:
 
 
 def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:
-    last: dict[fx.Node, int] = {}
-    for index, step in enumerate(steps):
-        for node in step.inputs if isinstance(step, Region) else step.all_input_nodes:
-            last[node] = index
-    for node in graph.output.all_input_nodes:
-        last[node] = len(steps)
-    return last
+    read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in [*steps, graph.output]]
+    return {node: index for index, nodes in enumerate(read) for node in nodes}
 
 
 def _variable_names(graph: Graph) -> dict[fx.Node, str]:

@@ -25,7 +25,7 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -91,13 +91,18 @@ def recording() -> OpenRange | None:
     return torch.cuda.nvtx.range if _UNDER_NSYS else None
 
 
-def ranges(open_range: OpenRange, phase: str) -> Observer:
+def ranges(phase: str) -> list[Observer]:
+    """Return what opens the ranges of a run; nothing while nobody records."""
+    open_range = recording()
+    if open_range is None:
+        return []
+
     def see(event: Event, call: Callable[[], T]) -> T:
         words = (event.name, event.whose, f"({phase})") if event.name else (phase,)
         with open_range(f"FSDP::{' '.join(filter(None, words))}"):
             return call()
 
-    return see
+    return [see]
 
 
 Place: TypeAlias = "tuple[Program, int]"  # a step of a program, by its index in ``cut(program.graph)``
@@ -139,10 +144,14 @@ class Recorder:
 
     @contextmanager
     def recording(self, programs: Iterable[Program]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for program in programs:
-                stack.enter_context(program.observed_by(self._begin))
+        watched = list(programs)
+        for program in watched:
+            program.observers.append(self._begin)
+        try:
             yield
+        finally:
+            for program in watched:
+                program.observers.remove(self._begin)
 
     def end_step(self) -> None:
         """Turn the marks made so far into seconds, as those of one training step. This waits for the device."""

@@ -23,7 +23,6 @@ A gather sends a slice of the shard storage, which is an input of the lowered gr
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,7 @@ from graph_fsdp.passes.ir.layout import GatherLayout, layout_of, messages_of
 from graph_fsdp.passes.ir.operands import operand, operands
 from graph_fsdp.passes.ir.stage import readable
 from graph_fsdp.runtime.comm import collectives
-from graph_fsdp.runtime.observe import recording
+from graph_fsdp.runtime.observe import Event, ranges, seen_by
 from graph_fsdp.runtime.regions.regions import Compiled, RegionCache
 from graph_fsdp.runtime.slots import GatheredBytes
 
@@ -375,6 +374,4 @@ class WholeProgram:
             self.counter.count(counted_as, count)
         inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
-        open_range = recording() or contextlib.nullcontext
-        with open_range(f"FSDP::{self.graph.phase}"):
-            return self.function(inputs)
+        return seen_by(ranges(self.graph.phase), Event("run"), self.function, inputs)
