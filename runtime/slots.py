@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -46,10 +47,10 @@ class GatheredBytes(Held):
 
     landing: Held = field(default_factory=Held)
     slots: Held = field(default_factory=Held)
-    collectives: dict[str, int] = field(default_factory=dict)
+    collectives: Counter[str] = field(default_factory=Counter)
 
-    def count(self, kind: str, times: int = 1) -> None:
-        self.collectives[kind] = self.collectives.get(kind, 0) + times
+    def count(self, kind: str) -> None:
+        self.collectives[kind] += 1
 
     def reset(self) -> None:
         """Forget the peaks and counts; what is held now stays counted."""

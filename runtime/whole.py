@@ -370,8 +370,7 @@ class WholeProgram:
         self.function: Compiled = cache.compile_whole(module, graph.phase)
 
     def __call__(self, args: list[Any]) -> Any:
-        for counted_as, count in self.collectives.items():
-            self.counter.count(counted_as, count)
+        self.counter.collectives.update(self.collectives)
         inputs = [i.of(args) if isinstance(i, ShardSlice) else args[i] for i in self.inputs]
         args.clear()
         return seen_by(ranges(self.graph.phase), Event("run"), self.function, inputs)

@@ -110,8 +110,7 @@ class XlaProgram(WholeProgram):
                 self._compiled = self._compile(inputs, FIRST_RUN)
             inputs = self._placed(inputs)
             results = self._run(self._compiled, inputs)
-        for kind, count in self.collectives.items():
-            self.counter.count(kind, count)
+        self.counter.collectives.update(self.collectives)
         found = {"input": inputs, "result": results}
         return tuple(value if kind == "constant" else found[kind][value] for kind, value in self.lowered.returns)
 
