@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -79,6 +79,7 @@ class Lowering:
         self.graph = graph
         self.fx_graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}  # node of the scheduled graph → what takes its place
+        self.places = {node: place for place, node in enumerate(graph.placeholders)}
         self.slices: dict[fx.Node, fx.Node] = {}  # start of a gather → the input that it sends
 
     @torch.no_grad()
@@ -102,7 +103,7 @@ class Lowering:
     # Nodes
 
     def _lower(self, node: fx.Node) -> None:
-        self.values[node] = value = _LOWERINGS[node.target](self, node)
+        self.values[node] = value = self.lowerings[node.target](self, node)
         if isinstance(value, fx.Node):  # and not messages, which have no value of the node's shape
             expected, found = kind(node.meta["val"]), kind(value.meta["val"])
             assert found == expected, f"{node.name} is {expected} in the scheduled graph and {found} in the lowered one"
@@ -110,6 +111,13 @@ class Lowering:
     def call(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
         node = self.fx_graph.create_node("call_function", target, args, name=name)
         node.meta["val"] = VALUES.of(node)
+        return node
+
+    def placeholder(self, name: str, like: fx.Node, shape: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
+        """Add an input of this shape, and of this dtype or that of ``like``."""
+        node = self.fx_graph.placeholder(name)
+        with fake_mode_of([like]):
+            node.meta["val"] = like.meta["val"].new_empty(tuple(shape), dtype=dtype)
         return node
 
     def cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -145,7 +153,7 @@ class Lowering:
 
     def _inputs(self) -> tuple[int | ShardSlice, ...]:
         """Return the scheduled graph's inputs, without shards that only gathers read, and the gathers' slices."""
-        places = {node: place for place, node in enumerate(self.graph.placeholders)}
+        places = self.places
         starts = [n for n in self.graph.fx_graph.nodes if n.target is dialect.all_gather_start]
         sliced = [start for start in starts if all(shard in places for shard in operands(start))]
         inputs: list[int | ShardSlice] = []
@@ -155,11 +163,8 @@ class Lowering:
                 self.values[node].meta.pop("fsdp", None)
                 inputs.append(place)
         for start in sliced:
-            layout, shard = layout_of(start), operands(start)[0]
-            with fake_mode_of([shard]):
-                value = shard.meta["val"].new_empty(layout.length)
-            self.slices[start] = self.fx_graph.placeholder(f"shards_{start.name}")
-            self.slices[start].meta["val"] = value
+            layout = layout_of(start)
+            self.slices[start] = self.placeholder(f"shards_{start.name}", operands(start)[0], (layout.length,))
             inputs.append(ShardSlice(tuple(places[shard] for shard in operands(start)), layout))
         return tuple(inputs)
 
@@ -167,7 +172,9 @@ class Lowering:
 
     def gather_start(self, node: fx.Node) -> _Messages:
         layout, dtype = layout_of(node), dialect.argument(node, "dtype")
-        source = self.slices[node] if node in self.slices else self._packed(operands(node), layout)
+        if (source := self.slices.get(node)) is None:  # chunks that the graph has computed, with zeros in between
+            flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in operands(node)]
+            source = self._spread(flat, layout.offsets, layout.length)
         source = self.cast(source, dtype)
         shards = [self._part(source, m.begin, m.numel) for m in layout.messages]
         world_size, group = dialect.argument(node, "world_size"), dialect.group_of(node)
@@ -180,11 +187,6 @@ class Lowering:
         (first, *others) = buffer.layout.messages
         whole = not others and first.lands_in_place and first.numel == buffer.layout.length
         return self._buffer(buffer) if whole or not all(_takes_parts(user, buffer) for user in node.users) else buffer
-
-    def _packed(self, shards: Sequence[fx.Node], layout: GatherLayout) -> fx.Node:
-        """Pack chunks that the graph has computed into a bucket's shard, with zeros in between."""
-        flat = [self.call(aten.reshape.default, self.values[shard], [-1]) for shard in shards]
-        return self._spread(flat, layout.offsets, layout.length)
 
     def _buffer(self, messages: _Messages) -> fx.Node:
         """Make the parameter-major buffer of the scheduled graph. What no message brought is padding."""
@@ -248,24 +250,20 @@ class Lowering:
             started.append(self.reduce_scatter(packed, op, world, name, node.name))
         return started
 
-    def all_reduce_start(self, node: fx.Node) -> fx.Node:
+    def all_reduce_start(self, node: fx.Node) -> list[fx.Node]:
         (op, before, _), dtype = _mean(node), dialect.argument(node, "dtype")
         flat = [self.call(aten.reshape.default, self.values[grad], [-1]) for grad in operands(node)]
         packed = self._divided(self._joined([self.cast(grad, dtype) for grad in flat], dim=0), before)
-        return self.all_reduce(packed, op, dialect.group_of(node), node.name)
+        return [self.all_reduce(packed, op, dialect.group_of(node), node.name)]
 
-    def all_reduce_shard_start(self, node: fx.Node) -> fx.Node:
-        return self.all_reduce(self.values[operand(node)], _mean(node)[0], dialect.group_of(node), node.name)
+    def all_reduce_shard_start(self, node: fx.Node) -> list[fx.Node]:
+        return [self.all_reduce(self.values[operand(node)], _mean(node)[0], dialect.group_of(node), node.name)]
 
     def reduce_wait(self, node: fx.Node) -> fx.Node:
-        start: Any = node.args[0]
-        if start.target is dialect.reduce_scatter_start:
-            parts = [self.wait(part, node.name) for part in self.values[start]]
-            begins = [begin for _, begin in messages_of(start)]
-            reduced = self._spread(parts, begins, start.meta["val"].numel())
-        else:
-            reduced = self.wait(self.values[start], node.name)
-        return self._divided(reduced, _mean(start)[2])
+        start = operand(node)
+        begins = [begin for _, begin in messages_of(start)] if start.target is dialect.reduce_scatter_start else [0]
+        parts = [self.wait(part, node.name) for part in self.values[start]]
+        return self._divided(self._spread(parts, begins, start.meta["val"].numel()), _mean(start)[2])
 
     def _rank_major(self, grad: fx.Node, node: fx.Node, world: int) -> fx.Node:
         """A gradient as (ranks, elements of a chunk), in the reduction's dtype, padded with zeros."""
@@ -281,17 +279,15 @@ class Lowering:
     def _divided(self, value: fx.Node, divisor: float | None) -> fx.Node:
         return value if divisor is None else self.call(aten.div.Tensor, value, divisor)
 
-
-_LOWERINGS: dict[Any, Callable[[Lowering, fx.Node], Any]] = {
-    dialect.all_gather_start: Lowering.gather_start,
-    dialect.all_gather_wait: Lowering.gather_wait,
-    dialect.keep_shard: Lowering.keep_shard,
-    dialect.reduce_scatter_start: Lowering.reduce_scatter_start,
-    dialect.all_reduce_start: Lowering.all_reduce_start,
-    dialect.all_reduce_shard_start: Lowering.all_reduce_shard_start,
-    dialect.reduce_wait: Lowering.reduce_wait,
-}
-_OPERATIONS = {torch.distributed.ReduceOp.AVG: "avg", torch.distributed.ReduceOp.SUM: "sum"}
+    lowerings: ClassVar[dict[Any, Callable[..., Any]]] = {
+        dialect.all_gather_start: gather_start,
+        dialect.all_gather_wait: gather_wait,
+        dialect.keep_shard: keep_shard,
+        dialect.reduce_scatter_start: reduce_scatter_start,
+        dialect.all_reduce_start: all_reduce_start,
+        dialect.all_reduce_shard_start: all_reduce_shard_start,
+        dialect.reduce_wait: reduce_wait,
+    }
 
 
 def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
@@ -299,7 +295,7 @@ def _mean(start: fx.Node) -> tuple[str, float | None, float | None]:
     second = start.target is dialect.all_reduce_shard_start
     ranks = (dialect.argument(start, name) for name in (("ranks",) if second else ("world_size", "replicas")))
     op, before, after = collectives.mean_of(start.meta["val"].dtype, *ranks)
-    return _OPERATIONS[op], before, after
+    return op.name.lower(), before, after
 
 
 def _slice_bounds(node: fx.Node) -> tuple[int, int] | None:
@@ -330,10 +326,9 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(layout: GatherLayout) -> Iterator[_Chunk]:
-    """Yield in order all of a message that lands in place, else its chunks and the gaps between them."""
+    """Yield the chunks of each message and the gaps between them, in order."""
     for index, message in enumerate(layout.messages):
-        numels = [message.numel] if message.lands_in_place else message.splits
-        for begin, numel in zip(accumulate(numels, initial=message.begin), numels, strict=False):
+        for begin, numel in zip(accumulate(message.splits, initial=message.begin), message.splits, strict=False):
             yield _Chunk(index, begin, numel)
 
 

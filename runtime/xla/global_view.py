@@ -18,8 +18,9 @@ are programs of their own, so ZeRO-3 gathers twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -27,7 +28,6 @@ from torch import Tensor, fx
 from graph_fsdp.compat import xla as compat_xla
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role
-from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
 from graph_fsdp.passes.ir.spec import ModelSpec, ParameterSpec
@@ -69,19 +69,14 @@ class _Lowering(whole.Lowering):
             if has_role(node, Role.KEPT):
                 for name in self.kept[node.meta["fsdp"].bucket]:
                     p = self.model.spec_of(name)
-                    self.parameters[name] = self._placeholder(f"kept_{name}", node, p.shape, p.param_dtype)
+                    as_input = f"kept_{name}".replace(".", "_").replace("#", "_")
+                    self.parameters[name] = self.placeholder(as_input, node, p.shape, p.param_dtype)
             elif has_role(node, Role.SHARD):
                 p = self.model.spec_of(node.meta["fsdp"].params[0])
-                self.values[node] = self._placeholder(node.name, node, p.shape, p.dtype)
+                self.values[node] = self.placeholder(node.name, node, p.shape, p.dtype)
             else:
                 self.values[node] = super()._copy(node)
         return ()
-
-    def _placeholder(self, name: str, like: fx.Node, shape: Iterable[int], dtype: torch.dtype) -> fx.Node:
-        node = self.fx_graph.placeholder(name.replace(".", "_").replace("#", "_"))
-        with fake_mode_of([like]):
-            node.meta["val"] = like.meta["val"].new_empty(tuple(shape), dtype=dtype)
-        return node
 
     def _output(self, node: fx.Node) -> fx.Node:
         outputs: list[Any] = []
@@ -107,9 +102,6 @@ class _Lowering(whole.Lowering):
         exist = all(self.values.get(source) is not None for source in node.all_input_nodes)
         return super()._copy(node) if exist else None
 
-    def _lower(self, node: fx.Node) -> None:
-        _LOWERINGS[node.target](self, node)
-
     def gather(self, node: fx.Node) -> None:
         for shard in dialect.argument(node, "shards"):
             p = self.model.spec_of(shard.meta["fsdp"].params[0])
@@ -127,25 +119,23 @@ class _Lowering(whole.Lowering):
         axes = [first if dim == 0 else "" for dim in range(len(p.shape))]
         return self.call(constrain, value, axes, self.mesh, name=f"{p.name}_{what}".replace(".", "_"))
 
+    lowerings: ClassVar[dict[Any, Callable[..., Any]]] = {
+        dialect.all_gather_start: gather,
+        dialect.reduce_scatter_start: reduce,
+        dialect.all_reduce_start: reduce,
+        # The constraints that are there say it.
+        **dict.fromkeys([*dialect.WAITS, dialect.all_reduce_shard_start], lambda *_: None),
+    }
 
-_LOWERINGS: dict[Any, Callable[[_Lowering, fx.Node], None]] = {
-    dialect.all_gather_start: _Lowering.gather,
-    dialect.reduce_scatter_start: _Lowering.reduce,
-    dialect.all_reduce_start: _Lowering.reduce,
-    # The constraints that are there say it.
-    **dict.fromkeys([*dialect.WAITS, dialect.all_reduce_shard_start], lambda *_: None),
-}
 
-
-def mesh_name(devices: Sequence[Sequence[int]], axes: tuple[str, str]) -> str:
+@functools.cache
+def mesh_name(devices: tuple[tuple[int, ...], ...], axes: tuple[str, str]) -> str:
     """Return the name by which graphs know a mesh of these devices, a row for each step along the first axis. Equal
     meshes have one name."""
     import numpy
 
-    array = numpy.array(devices)
-    mesh = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, axes)
-    name = next((name for name, known in _MESHES.items() if str(known) == str(mesh)), f"mesh{len(_MESHES)}")
-    _MESHES.setdefault(name, mesh)
+    array, name = numpy.array(devices), f"mesh{len(_MESHES)}"
+    _MESHES[name] = compat_xla.spmd().Mesh(array.reshape(-1), array.shape, axes)
     return name
 
 

@@ -75,7 +75,6 @@ class Lowered(whole.Lowering):
     ) -> None:
         super().__init__(graph)
         self.groups, self.each = groups, each
-        self.places = {node: place for place, node in enumerate(graph.placeholders)}
         self.entries: list[Crossing | None] = [*entries] or [None] * len(self.places)
         self.exits: list[Crossing | None] = [*exits] or [None] * len(operands(graph.output))
         self.seeded = False
