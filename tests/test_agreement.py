@@ -25,7 +25,7 @@ from torch.optim import AdamW
 import graph_fsdp
 from graph_fsdp import RankDisagreement
 from graph_fsdp.passes import BudgetError, Graph, GraphPass, PassContext, PassError, Role, default_pipeline
-from graph_fsdp.runtime.ranks.agreement import agree, compare, write_once
+from graph_fsdp.runtime.ranks.agreement import agree, compare
 
 FACTS = Facts(__name__)
 
@@ -360,7 +360,7 @@ def come(store: dist.Store, rank: int, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_first_verdict_counts_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     assert come(store, 0, monkeypatch) == "without [1]"
-    write_once(store, "here/verdict", "together")  # of a rank that comes as another one gives up
+    store.compare_set("here/verdict", "", "together")  # of a rank that comes as another one gives up
     assert come(store, 1, monkeypatch) == "without [1]"
 
 

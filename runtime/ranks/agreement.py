@@ -76,7 +76,7 @@ def agree(
         return
 
     text = json.dumps(list(entries))
-    place = (compat.default_store(), prefix_of(ranks, key), ranks)
+    store, prefix = compat.default_store(), prefix_of(ranks, key)
 
     def judge(published: dict[int, str]) -> str:
         return json.dumps([rank for rank, digest in published.items() if digest != published[ranks[0]]])
@@ -84,35 +84,21 @@ def agree(
     def missing(late: list[int]) -> str:
         return json.dumps(_did_not_come(late, key, timeout))
 
-    found = json.loads(compare(*place, digest([text]), judge, missing, timeout, refused))
-    if isinstance(found, list) and found:
-        found = _difference(*place, key, found, text, timeout)
+    found = json.loads(compare(store, prefix, ranks, digest([text]), judge, missing, timeout, refused))
+    if isinstance(found, list) and found:  # ranks whose entries differ from the first rank's
+        two = (found[0], ranks[0])  # which alone publish their entries: of a large model, they are long
+        names = [f"{prefix}/entries/{rank}" for rank in two]
+        if (me := dist.get_rank()) in two:
+            store.set(f"{prefix}/entries/{me}", text)
+        wait(store, names, timeout)
+        at, theirs, own = first_difference(*(json.loads(entries or "[]") for entries in read_all(store, names)))
+        found = (
+            f"ranks {listed(found)} are about to run another program than rank {two[1]} ({key!r}): entry {at} is "
+            f"{theirs!r} on rank {two[0]} and {own!r} on rank {two[1]}; use the same model, options and passes on all "
+            "ranks, and let no branch depend on a rank's own data"
+        )
     if found:
         raise RankDisagreement(found)
-
-
-def _difference(
-    store: dist.Store,
-    prefix: str,
-    ranks: Sequence[int],
-    key: str,
-    different: Sequence[int],
-    text: str,
-    timeout: float,
-) -> str:
-    """Say how the entries of the ``different`` ranks, of which this one's are ``text``, differ from the first rank's.
-    Only the two that are compared publish them: of a large model, they are long."""
-    two = (different[0], ranks[0])
-    names = [f"{prefix}/entries/{rank}" for rank in two]
-    if (me := dist.get_rank()) in two:
-        store.set(f"{prefix}/entries/{me}", text)
-    wait(store, names, timeout)
-    at, theirs, own = first_difference(*(json.loads(entries or "[]") for entries in read_all(store, names)))
-    return (
-        f"ranks {listed(different)} are about to run another program than rank {two[1]} ({key!r}): entry {at} is "
-        f"{theirs!r} on rank {two[0]} and {own!r} on rank {two[1]}; use the same model, options and passes on all "
-        "ranks, and let no branch depend on a rank's own data"
-    )
 
 
 def compare(
@@ -135,13 +121,8 @@ def compare(
     if not store.check([verdict]):
         published = dict(zip(ranks, read_all(store, names), strict=True))
         late = [rank for rank, value in published.items() if not value]
-        write_once(store, verdict, missing(late) if late else judge(published))
+        store.compare_set(verdict, "", missing(late) if late else judge(published))  # of two ranks, one writes
     return store.get(verdict).decode()
-
-
-def write_once(store: dist.Store, name: str, value: str) -> None:
-    """Write ``value``, which is not empty, unless something stands there; of two ranks, one does."""
-    store.compare_set(name, "", value)
 
 
 def publish(key: str, value: str, ranks: Sequence[int]) -> None:

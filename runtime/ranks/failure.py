@@ -110,7 +110,6 @@ class Failures:
         self.mine: Failure | None = None
         self.standing = False  # whether other ranks had failures at the last look
         self._last_own = -1  # position of the last program in which this rank failed by itself
-        self._listed = False  # this rank among those that have failed
         self._first_seen: dict[Failure, float] = {}
         self._waits = self._told = -1  # the position of a wait, and of one that others were told of
         self._news = -1
@@ -140,9 +139,7 @@ class Failures:
             self._last_own = failure.position
         text = json.dumps(dataclasses.astuple(failure))
         _answered(lambda: self.store.set(f"{self.base}failure/{failure.rank}", text))
-        if not self._listed:
-            self._listed = True
-            _answered(lambda: compat.append(self.store, f"{self.base}failures", f"{failure.rank} "))
+        _answered(lambda: compat.append(self.store, f"{self.base}failures", f"{failure.rank} "))
         _answered(self.add_news)
 
     def withdraw(self) -> None:
@@ -242,8 +239,7 @@ def interrupted(error: BaseException, what: str) -> None:
 
 def ended(processes: Processes, ranks: Sequence[int]) -> str:
     """Name those of ``ranks`` whose ``processes`` have ended; "" for none."""
-    states = {rank: state_of(processes, rank) for rank in ranks if rank in processes}
-    return in_words({rank: state for rank, state in states.items() if "ended" in state})
+    return in_words({rank: state for rank in ranks if "ended" in (state := state_of(processes, rank))})
 
 
 def in_words(states: Mapping[int, str]) -> str:

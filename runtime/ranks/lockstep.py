@@ -93,17 +93,19 @@ class Lockstep(Lookout):
             self.raise_again()
             if not self._stopped:
                 self.failures.withdraw()
-        if self._predictions.get(past := self._past) != key:
-            try:
-                if self._stopped or self._predicted() != key:
-                    self._compare(key)
-            finally:
-                self.position += 1
-                self._stopped = ""
-            self._learn(key)
-        else:
+        # By the longest past that was met before.
+        predicted = next((self._predictions[past] for past in _ends(self._past) if past in self._predictions), None)
+        try:
+            if self._stopped or predicted != key:
+                self._compare(key)
+        finally:
             self.position += 1
-        self._past = (*past[1 - _DEPTH :], key)
+            self._stopped = ""
+        if self._predictions.get(self._past) != key:
+            if len(self._predictions) > _MOST_PREDICTIONS:
+                self._predictions.clear()
+            self._predictions.update(dict.fromkeys(_ends(self._past), key))
+        self._past = (*self._past[1 - _DEPTH :], key)
         self._running = key
         self._program = weakref.ref(program) if program is not None else lambda: None
         current = self
@@ -183,15 +185,6 @@ class Lockstep(Lookout):
         if not isinstance(error, (RankDisagreement, RankFailure)):
             said = failure.described(error)
             self.failures.announce(Failure(self.me, self.position, False, False, where, said))
-
-    def _predicted(self) -> str | None:
-        """Predict by the longest past that was met before."""
-        return next((self._predictions[past] for past in _ends(self._past) if past in self._predictions), None)
-
-    def _learn(self, key: str) -> None:
-        if len(self._predictions) > _MOST_PREDICTIONS:
-            self._predictions.clear()
-        self._predictions.update(dict.fromkeys(_ends(self._past), key))
 
     def _compare(self, key: str) -> None:
         self.comparisons += 1

@@ -69,11 +69,7 @@ class Lookout:
 
     def waits(self, seconds: float) -> None:
         """Tell the user of a collective that has taken ``seconds``, if that is long."""
-
-        def what() -> str:
-            return self._running_program(failure.place(self._program()))
-
-        self.failures.tell(self.position - 1, seconds, what)
+        self.failures.tell(self.position - 1, seconds, lambda: self._running_program(failure.place(self._program())))
 
     def _none_ahead(self) -> bool:
         """Raise RankDisagreement if another rank compares, or compiles, where this one has begun a program without;
@@ -148,7 +144,7 @@ class Lookout:
 
     def _announce(self, position: int, message: str) -> None:
         """Announce a verdict for every rank that is, or comes, here. As not all came, they cannot go on together."""
-        agreement.write_once(self.store, f"{self._prefix(position)}/verdict", json.dumps([False, message]))
+        self.store.compare_set(f"{self._prefix(position)}/verdict", "", json.dumps([False, message]))
 
     def _raise_announced(self, position: int) -> None:
         self._raise_verdict(read(self.store, f"{self._prefix(position)}/verdict"))
