@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -50,18 +51,11 @@ class GatherPlan(StartPlan):
 
     def start(self, frame: Frame, given: list[Tensor]) -> Pending:
         frame.counter.count("all_gather")
-        layout, dtype, device, slots = self.layout, self.dtype, given[0].device, frame.slots
-        numel = layout.world_size * layout.length
-        if self.escapes:
-            buffer = slots.take_escaping(self.bucket, numel, dtype, device)
-        else:
-            buffer = slots.take(numel, dtype, device, self.slot)
-        comm = self.comms.all_gather if self.comms is not None else None
-        landing = None
-        if comm is None and layout.landing_numel:
-            landing = slots.take_landing(layout.landing_numel, dtype, device, self.landing_slot)
-        pending = start_all_gather(given, layout, dtype, self.group, buffer, landing, slots.give_landing, comm)
-        slots.hold(buffer, self.escapes)
+        slots, comm = frame.slots, self.comms.all_gather if self.comms is not None else None
+        take = partial(slots.take_escaping, self.bucket) if self.escapes else partial(slots.take, slot=self.slot)
+        landing = partial(slots.take_landing, slot=self.landing_slot), slots.give_landing
+        pending = start_all_gather(given, self.layout, self.dtype, self.group, take, *landing, comm)
+        slots.hold(pending.buffer, self.escapes)
         return pending
 
 

@@ -40,7 +40,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.layout import GatherLayout, Message
 from graph_fsdp.runtime.comm.streams import UnderWay
 from graph_fsdp.runtime.ranks import lockstep
-from graph_fsdp.runtime.slots import by_device
+from graph_fsdp.runtime.slots import Allocate, by_device
 
 # A reduction's operator, and what to divide by before and after it (``mean_of``).
 Mean = tuple[dist.ReduceOp.RedOpType, float | None, float | None]
@@ -75,21 +75,21 @@ def start_all_gather(
     layout: GatherLayout,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-    result: Tensor | None = None,
-    landing: Tensor | None = None,
+    take: Allocate = by_device,
+    take_landing: Allocate = by_device,
     release: Callable[[Tensor], None] = lambda _: None,
     comm: Comm | None = None,
 ) -> Pending:
-    """Gather ``shards`` (each rank's padded chunks) of a bucket into a flat, parameter-major buffer of ``dtype``:
-    ``result``, if that is given. ``landing`` has ``layout.landing_numel`` elements and is given to ``release`` in the
-    end. ``comm`` gathers in one message, in memory of its own, which is unpacked whole."""
+    """Gather ``shards`` (each rank's padded chunks) of a bucket into a flat, parameter-major buffer of ``dtype``, which
+    ``take`` allocates, and ``take_landing`` what has to be unpacked, which is given to ``release`` in the end. ``comm``
+    gathers in one message, in memory of its own, which is unpacked whole."""
     source, world = shard_slice(shards, layout), layout.world_size
-    if result is None:
-        result = torch.empty(world * layout.length, dtype=dtype, device=source.device)
+    result = take(world * layout.length, dtype, source.device)
+    landing: Tensor | None = None
     if comm is not None:
         landing = comm.allocate((world * layout.length,), dtype=dtype, device=source.device)
-    elif landing is None and layout.landing_numel:
-        landing = torch.empty(layout.landing_numel, dtype=dtype, device=source.device)
+    elif layout.landing_numel:
+        landing = take_landing(layout.landing_numel, dtype, source.device)
     unpacked: list[tuple[Tensor, Message]] = []
     targets: list[tuple[Tensor, Tensor]] = []
     used = 0
