@@ -10,10 +10,12 @@ write: whoever makes it first decides what the others run. So folders and files 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,11 +75,9 @@ def _dissimilar_first(regions: Mapping[RegionKey, Region]) -> list[RegionKey]:
     """Order the regions as ranks look for work: large ones first, so that all end together, and the largest of each
     kind before the second largest. Regions that are alike have most kernels in common, and ranks that compile them at
     the same time wait for each other's."""
-    ranked: list[tuple[int, RegionKey]] = []
-    for kind in dict.fromkeys(key.kind for key in regions):
-        of_kind = sorted((k for k in regions if k.kind == kind), key=lambda k: len(regions[k].nodes), reverse=True)
-        ranked += enumerate(of_kind)
-    return [key for _, key in sorted(ranked, key=lambda pair: pair[0])]
+    by_size = sorted(regions, key=lambda key: len(regions[key].nodes), reverse=True)
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of a kind's regions, the largest first
+    return sorted(by_size, key=lambda key: next(numbers[key.kind]))
 
 
 def divide(

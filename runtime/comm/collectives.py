@@ -27,6 +27,7 @@ again would change those of the step before, as with FSDP2.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -158,7 +159,7 @@ def _exchange_all_gather(messages: Sequence[tuple[Tensor, Tensor]], group: dist.
 
 
 def _own_first(halves: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    first, second = halves[: len(halves) // 2], halves[len(halves) // 2 :]
+    first, second = halves.chunk(2)
     return (first, second) if group.rank() == 0 else (second, first)
 
 
@@ -244,12 +245,8 @@ class ReduceScatter:
         *offsets, self.length = dialect.reduced_offsets(grads, dtype, self.world, messages)
         numels = dialect.chunk_numels(grads, self.world)
         # Of each message: its gradients, and where in the result their chunks begin and how many elements they have.
-        self.messages: list[tuple[slice, int, int]] = []
-        first = 0
-        for count in messages or [len(grads)]:
-            which = slice(first, first + count)
-            self.messages.append((which, offsets[first], sum(numels[which])))
-            first += count
+        ends = itertools.accumulate(messages or [len(grads)], initial=0)
+        self.messages = [(slice(a, b), offsets[a], sum(numels[a:b])) for a, b in itertools.pairwise(ends)]
 
     def start(self, grads: Sequence[Tensor]) -> Pending:
         comm = self.comms.reduce_scatter if self.comms is not None else None
@@ -347,7 +344,8 @@ def start_shard_all_reduce(shard: Tensor, group: dist.ProcessGroup, mean: Mean) 
 
 def reduce_payloads(values: Sequence[Tensor], op: str, group: dist.ProcessGroup) -> Tensor:
     """Reduce small tensors of one dtype in one all-reduce, and wait for it; the result is flat."""
-    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), group, (_OPERATIONS[op], None, None))
+    mean = getattr(dist.ReduceOp, op.upper()), None, None
+    pending = _all_reduce(torch.cat([value.reshape(-1) for value in values]), group, mean)
     pending.finish()
     return pending.buffer
 
@@ -387,6 +385,3 @@ def mean_of(
         before *= 2
     after = factor / before if replicas == 1 else None
     return dist.ReduceOp.SUM, float(before) if narrow else None, after
-
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

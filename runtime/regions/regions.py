@@ -30,7 +30,6 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.canonical_form import canonical_form
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
-from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph, Phase
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -136,7 +135,8 @@ def _with_symbols(inputs: list[fx.Node], body: list[fx.Node], symbols: dict[Any,
     if not symbols:
         return inputs
     # By name: a set of symbols has an order of each process's own.
-    found = (symbol for node in [*body, *inputs] for symbol in sorted(_symbols(node.meta.get("val")), key=str))
+    values = (node.meta.get("val") for node in [*body, *inputs])
+    found = (symbol for value in values for symbol in sorted(compat.free_symbols(value), key=str))
     return list(dict.fromkeys([*inputs, *(symbols[symbol] for symbol in found if symbol in symbols)]))
 
 
@@ -190,19 +190,11 @@ def _is_cut_out(node: fx.Node) -> bool:
     return all(isinstance(size, int) for size in sizes) and sizes[0] <= _INT32_MAX < sizes[1]
 
 
-def _symbols(value: Any) -> set[Any]:
-    is_number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return set[Any]().union(*map(compat.free_symbols, [value] if is_number else iterate_tensors(value)))
-
-
 def _symbol_inputs(placeholders: list[fx.Node]) -> dict[Any, fx.Node]:
     """Map each symbol to the graph input that is exactly that symbol."""
-    found = {}
-    for node in placeholders:
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            found[value.node.expr] = node
-    return found
+    values = ((node, node.meta.get("val")) for node in placeholders)
+    numbers = ((node, value.node.expr) for node, value in values if isinstance(value, torch.SymInt))
+    return {expr: node for node, expr in numbers if expr.is_Symbol}
 
 
 @dataclass(frozen=True)
