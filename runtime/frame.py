@@ -33,9 +33,6 @@ class StartPlan:
     bucket: str
     kind: str
 
-    def start(self, frame: Frame, given: Any) -> Pending:
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class GatherPlan(StartPlan):
@@ -92,7 +89,6 @@ class CopyPlan(StartPlan):
 
 
 _OFFLOAD = CopyPlan(None, "", "offload activation", copies.offload_activation)
-_PAYLOADS = StartPlan(None, "", "reduce payloads")
 
 
 class Frame:
@@ -113,7 +109,7 @@ class Frame:
         self.close()
         return outputs
 
-    def start(self, plan: StartPlan, given: Any) -> Pending:
+    def start(self, plan: GatherPlan | ReducePlan | CopyPlan, given: Any) -> Pending:
         pending = self._seen("start", plan, plan.start, self, given)
         self.pending[pending] = plan
         return pending
@@ -132,10 +128,10 @@ class Frame:
 
     def reduce_payloads(self, reduce: Callable[[list[Tensor]], Tensor], values: list[Tensor]) -> Tensor:
         self.counter.count("payload_reduce")
-        return self._seen("call", _PAYLOADS, reduce, values)
+        return seen_by(self.observers, Event("call", None, "reduce payloads"), reduce, values)
 
     def hook(self, unit: str, buffer: Tensor) -> Tensor:
-        self._seen("call", StartPlan(None, unit or "root", "hook"), self.kept.hooks[unit], buffer)
+        seen_by(self.observers, Event("call", None, "hook", unit or "root"), self.kept.hooks[unit], buffer)
         return buffer
 
     def _seen(self, what: What, plan: StartPlan, call: Callable[..., T], *given: Any) -> T:
