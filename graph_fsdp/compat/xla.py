@@ -52,10 +52,8 @@ def device() -> torch.device:
 def op_sharding(devices: tuple[int, ...], tiles: int, dims: int) -> Any:
     import numpy
 
-    if tiles == 1 or dims == 0:
-        return spmd().Mesh(numpy.array(devices), (len(devices),), ("copies",)).get_op_sharding(())
     mesh = spmd().Mesh(numpy.array(devices), (tiles, len(devices) // tiles), ("parts", "copies"))
-    return mesh.get_op_sharding(("parts",) + (None,) * (dims - 1))
+    return mesh.get_op_sharding(("parts",) + (None,) * (dims - 1) if tiles > 1 and dims else ())
 
 
 def mark_sharding(tensor: Tensor, devices: tuple[int, ...], tiles: int) -> None:
@@ -256,12 +254,10 @@ def fresh_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def optimized_text(function: Callable[..., Any], inputs: Sequence[Any]) -> str:
-    """Return XLA's optimized program for what ``function`` returns. Raises RuntimeError if HLO text was asked for
-    before in this process, which is when torch_xla reads the variable for it."""
+    """Return XLA's optimized program for the tuple that ``function`` returns. Raises RuntimeError if HLO text was asked
+    for before in this process, which is when torch_xla reads the variable for it."""
     os.environ[_DUMP] = "1"
-    outputs = function(*inputs)  # pending
-    flat = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-    tensors = [value for value in flat if isinstance(value, Tensor)]
+    tensors = [value for value in function(*inputs) if isinstance(value, Tensor)]  # pending
     text = str(xlac()._get_xla_tensors_hlo(tensors))
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise RuntimeError(

@@ -115,4 +115,4 @@ class GlobalEngine(XlaEngine):
     def _make_program(self, graph: Graph, context: PassContext, captured: CapturedGraph) -> XlaProgram:
         scheduled, on_host = self._scheduled.pop((captured.index, graph.phase)), self.backend.on_host_fallback
         lowered = Lowered(Graph(graph.module, graph.phase), {})
-        return XlaProgram(scheduled, lowered, self.regions, self.counter, on_host, can_run_on_host=True)
+        return XlaProgram(scheduled, lowered, self.regions, self.counter, on_host)

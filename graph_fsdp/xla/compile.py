@@ -140,18 +140,18 @@ def check_options(options: CompileOptions) -> None:
     replicas = options.sharding == "replicas"
     if options.regions == "whole":
         raise ValueError("regions='whole': backend='xla' compiles every graph in one piece; leave it out")
-    if not options.fullgraph and options.sharding == "manual":
-        raise UnsupportedError(
+    refused = (
+        (
+            not options.fullgraph and options.sharding == "manual",
             "fullgraph=False: with backend='xla' the graph of one device's rows cannot be left for Python and entered "
-            "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'"
-        )
-    if not options.fullgraph and replicas and are_threads():
-        raise UnsupportedError(
+            "again; change the line that breaks the graph (fullgraph=True names it), or pass sharding='auto'",
+        ),
+        (
+            not options.fullgraph and replicas and are_threads(),
             "fullgraph=False with sharding='replicas': the replicas of this process are threads, which take turns to "
             "trace, and a piece of a graph would wait in its turn for the others; leave fullgraph out, or start one "
-            "process per device"
-        )
-    refused = (
+            "process per device",
+        ),
         (options.offloads, "offload_policy: backend='xla' keeps shards on the devices; leave it out"),
         (
             options.reshards_to_groups,

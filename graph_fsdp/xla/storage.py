@@ -118,9 +118,8 @@ class XlaStorage(Shards):
 
     def inputs_after_refresh(self) -> dict[str, Tensor]:
         self.refresh()
-        if torch.is_grad_enabled():
-            return {name: p.shard for name, p in self.parameters.items()}
-        return {name: p.shard.detach() for name, p in self.parameters.items()}
+        needs_grad = torch.is_grad_enabled()
+        return {name: p.shard if needs_grad else p.shard.detach() for name, p in self.parameters.items()}
 
 
 class LocalViews:

@@ -76,25 +76,17 @@ class Compilation:
 class XlaProgram(WholeProgram):
     """Runs a graph by XLA. Call it with the list of the graph's inputs, which it empties. ``source`` is the lowered
     graph as Python, ``compilations`` those by XLA, in order. ``on_host`` says what becomes of operators that would run
-    on the host; if it ``can_run_on_host``, a graph with such runs lazily, each time anew (not where devices run by
-    themselves)."""
+    on the host; a graph with such runs lazily, each time anew (not where groups of devices run by themselves)."""
 
     def __init__(
-        self,
-        graph: Graph,
-        lowered: Lowered,
-        cache: RegionCache,
-        counter: GatheredBytes,
-        on_host: OnHostFallback,
-        *,
-        can_run_on_host: bool = False,
+        self, graph: Graph, lowered: Lowered, cache: RegionCache, counter: GatheredBytes, on_host: OnHostFallback
     ) -> None:
         self.cache = cache
         cache.regions += 1
         self.graph, self.lowered, self.counter = graph, lowered, counter
         self.source = readable(lowered.module.graph)
         self.collectives = collectives_of(graph)
-        self.on_host, self.can_run_on_host = on_host, can_run_on_host
+        self.on_host = on_host
         self.compilations: list[Compilation] = []
         self._compiled: Run | None = None
         self._taken: list[Any] = []  # descriptions of the inputs as the program takes them
@@ -161,7 +153,7 @@ class XlaProgram(WholeProgram):
         begin = time.perf_counter()
         compat_xla.sync(wait=True)  # what is pending now is forgotten below
         on_host = find_host_fallbacks(self.lowered.module.graph)
-        report(on_host, self.on_host, can_run=self.can_run_on_host)
+        report(on_host, self.on_host, can_run=not self.lowered.groups)
         fresh = self.fresh_inputs(inputs)
         self._taken = compat_xla.descriptions(fresh)
         if on_host:
@@ -274,9 +266,13 @@ _PATIENCE_SECONDS = 300.0
 
 
 @functools.cache
+def _all_threads() -> threading.Barrier:
+    return threading.Barrier(compat_xla.runtime().addressable_runtime_device_count())
+
+
 def are_threads() -> bool:
     """Say whether there are several replicas in this process."""
-    return bool(compat_xla.runtime().addressable_runtime_device_count() > 1)
+    return _all_threads().parties > 1
 
 
 @contextlib.contextmanager
@@ -300,11 +296,6 @@ def _has_turn() -> int:
 
 class Compiled(BaseException):  # no error, and nobody's to handle but of who has the turn
     """A program was compiled, and is not to be run in this turn."""
-
-
-@functools.cache
-def _all_threads() -> threading.Barrier:
-    return threading.Barrier(compat_xla.runtime().addressable_runtime_device_count())
 
 
 def all_here() -> None:
