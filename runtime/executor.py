@@ -32,7 +32,7 @@ from graph_fsdp.runtime.withheld_gradients import KeptGradients, begins_in_shard
 class Program:
     """Runs a compiled graph. Call it with the list of the graph's inputs, which it empties. ``kept`` holds gradients
     that other graphs did not reduce, ``comms`` the user's collectives; ``graphs`` captures regions as CUDA graphs;
-    ``memory`` keeps registered slots, and reductions have registered buffers then."""
+    ``memory`` keeps registered slots, and ``memory.others`` allocates the buffers of reductions."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Program:
         self.check: Callable[[], None] | None = None  # before each run
         records = [start.meta["fsdp"] for start in graph.with_role(Role.GATHER_START)]
         uses = Counter(slot for record in records for slot in (record.slot, record.landing_slot))
-        allocate = by_device if memory is None else memory.allocate
+        allocate = by_device if memory is None else memory.others
         self.slots = SlotPlan(tuple(graph.slots), tuple(uses[i] for i, _ in enumerate(graph.slots)), allocate=allocate)
         self.graphs, self.memory = graphs, memory
-        text = ProgramText(graph, cache, comms, graphs, registered=memory is not None)
+        text = ProgramText(graph, cache, comms, graphs, registered=allocate is not by_device)
         self.source, self.constants, self.places = "\n".join([*text.lines, ""]), text.constants, text.places
         self._kernels = text.kernels
         self.observers: list[MakeObserver] = []  # of each run that begins

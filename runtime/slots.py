@@ -77,6 +77,7 @@ class SlotMemory:
 
     def __init__(self, device: torch.device, counter: GatheredBytes, allocate: Allocate = by_device) -> None:
         self.device, self.counter, self.allocate = device, counter, allocate
+        self.others = allocate  # allocates what lies in no slot, and buffers of reductions
         self.pieces: list[Tensor] = []
         self._lent = False
 

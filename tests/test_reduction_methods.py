@@ -157,11 +157,6 @@ def test_ranks_that_use_other_parameters_are_refused_and_turning_it_off_is_no_er
         model.set_reduce_scatter_unused_params(1)
 
 
-def test_symmetric_memory_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="whose addresses the ranks would have to"):
-        compiled().set_symm_mem_for_comm()
-
-
 def test_a_backward_that_is_not_the_last_waits_for_its_reductions_too() -> None:
     model = compiled()
     with warnings.catch_warnings():

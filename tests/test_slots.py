@@ -252,11 +252,11 @@ def test_slots_in_registered_memory_stay(fake_group: None) -> None:
     lie: list[list[int]] = []
     for _ in range(2):
         model(torch.ones(4, 16)).sum().backward()
-        lie.append([piece.data_ptr() for piece in engine.registered.pieces])
-        assert engine.counter.slots.current == engine.registered.nbytes > 0
+        lie.append([piece.data_ptr() for piece in engine.registered["group"].pieces])
+        assert engine.counter.slots.current == engine.registered["group"].nbytes > 0
     assert lie[0] == lie[1]
     model.set_allocate_memory_from_process_group_for_comm(False)
-    assert engine.counter.slots.current == 0 and not engine.registered.pieces
+    assert engine.counter.slots.current == 0 and not engine.registered["group"].pieces
     model(torch.ones(4, 16)).sum().backward()
     assert engine.counter.slots.current == 0
 

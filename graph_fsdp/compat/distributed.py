@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import device_mesh
@@ -182,6 +183,34 @@ def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
     if backend is not None and backend.supports_tensor_alloc(device):
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def why_no_symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> str:
+    """Say why a process group cannot gather into symmetric memory of ``backend`` on a device; "" where it can."""
+    if backend != "NCCL" or f"{device.type}:nccl" not in dist.get_backend_config(group).split(","):
+        running = dist.get_backend_config(group)
+        return f"backend must be 'NCCL' and gather parameters on {device.type}, which {running!r} does"
+    return "" if hasattr(symmetric, "get_mem_pool") else f"torch {torch.__version__} has no pool of such memory"
+
+
+def symmetric_memory(groups: Sequence[dist.ProcessGroup], backend: Any) -> Callable[..., torch.Tensor]:
+    """Return what allocates flat memory whose addresses the ranks of each group exchange, which is a collective."""
+    symmetric.set_backend(backend)
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            made = torch.empty(numel, dtype=dtype, device=device)
+        for group in groups:
+            dist.barrier(group=group)  # an exchange needs the communicator
+            symmetric.rendezvous(made, group=group.group_name)
+        vars(made.untyped_storage())["is_symmetric"] = True
+        return made
+
+    return allocate
+
+
+def is_symmetric(tensor: torch.Tensor) -> bool:
+    return "is_symmetric" in vars(tensor.untyped_storage())
 
 
 def append(store: dist.Store, name: str, value: str) -> None:

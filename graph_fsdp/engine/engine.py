@@ -117,7 +117,7 @@ class Engine:
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
-        self.registered: SlotMemory | None = None  # of the process group that shards
+        self.registered: dict[str, SlotMemory] = {}  # by ``Settings.registered_memory``
         self.extensions: dict[str, ExtendedGather] = {}
         self._compile = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=place.dynamic)
         # torch's cache of fake tensors keeps symbols of graphs, and so sizes, guards and sources, for good.
@@ -305,7 +305,7 @@ class Engine:
         if self.whole:
             return WholeProgram(graph, self.regions, self.counter)
         graphs = self._program_graphs(graph, context, captured.index)
-        memory = self.registered if context.settings.registered_memory else None
+        memory = self.registered[kind] if (kind := context.settings.registered_memory) else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
         if graph.phase == "backward":
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)

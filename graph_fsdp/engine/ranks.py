@@ -170,5 +170,7 @@ def _fingerprint(graphs: list[Graph], pipeline: PassPipeline, context: PassConte
                 )
         if graph.absent is not None and graph.absent.agrees_on:
             lines.append(f"backward agrees whether there are gradients of {', '.join(graph.absent.agrees_on)}")
+        if context.settings.registered_memory == "symmetric" and graph.slots:  # ranks allocate them together
+            lines.append(f"{graph.phase} slots of {graph.slots} bytes")
     changed = context.settings.key()
     return [*lines, f"settings {changed}"] if lines and changed else lines

@@ -22,7 +22,7 @@ from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.prefetch import Prefetch
-from graph_fsdp.runtime.slots import SlotMemory
+from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
@@ -192,35 +192,23 @@ class CommunicationMethods:
         """Take the buffers of collectives from the process group's allocator, where it has one (NCCL does, gloo does
         not): slots, which then stay allocated between runs; what is kept for backward; and a reduction's, but not
         gradients that are sent from where they were written. Gathers land in them, and nothing is copied again. Raises
-        ValueError where a custom collective is set: it allocates itself."""
-        engine, _ = place(self)
-        method = "set_allocate_memory_from_process_group_for_comm"
+        ValueError where a custom collective is set: it allocates itself. It ends ``set_symm_mem_for_comm``."""
         check_bool(enable=enable)
-        for name in ("all_gather", "reduce_scatter"):
-            if getattr(engine.comms, name) is not None:
-                raise ValueError(
-                    f"{method}: set_custom_{name} was called, and that object allocates its own memory; call "
-                    f"set_custom_{name}(None) first"
-                )
-        mesh = engine.storage.mesh
-        if mesh is None or mesh.shard_dim is None:
-            warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=2)
-            return
-        _check_cut(engine, method)
-        if engine.registered is None:
-            allocate = functools.partial(compat.allocate_from_group, mesh.mesh.get_group(mesh.shard_dim))
-            engine.registered = SlotMemory(engine.storage.device, engine.counter, allocate)
-        if not enable:
-            engine.registered.clear()
-        change(engine, registered_memory=enable)
+        method, kind = "set_allocate_memory_from_process_group_for_comm", "group" if enable else ""
+        _keep_slots(self, method, kind, lambda _, groups: functools.partial(compat.allocate_from_group, groups[0]))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise UnsupportedError: ranks would exchange addresses of each buffer, which was never run on a GPU."""
-        raise UnsupportedError(
-            "set_symm_mem_for_comm() is not available: gathers land in slots, whose addresses the ranks would have to "
-            "exchange; set_allocate_memory_from_process_group_for_comm(True) takes slots from NCCL's own allocator, "
-            "which registers them"
-        )
+        """Keep slots in torch's symmetric memory, which ranks allocate together when they first run: NCCL then gathers
+        by copy engines or symmetric kernels. Reductions, and what is kept for backward, have ordinary memory. Raises
+        ValueError as above, UnsupportedError where there is no such memory."""
+
+        def allocator(engine: Engine, groups: list[Any]) -> Allocate:
+            why = compat.why_no_symmetric_memory(groups[0], engine.storage.device, backend)
+            if why := "slots are those of CUDA graphs" if engine.cuda_graphs is not None else why:
+                raise UnsupportedError(f"set_symm_mem_for_comm({backend!r}): {why}; leave it out: numbers are the same")
+            return compat.symmetric_memory(groups, backend)
+
+        _keep_slots(self, "set_symm_mem_for_comm", "symmetric", allocator)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward wait for ``event``, recorded after the optimizer's step: for optimizers that run on
@@ -229,6 +217,26 @@ class CommunicationMethods:
         if not hasattr(event, "wait"):
             raise TypeError(f"event must be a torch.Event, got {event!r}")
         engine.wait_before_forward = event
+
+
+def _keep_slots(module: object, method: str, kind: str, allocator: Callable[..., Allocate]) -> None:
+    """Keep slots from the next forward on in memory of ``kind``, for gathers in these groups; "": of each run."""
+    engine, _ = place(module)
+    for name in ("all_gather", "reduce_scatter"):
+        if getattr(engine.comms, name) is not None:
+            raise ValueError(f"{method}: set_custom_{name} was called, and that object allocates: undo that first")
+    mesh = engine.storage.mesh
+    if mesh is None or mesh.shard_dim is None:
+        warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
+        return
+    _check_cut(engine, method)
+    groups = [compat.resolve_group(name) for name in (engine.spec.group, engine.spec.reshard_group) if name]
+    made = SlotMemory(engine.storage.device, engine.counter, allocator(engine, groups))
+    made.others = by_device if kind == "symmetric" else made.allocate
+    for memory in engine.registered.values():
+        memory.clear()
+    engine.registered.setdefault(kind, made)
+    change(engine, registered_memory=kind)
 
 
 def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:

@@ -32,7 +32,7 @@ class Settings:
     ``reductions_in_flight``: how many may be under way at once; None for what the pipeline has.
     ``own_reduce_group``: reductions over the ranks that shard have a process group of their own.
     ``custom_all_gather``, ``custom_reduce_scatter``: collectives that the user brings, in one message per bucket.
-    ``registered_memory``: what collectives read and write is the process group's, as far as it is allocated for them.
+    ``registered_memory``: "group" where collectives have the process group's memory, "symmetric" where slots share it.
     """
 
     unsharded: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class Settings:
     own_reduce_group: bool = False
     custom_all_gather: bool = False
     custom_reduce_scatter: bool = False
-    registered_memory: bool = False
+    registered_memory: str = ""
 
     def key(self) -> str:
         """Return a text that is equal for equal settings, on all ranks; "" where nothing was changed."""

@@ -103,7 +103,7 @@ def start_all_gather(
             used += world * message.numel
             unpacked.append((_sendable(target), message))
         targets.append((target, source[message.begin : message.begin + message.numel]))
-    if source.dtype is not dtype or comm is not None:
+    if source.dtype is not dtype or comm is not None or any(compat.is_symmetric(target) for target, _ in targets):
         targets = _cast_in_place(targets, group)
     pairs = [(_sendable(target), _sendable(part)) for target, part in targets]
 
