@@ -1,13 +1,12 @@
 """graph_fsdp trains models fully sharded data parallel, by FX graph passes on torch.compile.
 
 [Note: imported when asked for]
-A name of ``__all__`` imports its module, and with it torch, when it is first asked for (PEP 562). The imports below say
-which; type checkers and this module read them. Why: docs/decisions/package_and_libraries.md.
+A name of ``__all__`` imports its module, and with it torch, when it is first asked for (PEP 562). Type checkers read
+the imports below. Why: docs/decisions/package_and_libraries.md.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -44,20 +43,39 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-def _modules() -> dict[str, str]:
-    """Return public name → the module that defines it, as the imports above say, which this reads and nothing runs."""
-    with open(__file__, encoding="utf-8") as file:
-        blocks = [node for node in ast.parse(file.read()).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_MODULES = _modules()
+# Module → the public names that it defines.
+_NAMES = {
+    "api": ("compile",),
+    "errors": (
+        "AlreadyCompiledError",
+        "AlreadyShardedError",
+        "BudgetError",
+        "CheckpointError",
+        "EmptyPlaceholderError",
+        "GraphBreakError",
+        "HostFallbackError",
+        "MeshError",
+        "MetaDeviceError",
+        "ParameterChangedError",
+        "RankDisagreement",
+        "RankFailure",
+        "SettingError",
+        "UnsupportedError",
+        "VerificationError",
+    ),
+    "parameters.unshard": ("unsharded",),
+    "passes.transforms.activation_checkpointing": ("ActivationCheckpointing",),
+    "planning": ("Plan", "plan"),
+    "profiling.profiling": ("profile",),
+    "profiling.table": ("Profile",),
+    "report.file": ("SavedReport", "load_report"),
+    "report.report": ("GraphReport", "inspect"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 # Public packages and modules.
 _SUBMODULES = ("checkpoint", "errors", "integrations", "passes", "planning")
 
-__all__ = sorted(_MODULES)
+__all__ = sorted(["checkpoint", "passes", *_MODULES])
 
 
 def _bring(name: str) -> Any:
@@ -72,7 +90,7 @@ def _bring(name: str) -> Any:
         importlib.import_module("graph_fsdp.compat")  # first: it says so if torch is too old for the others
         if name in _SUBMODULES:
             return importlib.import_module(f"graph_fsdp.{name}")
-        module = importlib.import_module(_MODULES[name])
+        module = importlib.import_module(f"graph_fsdp.{_MODULES[name]}")
     finally:
         random.setstate(drawn)  # rich draws a number at its import, and the script may have set its seed before
     globals()[name] = value = getattr(module, name)  # found at once from now on
