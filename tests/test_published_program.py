@@ -106,6 +106,7 @@ def test_eager_checkpointing_keeps_what_backward_does_not_read() -> None:
     assert kept[EAGER] - kept[BLOCKS] == 2 * 8192 * 4096 * 2
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.9's partitioner knows regions of checkpoints alone")
 def test_a_compiled_loss_saves_logits_and_writes_no_float32() -> None:
     """The same plan but for its loss: logits in bfloat16 instead of float32, 8,192 times 128,256."""
     logits = 8192 * 128256

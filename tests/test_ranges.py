@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import fake_process_group
 from expecttest import assert_expected_inline
+from marks import fake_reductions
 from models import MLP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,6 +120,7 @@ def test_a_trace_that_torch_exports_has_them(profiler: torch_profile, tmp_path: 
     assert {event["cat"] for event in exported} == {"user_annotation"}
 
 
+@fake_reductions
 def test_gradients_are_the_same_bits_when_recorded(fake_group: None) -> None:
     def gradients(record: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

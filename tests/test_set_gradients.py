@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import fake_reductions
 from models import MLP
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import graph_fsdp
 from graph_fsdp import compat
 
-pytestmark = pytest.mark.usefixtures("fake_group")
+pytestmark = [pytest.mark.usefixtures("fake_group"), fake_reductions]
 
 
 @pytest.fixture

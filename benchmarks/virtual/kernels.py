@@ -39,6 +39,8 @@ def register() -> None:
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _kept[:] = [every, own]
     every.fallback(run, "PrivateUse1")
+    if torch.__version__ < (2, 10):  # later ones have it
+        every.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
     foreach = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_foreach_")]
     for name in [*_ONE_KERNEL, *foreach]:
         packet, _, overload = name.removeprefix("aten::").partition(".")

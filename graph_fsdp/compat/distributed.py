@@ -20,6 +20,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _world
+from torch.distributed.distributed_c10d import new_group as _new_group
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -164,11 +165,12 @@ def group_of_members(
     ranks: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Make a process group that its own ``ranks`` alone make. Where ``init_process_group`` was given a ``device_id``,
-    torch would divide NCCL's communicator of all ranks, which hangs until each of them takes part."""
+    torch would divide NCCL's communicator of all ranks, which hangs until each of them takes part. torch_xla puts a
+    function of fewer arguments in the place of ``dist.new_group``."""
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+        return _new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     finally:
         world.bound_device_id = bound
 
