@@ -191,13 +191,7 @@ output               256         .       .      .         .        256          
 # Against the executor's count
 
 
-COUNTED = [("mlp", reshard, prefetch) for reshard in (None, True, False) for prefetch in (0, 1, 3)]
-COUNTED += [("gpt_tied", None, 1), ("gpt_checkpoint", True, 3), ("uneven", False, 0), ("frozen", None, 3)]
-
-SHORT = [("mlp", None, 0), ("mlp", True, 1), ("uneven", False, 0)]
-
-
-@pytest.mark.parametrize(("case", "reshard", "prefetch"), mostly_long(COUNTED, SHORT))
+@pytest.mark.parametrize(("case", "reshard", "prefetch"), [("mlp", None, 0), ("mlp", True, 1), ("uneven", False, 0)])
 def test_gathered_bytes_are_those_that_the_executor_counts(
     fake_group: None, case: str, reshard: bool | None, prefetch: int
 ) -> None:

@@ -81,12 +81,8 @@ def test_zero2_gathers_once(fake_group: None) -> None:
     assert counter_of(model).collectives == {"all_gather": 3, "reduce": 3}
 
 
-PREDICTED = [(prefetch, reshard) for prefetch in (0, 2) for reshard in (None, True, False)]
-
-
-@pytest.mark.parametrize(("prefetch", "reshard"), mostly_long(PREDICTED, [(2, True)]))
-def test_the_report_predicts_the_bytes_that_are_counted(fake_group: None, prefetch: int, reshard: bool | None) -> None:
-    model = compiled(MLP(depth=4), prefetch, reshard_after_forward=reshard)
+def test_the_report_predicts_the_bytes_that_are_counted(fake_group: None) -> None:
+    model = compiled(MLP(depth=4), prefetch=2, reshard_after_forward=True)
     output = model(batch())
     counted = [(counter_of(model).peak, counter_of(model).current)]
     counter_of(model).reset()

@@ -13,6 +13,8 @@ from facts import Facts, Failures, check
 from launch import run_ranks
 from marks import mostly_long
 from models import MLP, SMALL_CASES, loss_of
+from test_memory import profiles
+from test_runtime import predicted_bytes
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -200,7 +202,7 @@ def test_a_recompilation_has_the_slots_of_the_first(fake_group: None) -> None:
         assert slots_of(first.views[phase]) == slots_of(second.views[phase])
 
 
-# What a run allocates
+# What a run allocates and gathers
 
 
 # Each way to reshard with each distance, once.
@@ -213,7 +215,7 @@ SHORT = [("mlp", True, 3), ("uneven", False, 0)]
 
 
 @pytest.mark.parametrize(("case", "reshard", "prefetch"), mostly_long(ALLOCATED, SHORT))
-def test_a_run_allocates_each_slot_once_and_gives_all_back(
+def test_a_run_allocates_each_slot_once_and_gathers_what_the_report_says(
     fake_group: None, case: str, reshard: bool | None, prefetch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated: list[int] = []
@@ -232,10 +234,11 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
 
     monkeypatch.setattr(counter.slots, "add", recorded)
     loss = loss_of(model, SMALL_CASES[case].batch(4, 0))
-    found = []
+    found, gathered = [], []
     for run in (lambda: None, loss.backward):
         run()
         found.append((counter.slots.peak, sorted(n for n in allocated if n > 0)))
+        gathered.append((counter.peak, counter.current, counter.landing.peak))
         assert (counter.slots.current, sum(allocated)) == (0, 0)
         counter.reset()
         allocated.clear()
@@ -243,6 +246,10 @@ def test_a_run_allocates_each_slot_once_and_gives_all_back(
     tables = [view.slots for view in (report.forward, report.backward)]
     assert found == [(table.peak, sorted(slot.nbytes for slot in table.slots)) for table in tables]
     assert sum(table.nbytes for table in tables) > 0
+    assert [(peak, left) for peak, left, _ in gathered] == list(predicted_bytes(report)), "by the rows of buckets"
+    assert [(peak, landing) for peak, _, landing in gathered] == [
+        (p.peak_gathered, p.peak_landing) for p in profiles(model)
+    ]
 
 
 def test_slots_in_registered_memory_stay(fake_group: None) -> None:

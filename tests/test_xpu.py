@@ -15,6 +15,7 @@ from models import MLP, WIDTH
 from test_docs import ROOT, missing_tests
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from virtual import library
 
 import graph_fsdp
 from graph_fsdp.passes import HARDWARE, Graph, detect_hardware
@@ -25,7 +26,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import digits
 from ranks import process_group_backend
 
-pytestmark = pytest.mark.skipif(fake_xpu.COMPILER is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler")
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -47,8 +48,8 @@ def traced(make: Callable[[], nn.Module], batch: torch.Tensor, device: str, **op
     }
 
 
-def on_an_xpu(library: str) -> dict[str, Any]:
-    fake_xpu.load(library)
+def on_an_xpu(path: str) -> dict[str, Any]:
+    fake_xpu.load(path)
     device = torch.empty(0, device="xpu").device
     hardware = detect_hardware(device)
     linear, x = lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)), torch.zeros(2, 8)
@@ -75,10 +76,9 @@ def on_an_xpu(library: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def xpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    library = fake_xpu.build(tmp_path_factory.mktemp("xpu"))
+def xpu() -> dict[str, Any]:
     fresh = {"GRAPH_FSDP_FRESH": "1"}  # no fork: what forks ranks has looked for devices and found none
-    [found] = run_ranks(on_an_xpu, 1, str(library), backend=None, env=fresh)
+    [found] = run_ranks(on_an_xpu, 1, str(fake_xpu.build()), backend=None, env=fresh)
     return found
 
 

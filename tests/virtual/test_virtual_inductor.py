@@ -6,20 +6,15 @@ Long: a C++ compiler takes some ten seconds for the kernels of a model.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from both_devices import Training, fsdp2, on_cpu, on_virtual
 from facts import Facts, Failures, check
 from models import MLP
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from both_devices import Training, fsdp2, on_cpu, on_virtual
 from virtual import inductor, library
 from virtual.machine import Machine
 
@@ -31,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(library.COMPILER is None, reason="needs a C++ compiler"),
 ]
 FACTS = Facts(__name__)
-mlp = functools.partial(MLP, depth=4)
+mlp = functools.partial(MLP, depth=2)
 
 
 def rows(generator: torch.Generator) -> Tensor:
@@ -54,8 +49,8 @@ def close_to_eager(shard: Any) -> Machine:
     machine = Machine("h100", traced=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = on_virtual(machine, lambda device: Training(shard, mlp, rows, device).values(steps=3))
-        expected = on_cpu(lambda device: Training(fsdp2, mlp, rows, device).values(steps=3))
+        found = on_virtual(machine, lambda device: Training(shard, mlp, rows, device).values(steps=2))
+        expected = on_cpu(lambda device: Training(fsdp2, mlp, rows, device).values(steps=2))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)  # AdamW divides small gradients by small roots
     return machine
