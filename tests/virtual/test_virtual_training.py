@@ -46,11 +46,8 @@ ALLOCATION = "the next allocation"
 HEALTH = list(HealthCheck)
 REFUSED: list[tuple[str, ...]] = []  # pairs of options, by an error that says so
 # Of the options, and of those that mutants train with, those in `make test`.
-SHORT = (
-    *("ZeRO-2", "int", "HSDP", "bf16", "float8", "offload", "accumulation", "unshard()"),
-    *("custom collectives", "from the CPU", "evaluation"),
-)
-SHORT_MUTANTS = (("ZeRO-3",), ("offload", "evaluation"), ("activation offload",))
+SHORT = ("int", "HSDP", "float8", "offload", "from the CPU", "evaluation")
+SHORT_MUTANTS = (("ZeRO-3",), ("offload", "evaluation"))
 
 
 def tokens(generator: torch.Generator) -> Tensor:
@@ -63,18 +60,18 @@ def fsdp2_trains_as_on_the_cpu_and_overlaps() -> None:
     assert overlapped(machine) > 20e-6
 
 
-@FACTS
+@FACTS.long
 def fsdp2_in_bfloat16() -> None:
     same_numbers(functools.partial(fsdp2, mp_policy=BF16))
 
 
-@FACTS
+@FACTS.long
 def fsdp2_of_a_gpt() -> None:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         same_numbers(fsdp2, GPT, tokens)
 
 
-@FACTS
+@FACTS.long
 def fsdp2_with_offload() -> None:
     same_numbers(functools.partial(fsdp2, offload_policy=CPUOffloadPolicy()))
 
