@@ -204,7 +204,9 @@ class CommunicationMethods:
 
         def allocator(engine: Engine, groups: list[Any]) -> Allocate:
             why = compat.why_no_symmetric_memory(groups[0], engine.storage.device, backend)
-            if why := "slots are those of CUDA graphs" if engine.cuda_graphs is not None else why:
+            if engine.cuda_graphs is not None:
+                why = "slots are those of CUDA graphs"
+            if why:
                 raise UnsupportedError(f"set_symm_mem_for_comm({backend!r}): {why}; leave it out: numbers are the same")
             return compat.symmetric_memory(groups, backend)
 

@@ -114,7 +114,7 @@ def _receive(graph: Graph, context: PassContext) -> str:
         else:
             name, role = f"kept_{index}", Role.KEPT
             received.append(bucket)
-        node = add_input(graph, before, name, source.meta["val"], replace(record, role=role))
+        node = add_input(graph, before, name, source.meta["val"], replace(record, role=role, escapes=False))
         if wait is not None and is_shard:
             _gather_from(graph, node, operand(wait), context)
         elif wait is not None:
