@@ -53,7 +53,14 @@ def start(folder: Path, fails: str = "", hangs: str = "") -> subprocess.Popen[st
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=take_signals,
     )
+
+
+def take_signals() -> None:
+    """``nohup`` and ``&`` have what they start ignore signals, which a shell then cannot trap."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def runs(process: int) -> bool:
