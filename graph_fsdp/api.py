@@ -18,6 +18,7 @@ from graph_fsdp.mesh import DataParallelMesh
 from graph_fsdp.module.module import become_compiled, original_forward
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import extend, is_extended, plain
+from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import ModulePolicies, PrecisionPolicies, find_policies
 from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.parameters.sharded import owners_of
@@ -41,6 +42,7 @@ def compile(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
+    meshes: Meshes | None = None,
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"] = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -80,7 +82,11 @@ def compile(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's state on the CPU.
         ignored_params: parameters, or modules with all theirs, that are not sharded nor their gradients reduced.
         shard_placement_fn: a function from a parameter to the dimension on which it is sharded: ``Shard(dim)``, or None
-            for dimension 0. Any other dimension must be divisible by the number of ranks that shard.
+            for dimension 0. Any other dimension must be divisible by the number of ranks that shard. Or torch's
+            ``ShardPlacementResult``, with a mesh for this parameter.
+        meshes: classes of modules, or modules → the mesh of their parameters (``{Experts: mesh["dp_shard", …]}``), or a
+            function from a parameter to its mesh, or None: for the model's. It has ranks of the model's mesh, by whose
+            number of ranks gradients are divided: see :mod:`graph_fsdp.parameters.meshes`.
         activation_checkpointing: ``"offload"``, an :class:`ActivationCheckpointing`, or its ``recompute`` alone.
         sync_module_states: gives every rank the values (parameters and buffers) of the mesh's first rank; of a
             parameter each is sent its shard. On the other ranks the model may be on the meta device.
@@ -165,6 +171,7 @@ def _model_spec(
     ``names``: parameter → its names."""
     mesh = place.mesh
     world_size = mesh.world_size if mesh is not None else 1
+    own = {n: m.described for n, m in mesh.own.items()} if isinstance(mesh, DataParallelMesh) else {}
     unit_of = {name: unit.name for unit in units for name in unit.parameters}
     specs = []
     for p, (name, *others) in names.items():
@@ -179,9 +186,10 @@ def _model_spec(
                     param_dtype,
                     reduce_dtype,
                     p.requires_grad,
-                    world_size,
+                    own[name].world_size if name in own else world_size,
                     place.shard_dims.get(name, 0),
                     is_extended(p),
+                    own.get(name),
                 )
             )
     # The modules of one unit are gathered as one, where its first parameter is.

@@ -24,9 +24,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from graph_fsdp import compat
 from graph_fsdp.errors import MeshError
 from graph_fsdp.passes import GroupShape
+from graph_fsdp.passes.ir.spec import MeshSpec
 from graph_fsdp.runtime.ranks.agreement import is_shared, publish, receive
 
 SHARD_NAMES = frozenset({"shard", "dp_shard", "fsdp"})
@@ -93,11 +94,13 @@ class Mesh(Protocol):
 
 @dataclass(frozen=True)
 class DataParallelMesh(Mesh):
-    """Says which dimension of a mesh of one or two shards, and which replicates; None where none does."""
+    """Says which dimension of a mesh of one or two shards, and which replicates; None where none does. ``own``:
+    parameter → its mesh, where that is another one."""
 
     mesh: DeviceMesh
     shard_dim: int | None
     replicate_dim: int | None
+    own: Mapping[str, DataParallelMesh] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
@@ -115,6 +118,15 @@ class DataParallelMesh(Mesh):
             "or two (to replicate, then to shard); pass a slice of the mesh with the dimensions that are for it"
             + (example or ": make the mesh with mesh_dim_names, then mesh['a', 'b']")
         )
+
+    def of_parameter(self, name: str) -> DataParallelMesh:
+        return self.own.get(name, self)
+
+    @property
+    def described(self) -> MeshSpec:
+        """Return its groups for passes, under a name that all ranks have: of its dimensions, or of their sizes."""
+        names = self.mesh.mesh_dim_names or tuple(map(str, self.mesh.shape))
+        return MeshSpec(" x ".join(names), self.group, self.world_size, self.replicate_group, self.replicas)
 
     @property
     def world_size(self) -> int:
@@ -156,6 +168,8 @@ class DataParallelMesh(Mesh):
             line = self.mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(dim))[0].tolist()
             stride = abs(line[1] - line[0]) if len(line) > 1 else 1
             shapes[self.mesh.get_group(dim).group_name] = GroupShape(len(line), stride)
+        for mesh in self.own.values():
+            shapes |= mesh.group_shapes()
         return shapes
 
     def placements(self, shard_dim: int | None) -> list[Placement]:
@@ -204,7 +218,7 @@ def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh 
         if not dist.is_initialized():
             return None, device if device is not None else _device_of_type(_default_device_type())
         mesh = init_device_mesh(_first_ranks_device_type(device), (dist.get_world_size(),))
-    _check_mesh(mesh, device)
+    check_mesh(mesh, device)
     return DataParallelMesh.of(mesh), _device_of_type(mesh.device_type, device)
 
 
@@ -215,7 +229,7 @@ def _device_of_type(device_type: str, device: torch.device | None = None) -> tor
     return torch.empty(0, device=device_type).device  # with its index
 
 
-def _check_mesh(mesh: Any, device: torch.device | None) -> None:
+def check_mesh(mesh: Any, device: torch.device | None) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (torch.distributed.init_device_mesh) or None, got {mesh!r}")
     if not dist.is_initialized():

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from graph_fsdp.errors import MeshError, UnsupportedError
 from graph_fsdp.initialise.safetensors_files import AnyPath, Safetensors
+from graph_fsdp.parameters.extensions import is_extended
+from graph_fsdp.parameters.meshes import Meshes
 from graph_fsdp.parameters.mixed_precision import PrecisionPolicies
 from graph_fsdp.parameters.placements import ShardPlacementFn
 from graph_fsdp.passes import ActivationCheckpointing, PassPipeline, default_pipeline
@@ -37,6 +39,7 @@ class CompileOptions:
     offload_policy: OffloadPolicy
     ignored_params: Iterable[nn.Parameter | nn.Module] | None
     shard_placement_fn: ShardPlacementFn | None
+    meshes: Meshes | None
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"]
     sync_module_states: bool
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -124,6 +127,16 @@ class CompileOptions:
                 stacklevel=4,
             )
         return Offload(device, policy.pin_memory and device.type != "cpu")
+
+    def check_meshes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise for options that do not go with ``meshes``, which gives these parameters meshes of their own."""
+        if self.reshards_to_groups:
+            raise UnsupportedError(
+                f"reshard_after_forward={self.reshard_after_forward} divides the ranks of one mesh into groups, and "
+                "meshes gives parameters others; pass True or False"
+            )
+        if any(map(is_extended, parameters)):
+            raise UnsupportedError("meshes: parameters with tensor extensions have the model's mesh; leave these out")
 
     def check_cuda_graphs(self, device: torch.device) -> None:
         """Raise for options and devices that do not go with ``cuda_graphs=True``."""
@@ -244,6 +257,8 @@ class CompileOptions:
             raise ValueError(
                 f"sharding='auto' lets XLA divide the model and takes backend='xla'; backend is {backend!r}"
             )
+        if self.meshes is not None and backend == "xla":
+            raise UnsupportedError("meshes: backend='xla' has one mesh for all parameters; leave meshes out")
         if self.shard_output is not None and sharding != "auto":
             raise ValueError("shard_output says how XLA divides outputs, and takes backend='xla' and sharding='auto'")
         if self.shard_output is not None and not callable(self.shard_output):

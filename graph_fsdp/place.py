@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ from graph_fsdp.mesh import Mesh, find_mesh
 from graph_fsdp.module.module import GraphFSDPModule
 from graph_fsdp.options import CompileOptions
 from graph_fsdp.parameters.extensions import check_extensions
-from graph_fsdp.parameters.placements import check_tensor_parallel, shard_dims
+from graph_fsdp.parameters.meshes import find_meshes, own_meshes
+from graph_fsdp.parameters.placements import asked_placements, check_tensor_parallel, shard_dims
 from graph_fsdp.parameters.sharded import Shards
 from graph_fsdp.parameters.shards import Storage
 from graph_fsdp.passes import PassPipeline
@@ -72,7 +74,15 @@ def place_on_ranks(
         shard_placement_fn=options.shard_placement_fn is not None,
         checkpoint=options.checkpoint is not None,
     )
+    placements, meshes = asked_placements(options.shard_placement_fn, names, ignored)
+    given = find_meshes(options.meshes, model, names, ignored)
+    if twice := sorted(given.keys() & meshes.keys()):
+        raise ValueError(f"meshes and shard_placement_fn both give parameter {twice[0]!r} a mesh; leave one out")
     parallel, device = find_mesh(mesh, _device_of(model, ignored))
+    if own := own_meshes({**given, **meshes}, parallel):
+        assert parallel is not None
+        options.check_meshes([p for p, (name, *_) in names.items() if name in own])
+        parallel = dataclasses.replace(parallel, own=own)
     if options.cuda_graphs:
         options.check_cuda_graphs(device)
     fixed_shapes = check_tensor_parallel(names, ignored, parallel, fullgraph=options.fullgraph) or options.cuda_graphs
@@ -84,7 +94,7 @@ def place_on_ranks(
         backend=BACKENDS[options.backend](),
         whole=options.regions == "whole",
         dynamic=False if fixed_shapes and options.dynamic is None else options.dynamic,
-        shard_dims=shard_dims(options.shard_placement_fn, names, ignored, parallel),
+        shard_dims=shard_dims(placements, names, parallel),
     )
 
 

@@ -106,14 +106,6 @@ def test_something_that_is_no_shard(fake_group: Any) -> None:
         refuse(MLP(), TypeError, *words, shard_placement_fn=lambda p, placement=placement: placement)
 
 
-def test_a_mesh_of_its_own_for_a_parameter(fake_group: Any) -> None:
-    class ShardPlacementResult:  # torch has it from 2.12 on
-        pass
-
-    words = ("a mesh for a single parameter is not available", "return its placement")
-    refuse(MLP(), UnsupportedError, *words, shard_placement_fn=lambda p: ShardPlacementResult())
-
-
 def test_a_dimension_that_there_is_not(fake_group: Any) -> None:
     model = MLP()
     words = ("for parameter 'blocks.0.up.bias' of shape (32,)", "which has 1 dimensions", "return one of them")

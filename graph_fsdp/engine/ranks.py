@@ -39,8 +39,8 @@ class Schedules:
         if self.lockstep is not None:
             _models_of_ranks[ranks] += 1
             spec = engine.spec
-            groups = filter(None, (spec.group, spec.replicate_group, spec.reshard_group))
-            self.lockstep.runs_on(groups, engine.storage.device)
+            groups = [name for mesh in (spec.mesh, *spec.own_meshes) for name in mesh.groups]
+            self.lockstep.runs_on([*groups, *filter(None, [spec.reshard_group])], engine.storage.device)
             self._timeout = max(self._timeout, self.lockstep.timeout)
         self.plans: dict[str, Plan] = {}  # by kind of graph
         self._plans_made = 0
@@ -109,8 +109,12 @@ class Schedules:
 
     def wait(self, pending: Pending) -> None:
         """Wait for a collective that followed ``begin``."""
-        with self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext():
+        with self.telling():
             pending.finish()
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which collectives outside of graphs are waited for, as ``begin`` has said."""
+        return self.lockstep.telling() if self.lockstep is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def failures_told(self, method: str) -> Iterator[None]:
@@ -135,6 +139,9 @@ def _facts(engine: Engine) -> list[str]:
     lines += ["CUDA graphs"] if engine.cuda_graphs is not None else []
     lines.append(f"reshard_after_forward {engine.reshard_after_forward}")
     lines.append(f"mesh of {spec.replicas} replicas of {spec.world_size} ranks")
+    for mesh in spec.own_meshes:
+        names = [name for name, p in spec.parameters.items() if p.mesh == mesh]
+        lines.append(f"{', '.join(names)} on mesh {mesh.name}, {mesh.replicas} replicas of {mesh.world_size} ranks")
     if spec.offload is not None:
         device, pinned = spec.offload.device.type, spec.offload.pin_memory
         lines.append(f"shards on the {'pinned ' if pinned else ''}CPU, computed with on {device}")

@@ -68,6 +68,11 @@ def initial_values(
                     "on the meta device; build the model with values on that rank, or leave sync_module_states out: a "
                     "model on the meta device is initialised to the same values on all ranks"
                 )
+            if name is not None and isinstance(mesh, DataParallelMesh) and mesh.own:
+                raise MetaDeviceError(
+                    f"sync_module_states=True gives parameters with meshes of their own the values of the first rank "
+                    f"of each, and {name} is on the meta device; build the model with values on all ranks"
+                )
             if mesh is not None:
                 steps = [functools.partial(_receive, tensor, mesh, device) for tensor in names]
         elif name is not None:
@@ -183,6 +188,8 @@ def _receive(tensor: Tensor, mesh: Mesh, device: torch.device, storage: Shards) 
     """Fill in the first rank's value: of a parameter each rank's shard, of what is not sharded all of it."""
     parameter = storage.by_placeholder.get(id(tensor))
     tensor = compat.local_part(tensor)
+    if parameter is not None and isinstance(mesh, DataParallelMesh):
+        mesh = mesh.of_parameter(parameter.spec.name)
     value = tensor.detach().to(device).contiguous() if mesh.is_first else None
     if parameter is None or not storage.reads_in_place or parameter.spec.replicated:
         received = value if value is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graph_fsdp import compat
 from graph_fsdp.errors import UnsupportedError
 from graph_fsdp.module.unit_methods import change, check_bool, check_sharded, place, units_of
+from graph_fsdp.parameters.gradient_norm import clip_gradients
 from graph_fsdp.passes.ir.settings import Settings
 from graph_fsdp.passes.transforms.prefetch import Prefetch
 from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
@@ -75,6 +76,25 @@ class CommunicationMethods:
             yield
         finally:
             change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of the whole model so that their ``norm_type``-norm, as of one vector, is at most
+        ``max_norm``; call it on the model, on all ranks. Returns the norm before, a plain scalar. Parameters may be
+        sharded, replicated, tensor-parallel and on meshes of their own; there is one reduction per process group. Those
+        of ``ignored_params`` count as equal on all ranks. A norm that is not finite makes the gradients so, too."""
+        engine, unit = place(self)
+        if unit:
+            raise UnsupportedError("clip_grad_norm_() is of the gradients of the whole model; call it on the model")
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        if engine.backend.name == "xla":
+            raise UnsupportedError("clip_grad_norm_() is for ranks; with backend='xla' call torch's clip_grad_norm_")
+        assert isinstance(self, nn.Module)
+        if engine.spec.ranks > 1:
+            engine.schedules.begin("clip_grad_norm_()", "call")
+        with torch.no_grad(), engine.schedules.telling():
+            return clip_gradients(list(self.parameters()), float(max_norm), float(norm_type))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Warn that False has no effect. FSDP2 leaves the last reductions of a backward under way where another

@@ -28,35 +28,48 @@ from graph_fsdp import compat
 from graph_fsdp.errors import AlreadyShardedError, UnsupportedError
 from graph_fsdp.mesh import DataParallelMesh
 
-ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Shard | None]
+# ``Shard(dim)``, None, or torch's ``ShardPlacementResult(placement, mesh_info)``, which torch documents since 2.13.
+ShardPlacementFn: TypeAlias = Callable[[nn.Parameter], Any]
 
 
-def shard_dims(
+def asked_placements(
     placement_fn: ShardPlacementFn | None,
     names: Mapping[nn.Parameter, Sequence[str]],
     ignored: Collection[nn.Parameter],
-    mesh: DataParallelMesh | None,
-) -> dict[str, int]:
-    """Return canonical name → dimension, of the parameters that are not sharded on the first. The function is asked
-    once per parameter, also where nothing is sharded (one process, replicas) and the answer changes nothing.
-
-    Raises:
-        TypeError, ValueError, UnsupportedError: the function, or its answer for a parameter, says no dimension on which
-            the parameter can be sharded.
-    """
+) -> tuple[dict[str, Any], dict[str, DataParallelMesh]]:
+    """Return what the function says of each parameter, by canonical name: its placement, and its mesh where it has one
+    of its own. The function is asked once per parameter, also where nothing is sharded (one process, replicas)."""
     if placement_fn is None:
-        return {}
+        return {}, {}
     if not callable(placement_fn):
         raise TypeError(
             "shard_placement_fn must be a function of a parameter that returns Shard(dim) or None, got "
             f"{placement_fn!r}"
         )
-    sharded = mesh is not None and mesh.shard_dim is not None
+    said = {name: placement_fn(p) for p, (name, *_) in names.items() if p not in ignored}
+    meshes = {}
+    for name, answer in said.items():
+        if type(answer).__name__ == "ShardPlacementResult":
+            said[name], info = answer.placement, answer.mesh_info
+            dims = (getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None))
+            meshes[name] = DataParallelMesh(info.mesh, *dims)
+    return said, meshes
+
+
+def shard_dims(
+    placements: Mapping[str, Any], names: Mapping[nn.Parameter, Sequence[str]], mesh: DataParallelMesh | None
+) -> dict[str, int]:
+    """Return canonical name → dimension, of the parameters that are not sharded on the first.
+
+    Raises:
+        TypeError, ValueError: the answer for a parameter says no dimension on which it can be sharded.
+    """
     found = {}
     for p, (name, *_) in names.items():
-        if p not in ignored:
-            dim = _dimension(placement_fn(p), name, p, mesh.world_size if mesh is not None else 1)
-            if dim and sharded:
+        if name in placements:
+            own = mesh.of_parameter(name) if mesh is not None else None
+            dim = _dimension(placements[name], name, p, own.world_size if own is not None else 1)
+            if dim and own is not None and own.shard_dim is not None:
                 found[name] = dim
     return found
 
@@ -65,10 +78,6 @@ def _dimension(placement: Any, name: str, p: nn.Parameter, world_size: int) -> i
     if placement is None:
         return 0
     said = f"shard_placement_fn returned {placement!r} for parameter {name!r} of shape {tuple(p.shape)}"
-    if type(placement).__name__ == "ShardPlacementResult":
-        raise UnsupportedError(
-            f"{said}: a mesh for a single parameter is not available; return its placement, Shard(dim) or None"
-        )
     if type(placement) is not Shard:  # and not a strided one
         raise TypeError(f"{said}; return torch.distributed.tensor.Shard(dim), or None for dimension 0")
     dim = placement.dim + p.dim() if placement.dim < 0 else placement.dim
@@ -105,13 +114,14 @@ def check_tensor_parallel(
         described = f"parameter {name!r} is a DTensor with placements {p.placements} on mesh {own.mesh_dim_names}"
         pass_other = (
             "pass a model whose parameters are plain tensors, or tensor-parallel on one dimension of a mesh of which "
-            "mesh= is another (mesh['tp'], mesh['dp'])"
+            "mesh=, or meshes= for this parameter, is another (mesh['tp'], mesh['dp'])"
         )
         if mesh is None:
             raise AlreadyShardedError(f"{described}, and there is no mesh to shard it over; {pass_other}")
-        if not _are_dimensions_of_one_mesh(mesh.mesh, own):
+        sharding = mesh.of_parameter(name).mesh
+        if not _are_dimensions_of_one_mesh(sharding, own):
             raise AlreadyShardedError(
-                f"{described}, which is not beside mesh {mesh.mesh.mesh_dim_names} in one mesh; {pass_other}"
+                f"{described}, which is not beside mesh {sharding.mesh_dim_names} in one mesh; {pass_other}"
             )
         if any(placement.is_partial() for placement in p.placements) or len(p.placements) > 2:
             raise UnsupportedError(

@@ -55,14 +55,14 @@ class Storage(Shards):
         device: torch.device,
     ) -> None:
         super().__init__(spec, mesh, device)
-        self.rank = mesh.shard_rank if mesh is not None else 0
+        self.ranks = {name: mesh.of_parameter(name).shard_rank if mesh is not None else 0 for name in spec.parameters}
         # A model that is planned and not run has no memory, and its shards get none.
         self.has_memory = all(p.is_meta or compat.has_memory(compat.local_part(p)) for p in originals.values())
         memory = self._allocate()
         for name, p in spec.parameters.items():
             original = originals[name]
             padded = memory[name][: p.shard_numel].view(p.used_shard_shape)
-            rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.rank))
+            rows = padded if p.replicated else padded.narrow(p.shard_dim, 0, p.local_rows(self.ranks[name]))
             local = compat.with_storage_of_its_own(rows) if self.has_memory else rows
             if self.has_memory:
                 memory[name][local.numel() :].zero_()
@@ -95,10 +95,11 @@ class Storage(Shards):
         if self.mesh is not None:
             dim = None if p.replicated else p.shard_dim
             stride = torch.empty(original.shape, device="meta").stride()
+            own = self.mesh.of_parameter(p.name)
             if isinstance(original, DTensor):
-                mesh, placements = shard_spec(original, self.mesh, dim)
+                mesh, placements = shard_spec(original, own, dim)
             else:
-                mesh, placements = self.mesh.mesh, self.mesh.placements(dim)
+                mesh, placements = own.mesh, own.placements(dim)
             # Without the tensor itself, which ``from_local`` would move to the mesh's device.
             shape, meta = original.shape, local.to("meta")
             like = DTensor.from_local(meta, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -116,7 +117,8 @@ class Storage(Shards):
         source, dim = full.detach(), p.spec.shard_dim
         if p.spec.replicated:
             return source
-        return source.narrow(dim, min(self.rank * p.spec.chunk_rows, p.spec.rows), p.local.shape[dim])
+        begin = min(self.ranks[p.spec.name] * p.spec.chunk_rows, p.spec.rows)
+        return source.narrow(dim, begin, p.local.shape[dim])
 
     def shard_of(self, p: ShardedParameter, full: Tensor) -> DTensor:
         """Return a copy of this rank's part of a whole parameter, as a DTensor like its shard."""

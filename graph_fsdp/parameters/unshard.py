@@ -57,7 +57,8 @@ class UnshardedUnits:
     @property
     def sharded(self) -> frozenset[str]:
         """Return the units of which a forward gathers something."""
-        return frozenset(self.members) - self.units if self.storage.spec.world_size > 1 else frozenset()
+        gathered = {unit for unit, ps in self.members.items() if any(p.spec.world_size > 1 for p in ps)}
+        return frozenset(gathered - self.units)
 
     def unavailable(self) -> str:
         """Return why units of this model cannot be whole; "" where they can."""
@@ -89,8 +90,9 @@ class UnshardedUnits:
             return
         self.storage.refresh()
         spec = self.storage.spec
-        found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in spec.buckets}
-        members = {b: ps for b, ps in found.items() if ps} if spec.world_size > 1 else {}
+        gathered = [bucket for bucket in spec.buckets if bucket.world_size > 1]
+        found = {b: [p for p in self.members[unit] if p.spec.name in b.offsets] for b in gathered}
+        members = {b: ps for b, ps in found.items() if ps}
         dtypes = {b: b.parameters[0].dtype if full_precision else b.parameters[0].param_dtype for b in members}
         if members:
             gathers = [f"gather {b.name} of {b.shard_numel} elements in {dtypes[b]}" for b in members]
@@ -103,7 +105,7 @@ class UnshardedUnits:
         offsets = [bucket.offsets[p.spec.name] for p in members]
         numels = [p.spec.shard_numel for p in members]
         layout = GatherLayout.make(offsets, numels, bucket.shard_numel, bucket.world_size, bucket.message_arguments())
-        group = compat.resolve_group(self.storage.spec.group)
+        group = compat.resolve_group(self.storage.spec.mesh_of(bucket.parameters[0]).group)
         self.counter.count("all_gather")
         return start_all_gather([p.input for p in members], layout, dtype, group)
 

@@ -172,6 +172,8 @@ def lane_of(start: fx.Node, spec: ModelSpec) -> str:
     if start.target in dialect.STARTS:
         lanes = {
             spec.replicate_group: "over replicas",
+            **{mesh.group: f"over {mesh.name}" for mesh in spec.own_meshes},
+            **{mesh.replicate_group: f"over replicas of {mesh.name}" for mesh in spec.own_meshes},
             spec.own_reduce_group: "reductions",
             spec.group: "communication",
         }

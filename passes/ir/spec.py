@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -23,6 +23,27 @@ import torch
 
 from graph_fsdp.passes.ir.dialect import ALIGNMENT as ALIGNMENT  # of the storage too
 from graph_fsdp.passes.ir.dialect import aligned as aligned
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Names the groups of ranks that hold a parameter. ``group``, of ``world_size`` ranks, shards; ``replicate_group``,
+    of ``replicas`` ranks, holds the same shards. A group of one rank communicates nothing. ``name``: of the mesh, the
+    same on all ranks, as the groups' need not be."""
+
+    name: str
+    group: str
+    world_size: int
+    replicate_group: str = ""
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.world_size * self.replicas
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.group, self.replicate_group) if name)
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class ParameterSpec:
     world_size: int
     shard_dim: int = 0
     extended: bool = False  # travels as payloads, which a tensor extension computes of it (sources.py)
+    mesh: MeshSpec | None = None  # of its own; None: the model's
 
     @property
     def replicated(self) -> bool:
@@ -50,9 +72,9 @@ class ParameterSpec:
         return math.prod(self.shape) == 0
 
     @property
-    def kind(self) -> tuple[torch.dtype | bool, ...]:
+    def kind(self) -> Hashable:
         """Return what the parameters of one bucket have in common."""
-        return self.dtype, self.param_dtype, self.reduce_dtype, self.extended
+        return self.dtype, self.param_dtype, self.reduce_dtype, self.extended, self.mesh
 
     @property
     def rows(self) -> int:
@@ -181,17 +203,30 @@ class ModelSpec:
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks that share a batch, by which gradients are divided: those of the model's mesh."""
         return self.world_size * self.replicas
 
-    @property
-    def reduce_group(self) -> str:
-        """Return the group of the ranks that shard, for their gradients."""
-        return self.own_reduce_group or self.group
+    @cached_property
+    def mesh(self) -> MeshSpec:
+        """Return the mesh of the parameters that have none of their own."""
+        return MeshSpec("", self.group, self.world_size, self.replicate_group, self.replicas)
 
-    @property
-    def reduce_groups(self) -> tuple[str, ...]:
+    def mesh_of(self, p: ParameterSpec) -> MeshSpec:
+        return p.mesh or self.mesh
+
+    @cached_property
+    def own_meshes(self) -> tuple[MeshSpec, ...]:
+        """Return the meshes that only some parameters have, in order of registration."""
+        return tuple(dict.fromkeys(p.mesh for p in self.parameters.values() if p.mesh is not None))
+
+    def reduce_group(self, mesh: MeshSpec) -> str:
+        """Return the group of the ranks that shard over a mesh, for their gradients."""
+        return mesh.group if mesh != self.mesh else self.own_reduce_group or mesh.group
+
+    def reduce_groups(self, p: ParameterSpec) -> tuple[str, ...]:
         """Return the groups over which a gradient is reduced, in order."""
-        groups = ((self.reduce_group, self.world_size), (self.replicate_group, self.replicas))
+        mesh = self.mesh_of(p)
+        groups = ((self.reduce_group(mesh), mesh.world_size), (mesh.replicate_group, mesh.replicas))
         return tuple(name for name, size in groups if size > 1)
 
 
@@ -209,7 +244,7 @@ def unit_buckets(parameters: Iterable[ParameterSpec]) -> tuple[BucketSpec, ...]:
 
 def unit_runs(parameters: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Divide parameters into consecutive ones of a unit, each combination of dtypes by itself."""
-    kinds: dict[tuple[torch.dtype | bool, ...], list[ParameterSpec]] = {}
+    kinds: dict[Hashable, list[ParameterSpec]] = {}
     for p in parameters:
         if not p.replicated and not p.empty:
             kinds.setdefault(p.kind, []).append(p)

@@ -52,24 +52,25 @@ def arrange_buckets(
     """
     if size == "unit":
         buckets = unit_buckets(model.parameters.values())
-        if cost is not None and cost.hardware.overlaps and model.world_size > 1:
-            buckets = _divide_first(buckets, cost, model.group)
+        if cost is not None and cost.hardware.overlaps:
+            buckets = _divide_first(buckets, cost, model)
     elif size == "none":
         sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
         buckets = named_buckets((p.name, (p,)) for p in sharded)
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
-    if messages == "auto" and cost is not None and model.world_size > 1:
-        buckets = tuple(_in_messages(bucket, cost, model.group) for bucket in buckets)
+    if messages == "auto" and cost is not None:
+        buckets = tuple(_in_messages(bucket, cost, model) if bucket.world_size > 1 else bucket for bucket in buckets)
     return dataclasses.replace(model, buckets=buckets)
 
 
-def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, group: str) -> tuple[BucketSpec, ...]:
+def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, model: ModelSpec) -> tuple[BucketSpec, ...]:
     """Divide the first unit's bucket in about four, where the first takes at most 3/4 of the whole's time."""
     first = next((index for index, bucket in enumerate(buckets) if bucket.unit), None)
-    if first is None:
+    if first is None or buckets[first].world_size == 1:
         return buckets
     whole = buckets[first]
+    group = model.mesh_of(whole.parameters[0]).group
     nbytes = sum(map(gathered_nbytes, whole.parameters))
     parts = _fill([[p] for p in whole.parameters], nbytes // _PARTS)
     seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
@@ -120,9 +121,10 @@ def gathered_nbytes(p: ParameterSpec) -> int:
     return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
 
 
-def _in_messages(bucket: BucketSpec, cost: CostModel, group: str) -> BucketSpec:
+def _in_messages(bucket: BucketSpec, cost: CostModel, model: ModelSpec) -> BucketSpec:
     """Give a parameter a message of its own where that costs less than unpacking it from a common one. The others come
     last in the bucket and share one, unless unpacking all of them costs more than a message for each."""
+    group = model.mesh_of(bucket.parameters[0]).group
     alone: _Members = []
     shared: _Members = []
     for p in bucket.parameters:

@@ -91,7 +91,7 @@ def _summary(graph: Graph, context: PassContext, gathered: int) -> str:
     unsynced = (n for n in graph.with_role(Role.ACCUMULATE) if is_unsynced(_parameter(n, context), context))
     kept = sum(node.meta["fsdp"].nbytes for node in unsynced)
     whole = f", {kept:,} bytes of gradients kept whole" if kept else ""
-    if model.world_size == 1:
+    if all(p.world_size == 1 for p in model.parameters.values()):
         return f"each shard is the parameter, {reduced} buckets reduced over {model.replicas} replicas{whole}"
     taken = f", {len(graph.taken)} taken from an earlier piece" if graph.taken else ""
     given = f", {len(graph.given)} given to a later one" if graph.given else ""
@@ -107,7 +107,10 @@ def _bucket_name(p: ParameterSpec, context: PassContext) -> str:
     if p.name in context.model.bucket_of:
         return context.bucket_of(p.name).name
     name = f"{p.unit or 'root'}#scalars" + ("" if p.dtype is torch.float32 else f"#{p.dtype}".replace("torch.", ""))
-    scalars = (q for q in context.model.parameters.values() if q.replicated and q.unit == p.unit and q.dtype is p.dtype)
+    name += "" if p.mesh is None else f"#on {p.mesh.name}"
+    alike = (p.unit, p.dtype, p.mesh)
+    parameters = context.model.parameters.values()
+    scalars = (q for q in parameters if q.replicated and (q.unit, q.dtype, q.mesh) == alike)
     usual = next(scalars).reduce_dtype
     return name if p.reduce_dtype is usual else f"{name}#in {p.reduce_dtype}".replace("torch.", "")
 
@@ -133,7 +136,7 @@ def _divided(graph: Graph, context: PassContext) -> tuple[_Groups, _Groups]:
     copied: _Groups = {}
     for node in graph.with_role(Role.GATHER):
         p = _parameter(node, context)
-        if not (p.replicated or p.empty or context.model.world_size == 1):
+        if not (p.replicated or p.empty or p.world_size == 1):
             gathered.setdefault(_bucket_name(p, context), []).append(node)
         elif context.model.offload is not None and not p.empty:
             copied.setdefault(_bucket_name(p, context), []).append(node)
@@ -150,6 +153,7 @@ def _gather(
     graph: Graph, context: PassContext, bucket: BucketSpec, nodes: list[fx.Node], positions: dict[fx.Node, int]
 ) -> None:
     model, custom = context.model, context.settings.custom_all_gather
+    group = model.mesh_of(bucket.parameters[0]).group
     by_name = {_parameter(n, context).name: n for n in nodes}
     used = [p for p in bucket.parameters if p.name in by_name]
     offsets, numels = [bucket.offsets[p.name] for p in used], [p.shard_numel for p in used]
@@ -161,7 +165,7 @@ def _gather(
             copy = (shards, offsets, bucket.shard_numel, model.offload.device)
             shards = [start_and_wait(graph, dialect.fetch_start, copy, record)]
         messages = [] if custom else bucket.message_arguments()
-        layout = (offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, model.group, messages)
+        layout = (offsets, bucket.shard_numel, used[0].param_dtype, bucket.world_size, group, messages)
         arguments = (shards, *layout, numels if model.offload is not None else [], custom)
         wait = start_and_wait(graph, dialect.all_gather_start, arguments, record)
     for p, offset in zip(used, offsets, strict=True):
@@ -217,11 +221,16 @@ def _reduce(graph: Graph, context: PassContext) -> None:
     gradients: dict[fx.Node, fx.Node] = {}  # reduction → what takes its place
     for node in graph.with_role(Role.REDUCE):
         p = _parameter(node, context)
-        if not p.empty and (context.model.ranks > 1 or context.model.offload is not None):
+        if not p.empty and (context.model.mesh_of(p).ranks > 1 or context.model.offload is not None):
             groups.setdefault(_bucket_name(p, context), []).append(node)
             continue
         with graph.fx_graph.inserting_before(node):
-            if context.model.ranks == 1 and context.model.offload is None:
+            if not p.empty:
+                value = _of_batch(graph, operand(node), p, context)
+                gradients[node] = _cast(graph, value, p.dtype, node)
+                if context.model.ranks > 1:
+                    set_record(gradients[node], NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
+            elif context.model.ranks == 1 and context.model.offload is None:
                 gradients[node] = _cast(graph, operand(node), p.dtype, node)
             else:
                 arguments, options = (operand(node), list(p.shard_shape)), {"dtype": p.dtype, **_device(node)}
@@ -252,9 +261,11 @@ def _reduce_bucket(
     # Autograd runs the gathers' adjoints last of all; the reduction can start as soon as the gradients exist.
     with graph.fx_graph.inserting_before(behind(graph, grads, positions)):
         begins = _begins(parameters)[:-1]
-        if model.ranks > 1:
+        if model.mesh_of(parameters[0]).ranks > 1:
             reduced, begins = _reduced(graph, context, grads, parameters, record)
             grads = [reduced]
+        else:
+            grads = [_of_batch(graph, grad, parameters[0], context) for grad in grads]
         values = grads if unreplicated else [_cast(graph, value, dtype) for value in grads]
         if model.offload is not None and not unreplicated:
             values = [start_and_wait(graph, dialect.offload_start, (values, model.offload.pin_memory), record)]
@@ -271,23 +282,24 @@ def _reduced(
 ) -> tuple[fx.Node, list[int]]:
     """Insert a bucket's collectives; return the last flat result, and where in it each parameter's begins."""
     model, first, begins = context.model, parameters[0], _begins(parameters)[:-1]
+    mesh, group = model.mesh_of(first), model.reduce_group(model.mesh_of(first))
     bucket, custom = model.bucket_of.get(first.name), context.settings.custom_reduce_scatter
     options, hooked = reduction_options(parameters, of.bucket, context)
     over: tuple[Any, ...]
-    if model.world_size == 1:
-        target, over = dialect.all_reduce_start, (model.replicas, model.replicate_group)
+    if mesh.world_size == 1:
+        target, over = dialect.all_reduce_start, (mesh.replicas, mesh.replicate_group)
     elif bucket is None:  # scalars
-        target, over = dialect.all_reduce_start, (model.world_size, model.reduce_group, model.replicas)
+        target, over = dialect.all_reduce_start, (mesh.world_size, group, mesh.replicas)
     else:
         messages = [] if custom else bucket.reduced_in(parameters)
-        over = (model.world_size, model.reduce_group, model.replicas, messages, custom)
+        over = (mesh.world_size, group, mesh.replicas, messages, custom)
         target, values = dialect.reduce_scatter_start, [grad.meta["val"] for grad in grads]
-        begins = dialect.reduced_offsets(values, first.reduce_dtype, model.world_size, messages)[:-1]
+        begins = dialect.reduced_offsets(values, first.reduce_dtype, mesh.world_size, messages)[:-1]
     flat = start_and_wait(graph, target, (grads, first.reduce_dtype, *over), of, options)
     if is_unreplicated(first, context):
         return flat, begins
-    if model.world_size > 1 and model.replicas > 1:
-        over = (flat, model.ranks, model.replicate_group)
+    if mesh.world_size > 1 and mesh.replicas > 1:
+        over = (flat, mesh.ranks, mesh.replicate_group)
         flat = start_and_wait(graph, dialect.all_reduce_shard_start, over, of, options)
     if hooked is not None:  # the user's function is shown what a reduction has left
         hook = graph.call(dialect.reduce_hook, (flat, hooked), name=f"hook_{hooked or 'root'}")
@@ -295,16 +307,24 @@ def _reduced(
     return flat, begins
 
 
+def _of_batch(graph: Graph, grad: fx.Node, p: ParameterSpec, context: PassContext) -> fx.Node:
+    """Divide a gradient that no other rank has a part of by the ranks of the batch, in the type of reductions."""
+    factor = dict(context.settings.divide_factors).get(p.unit, context.model.ranks)
+    if factor == 1:
+        return grad
+    return graph.call(aten.div.Tensor, (_cast(graph, grad, p.reduce_dtype), float(factor)))
+
+
 def is_unsynced(p: ParameterSpec, context: PassContext) -> bool:
     """Say whether a gradient is kept as it is; where nothing is sharded, the replicas are all it is reduced over."""
     settings = context.settings
-    return p.unit in settings.unsynced or (context.model.world_size == 1 and p.unit in settings.unreplicated)
+    return p.unit in settings.unsynced or (p.world_size == 1 and p.unit in settings.unreplicated)
 
 
 def is_unreplicated(p: ParameterSpec, context: PassContext) -> bool:
     """Say whether a gradient is kept after its reduction over the ranks that shard."""
-    model = context.model
-    return model.replicas > 1 and model.world_size > 1 and p.unit in context.settings.unreplicated
+    mesh = context.model.mesh_of(p)
+    return mesh.replicas > 1 and mesh.world_size > 1 and p.unit in context.settings.unreplicated
 
 
 def keep(graph: Graph, grad: fx.Node, context: PassContext, parameter: str, bucket: str) -> fx.Node:
@@ -335,5 +355,7 @@ def reduction_options(
             "passes=default_pipeline(bucket='unit')"
         )
     factor, summed, hooked = found[0]
+    if factor is None and context.model.mesh_of(parameters[0]).ranks != context.model.ranks:
+        factor = float(context.model.ranks)
     options = {"factor": factor, "summed": summed or None}
     return {key: value for key, value in options.items() if value is not None}, hooked

@@ -53,11 +53,11 @@ def _gather(graph: Graph, shard: fx.Node, p: ParameterSpec, context: PassContext
         target = f"gather_{p.name.replace('.', '_')}"
         graph.module.add_submodule(target, context.inputs.extensions[p.name])
         return graph.fx_graph.call_module(target, (shard,))
-    model = context.model
-    replicate_group = model.replicate_group if model.replicas > 1 else ""
-    device = model.offload.device if model.offload is not None else None
+    mesh, offload = context.model.mesh_of(p), context.model.offload
+    replicate_group = mesh.replicate_group if mesh.replicas > 1 else ""
+    device = offload.device if offload is not None else None
     dtypes = (p.param_dtype, p.reduce_dtype)
-    arguments = (shard, list(p.stored_shape), *dtypes, p.name, model.group, replicate_group, device)
+    arguments = (shard, list(p.stored_shape), *dtypes, p.name, mesh.group, replicate_group, device)
     return graph.fx_graph.call_function(dialect.gather_param, without_defaults(dialect.gather_param, arguments))
 
 

@@ -192,7 +192,7 @@ class Verifier:
             names = [shard.meta["fsdp"].params[0] for shard in shards]
         numel_of = {p.name: p.shard_numel for p in bucket.parameters}
         offsets = [scale * bucket.offsets.get(name, -1) for name in names]
-        due = {"offsets": offsets, "length": scale * bucket.shard_numel}
+        due: dict[str, Any] = {"offsets": offsets, "length": scale * bucket.shard_numel}
         numels = {"numels": [scale * numel_of.get(name, -1) for name in names]}
         if is_fetched:
             self._arguments(operand(source), due, _GATHER_INVARIANT)
@@ -201,7 +201,8 @@ class Verifier:
             if source.meta["fsdp"].bucket != bucket.name:
                 self._fail(_KEPT_INVARIANT, node, f"{node} is of bucket {bucket.name} and takes {source}")
         else:
-            self._arguments(node, {**due, **(numels if is_fetched else {}), "group": model.group}, _GATHER_INVARIANT)
+            due["group"] = model.mesh_of(bucket.parameters[0]).group
+            self._arguments(node, {**due, **(numels if is_fetched else {})}, _GATHER_INVARIANT)
         if node.target is dialect.all_gather_start:
             invariant = "a bucket is gathered in the same messages on all ranks"
             self._messages(node, self.context.settings.custom_all_gather, bucket.message_arguments(scale), invariant)
@@ -298,7 +299,8 @@ class Verifier:
         bucketed = "bucketed" in self.graph.facts
         if bucketed and self.context.model.ranks == 1:
             return
-        expected = {n for n in self.reduced if not (bucketed and parameters[n].empty)}
+        kept = {n for n, p in parameters.items() if p.empty or self.context.model.mesh_of(p).ranks == 1}
+        expected = self.reduced - kept if bucketed else self.reduced
         if expected - seen or seen - expected:
             wrong = sorted(expected - seen) or sorted(seen - expected)
             invariant = "each gradient is reduced exactly once"
@@ -321,17 +323,22 @@ class Verifier:
         for node in self.graph.fx_graph.nodes:
             groups = tuple(dict.fromkeys(group for source in node.all_input_nodes for group in over.get(source, ())))
             if has_role(node, Role.REDUCE_START, Role.REPLICATE_START):
-                groups = (*groups, dialect.group_of(node))
-                if groups != model.reduce_groups[: len(groups)]:
-                    wrong = f"{node} reduces over the groups {groups}, in order; the model's are {model.reduce_groups}"
+                groups, due = (*groups, dialect.group_of(node)), self._due(node)
+                if groups != due[: len(groups)]:
+                    wrong = f"{node} reduces over the groups {groups}, in order; its parameters' are {due}"
                     self._fail(invariant, node, wrong)
-            elif has_role(node, Role.SHARD_GRAD) and groups != model.reduce_groups:
+            elif has_role(node, Role.SHARD_GRAD) and groups != (due := self._due(node)):
                 names = tuple(n for n in node.meta["fsdp"].params if not model.parameters[n].empty)
-                missing = "its replicas" if model.reduce_group in groups else "the ranks that shard it"
+                missing = "its replicas" if groups and groups[0] == due[0] else "the ranks that shard it"
                 if names:
                     self._fail(invariant, node, f"the gradient of {names[0]} is not reduced over {missing}", names)
             if groups:
                 over[node] = groups
+
+    def _due(self, node: fx.Node) -> tuple[str, ...]:
+        """Return the groups over which the gradients of a node are to be reduced."""
+        model = self.context.model
+        return model.reduce_groups(model.parameters[node.meta["fsdp"].params[0]])
 
     def _collectives(self) -> None:
         """Once scheduled, the sequence of collectives is fixed: it is what the ranks agree on."""

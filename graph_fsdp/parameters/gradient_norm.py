@@ -1,0 +1,55 @@
+"""The norm of a model's gradients, whatever meshes they are on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graph_fsdp import compat
+from graph_fsdp.runtime.ranks import lockstep
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    """Multiply the gradients by ``max_norm / norm`` where their ``norm_type``-norm is larger. Return the norm, a plain
+    scalar. There is one reduction for each process group that gradients are sharded over; every rank of these calls."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    parts = [compat.local_part(grad).detach() for grad in grads]
+    if not parts:
+        return torch.tensor(0.0)
+    norm = _total_norm(parts, [_groups_of(grad) for grad in grads], norm_type)
+    compat.foreach_mul(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm_type: float) -> Tensor:
+    together: dict[tuple[str, ...], list[Tensor]] = {}
+    for part, names in zip(parts, groups, strict=True):
+        together.setdefault(names, []).append(part)
+    largest = math.isinf(norm_type)
+    norms = torch.stack([torch.nn.utils.get_total_norm(members, norm_type) for members in together.values()])
+    totals = norms if largest else norms**norm_type
+    for group in dict.fromkeys(name for names in together for name in names):
+        sharded = torch.tensor([group in names for names in together], device=totals.device)
+        found = totals[sharded]
+        work = dist.all_reduce(
+            found,
+            dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
+            group=compat.resolve_group(group),
+            async_op=True,
+        )
+        lockstep.finish(work, found.device)
+        totals = totals.masked_scatter(sharded, found)
+    return totals.max() if largest else totals.sum() ** (1.0 / norm_type)
+
+
+def _groups_of(grad: Tensor) -> tuple[str, ...]:
+    """Return the groups of ranks over which a gradient is sharded, by their names."""
+    if not isinstance(grad, DTensor):
+        return ()
+    dims = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]
+    return tuple(grad.device_mesh.get_group(dim).group_name for dim in dims if grad.device_mesh.size(dim) > 1)

@@ -1,0 +1,330 @@
+"""Meshes of parameters' own: experts on other ranks than the rest of the model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from experts import Experts, MoE
+from facts import Facts, Failures, check
+from launch import run_ranks
+from printed import bucket_table, calls
+from reference import check_close, gradients_of, parameters_of
+from test_bad_input import refuse
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import graph_fsdp
+from graph_fsdp import AlreadyShardedError, MeshError, RankDisagreement, UnsupportedError
+from graph_fsdp.report.report import engine_of
+
+COUNT, WIDTH, ROWS = 4, 16, 8  # experts, their width, tokens per rank
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def meshes(*sizes: int, names: tuple[str, ...] = ("efsdp", "ep")) -> tuple[DeviceMesh, DeviceMesh]:
+    """All ranks for data parallelism, and the same ranks in the dimensions that experts have."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return mesh._flatten("dp"), mesh
+
+
+def model_of(mesh: DeviceMesh | None = None) -> MoE:
+    torch.manual_seed(0)
+    model = MoE(COUNT, WIDTH)
+    return model if mesh is None else model.distribute(mesh)
+
+
+def ours(model: nn.Module, mesh: DeviceMesh, own: Any, **options: Any) -> Any:
+    return graph_fsdp.compile(model, mesh, meshes=own, **{"backend": "eager", **options})
+
+
+def tokens(step: int, rank: int = 0, ranks: int = 1) -> Tensor:
+    """Of one rank; of all four with the defaults."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4 * ROWS, WIDTH, generator=generator).chunk(ranks)[rank]
+
+
+def train(model: nn.Module, steps: int = 10, rank: int = 0, ranks: int = 1, clip: Callable[[], Any] = bool) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(tokens(step, rank, ranks)).square().mean().backward()
+        clip()
+        optimizer.step()
+    return {"gradients": gradients_of(model), "parameters": parameters_of(model)}
+
+
+def check_as_one_process(found: Any, steps: int = 10) -> None:
+    expected = train(model_of(), steps)
+    for kind, value in found.items():
+        check_close(value, expected[kind], 1e-6, kind)
+    assert not found["gradients"]["layers.0.experts.w1"][-1].any(), "an expert without tokens has zero gradients"
+
+
+# The graphs
+
+
+def test_experts_have_buckets_on_their_mesh(fake_group: None) -> None:
+    mesh, own = meshes(4, 2)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    model(tokens(0)).sum().backward()
+    report = graph_fsdp.inspect(model)
+    assert_expected_inline(
+        calls(report.forward, "all_gather_start"),
+        """\
+gather_root = all_gather_start([embed.{weight, bias}], float32, world_size=8)
+gather_layers_0 = all_gather_start([layers.0.{norm.weight, norm.bias, router.weight, router.bias}], float32,
+    world_size=8)
+gather_layers_0_1 = all_gather_start([layers.0.experts.{w1, w2}], float32, world_size=4)
+gather_layers_1 = all_gather_start([layers.1.{norm.weight, norm.bias, router.weight, router.bias}], float32,
+    world_size=8)
+gather_layers_1_1 = all_gather_start([layers.1.experts.{w1, w2}], float32, world_size=4)
+gather_root_1 = all_gather_start([head.{weight, bias}], float32, world_size=8)""",
+    )
+    assert_expected_inline(
+        calls(report.backward, "reduce_scatter_start"),
+        """\
+reduce_root_1 = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=8)
+reduce_layers_1_1 = reduce_scatter_start([layers.1.experts.{w1: bmm, w2: bmm}], float32, world_size=4, factor=8.0)
+reduce_layers_1 = reduce_scatter_start([layers.1.{norm.weight: getitem, norm.bias: getitem, router.weight: mm,
+    router.bias: sum}], float32, world_size=8)
+reduce_layers_0_1 = reduce_scatter_start([layers.0.experts.{w1: bmm, w2: bmm}], float32, world_size=4, factor=8.0)
+reduce_layers_0 = reduce_scatter_start([layers.0.{norm.weight: getitem, norm.bias: getitem, router.weight: mm,
+    router.bias: sum}], float32, world_size=8)
+reduce_root = reduce_scatter_start([embed.{weight: mm, bias: sum}], float32, world_size=8)""",
+    )
+    assert_expected_inline(
+        bucket_table(report.forward),
+        """\
+root gather 2 1,536
+layers.0 gather 4 2,048
+layers.0#1 gather 2 16,384
+layers.1 gather 4 2,048
+layers.1#1 gather 2 16,384
+root#1 gather 2 1,536 kept""",
+    )
+
+
+def test_where_no_other_rank_has_an_expert_its_gradient_is_divided_and_not_reduced(fake_group: None) -> None:
+    mesh, own = meshes(1, 8)
+    model = ours(MoE(8, WIDTH).distribute(own["ep"]), mesh, {Experts: own["efsdp"]})
+    model(tokens(0)).sum().backward()
+    backward = graph_fsdp.inspect(model).backward
+    assert backward.stages["free"].body.count(", 8.0)") == 4, "two gradients of each layer"
+    assert_expected_inline(
+        calls(backward, "reduce_scatter_start"),
+        """\
+reduce_root_1 = reduce_scatter_start([head.{weight: mm, bias: sum}], float32, world_size=8)
+reduce_layers_1 = reduce_scatter_start([layers.1.{norm.weight: getitem, norm.bias: getitem, router.weight: mm,
+    router.bias: sum}], float32, world_size=8)
+reduce_layers_0 = reduce_scatter_start([layers.0.{norm.weight: getitem, norm.bias: getitem, router.weight: mm,
+    router.bias: sum}], float32, world_size=8)
+reduce_root = reduce_scatter_start([embed.{weight: mm, bias: sum}], float32, world_size=8)""",
+    )
+
+
+def test_the_report_names_the_mesh(fake_group: None, tmp_path: Path) -> None:
+    mesh, own = meshes(4, 2)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    model(tokens(0)).sum().backward()
+    graph_fsdp.inspect(model).save_trace(tmp_path / "trace.json")
+    assert '"over efsdp"' in (tmp_path / "trace.json").read_text()
+
+
+def test_a_class_a_module_a_function_and_a_placement_say_the_same(fake_group: None) -> None:
+    mesh, own = meshes(4, 2)
+
+    def spec(given: Any, **options: Any) -> Any:
+        return engine_of(ours(given.distribute(own["ep"]), mesh, **options)).spec
+
+    by_class = spec(model_of(), own={Experts: own["efsdp"]})
+    assert {p.mesh.name for p in by_class.parameters.values() if p.mesh} == {"efsdp"}
+    model = model_of()
+    assert spec(model, own=dict.fromkeys(model.experts, own["efsdp"])) == by_class
+    assert spec(model_of(), own=lambda p: own["efsdp"] if p.dim() == 3 else None) == by_class
+    assert spec(model_of(), own=None, shard_placement_fn=lambda p: placed(p, mesh, own["efsdp"])) == by_class
+
+
+def placed(p: nn.Parameter, mesh: DeviceMesh, own: DeviceMesh) -> Any:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch has no meshes of parameters")
+    chosen = own if p.dim() == 3 else mesh
+    return common.ShardPlacementResult(Shard(0), common.FSDPMeshInfo(chosen, shard_mesh_dim=0))
+
+
+# Four ranks
+
+FACTS = Facts(__name__)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Failures:
+    return FACTS.check_on(4)
+
+
+@FACTS
+def pairs_of_ranks_with_experts_equal_one_process_and_fsdp2() -> None:
+    mesh, own = meshes(2, 2)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    for unit in [*model.layers, model]:
+        unit.set_force_sum_reduction_for_comms(True)  # as FSDP2 does where a factor is set
+    check_as_one_process(found := train(model, rank=rank(), ranks=4))
+    other = model_of(own["ep"])
+    for layer in other.layers:
+        fully_shard(layer.experts, mesh=own["efsdp"])
+        fully_shard(layer, mesh=mesh)
+    fully_shard(other, mesh=mesh)
+    for unit in other.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(4.0)
+    expected = train(other, rank=rank(), ranks=4)
+    for kind in expected:
+        for name, value in expected[kind].items():
+            assert torch.equal(found[kind][name], value), (kind, name)
+
+
+@FACTS
+def experts_on_all_ranks_equal_one_process() -> None:
+    mesh, own = meshes(1, 4)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    check_as_one_process(train(model, rank=rank(), ranks=4))
+
+
+@FACTS
+def replicas_with_experts_equal_one_process() -> None:
+    """Experts are replicated and lie on two ranks each; the rest is sharded over two ranks, of two replicas."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    mesh["efsdp", "ep"]._flatten("dp_shard")
+    own = mesh["dp_replicate", "efsdp"]
+    model = ours(model_of(mesh["ep"]), mesh["dp_replicate", "dp_shard"], {Experts: own})
+    check_as_one_process(train(model, rank=rank(), ranks=4))
+
+
+@FACTS
+def kept_gradients_mixed_precision_and_offload_go_with_experts() -> None:
+    mesh, own = meshes(2, 2)
+    options = {"mp_policy": MixedPrecisionPolicy(torch.float64), "offload_policy": CPUOffloadPolicy()}
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]}, **options)
+    with model.no_sync():
+        model(tokens(0, rank(), 4)).square().mean().backward()
+    model(tokens(1, rank(), 4)).square().mean().backward()
+    one = model_of().double()
+    for step in range(2):
+        one(tokens(step).double()).square().mean().backward()
+    check_close(gradients_of(model), {n: g.float() for n, g in gradients_of(one).items()}, 1e-6, "gradients")
+
+
+@FACTS
+def norms_are_those_of_one_process_over_any_meshes() -> None:
+    for sizes in ((2, 2), (1, 4)):
+        mesh, own = meshes(*sizes)
+        model, one = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]}), model_of()
+        for norm_type in (2.0, 1.0, math.inf):
+            for trained, part in ((model, tokens(0, rank(), 4)), (one, tokens(0))):
+                trained.zero_grad()
+                trained(part).square().mean().backward()
+            expected = nn.utils.clip_grad_norm_(one.parameters(), 1e-3, norm_type)
+            found = model.clip_grad_norm_(1e-3, norm_type)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+            check_close(gradients_of(model), gradients_of(one), 1e-6, "gradients")
+    counts = []
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: counts.append(kwargs["group"].group_name) or reduce(*args, **kwargs)
+    try:
+        model.clip_grad_norm_(1.0)
+    finally:
+        dist.all_reduce = reduce
+    assert sorted(counts) == sorted({mesh.get_group().group_name, own.get_group("ep").group_name}), "one per group"
+
+
+@FACTS
+def whole_units_and_the_first_ranks_values_go_with_meshes() -> None:
+    mesh, own = meshes(2, 2)
+    torch.manual_seed(rank())
+    model = ours(MoE(COUNT, WIDTH), mesh, {Experts: own["efsdp"]}, sync_module_states=True)
+    # The parameters that have a mesh of their own are alike on its ranks, and others on other ranks.
+    with graph_fsdp.unsharded(model):
+        whole: list[Any] = [None] * 4
+        dist.all_gather_object(whole, [model.head.weight.sum().item(), model.layers[1].experts.w1.sum().item()])
+    assert len({head for head, _ in whole}) == 1
+    assert [experts == whole[0][1] for _, experts in whole] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", FACTS.names)
+def test_on_four_ranks(ranks: Failures, name: str) -> None:
+    check(ranks, name)
+
+
+def another_mesh() -> str:
+    mesh, own = meshes(2, 1)
+    model = ours(model_of(), mesh, {Experts: own["efsdp"]} if rank() else None)
+    try:
+        model(tokens(0, rank(), 2)).sum().backward()
+    except RankDisagreement as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_give_parameters_other_meshes_are_told() -> None:
+    for said in run_ranks(another_mesh, 2):
+        assert "layers.0.experts.w1" in said and "on mesh efsdp, 1 replicas of 2 ranks" in said, said
+
+
+# What is refused
+
+
+def test_what_meshes_cannot_be(fake_group: None) -> None:
+    mesh, own = meshes(4, 2)
+    efsdp = own["efsdp"]
+    refuse(model_of(), TypeError, "meshes must be a dict", "got 3", mesh=mesh, meshes=3)
+    refuse(model_of(), TypeError, "'experts' is neither a class of modules", mesh=mesh, meshes={"experts": efsdp})
+    refuse(model_of(), ValueError, "no module Conv2d", mesh=mesh, meshes={nn.Conv2d: efsdp})
+    refuse(model_of(), TypeError, "'layers.0.experts.w1' must have a DeviceMesh", mesh=mesh, meshes={Experts: 4})
+    two = {Experts: efsdp, nn.Module: own["ep"]}
+    refuse(model_of(), ValueError, "has two meshes", mesh=mesh, meshes=two)
+    apart = {Experts: mesh}
+    refuse(model_of(), MeshError, "on the ranks [0, 1, 2, 3, 4, 5, 6, 7]", "[0, 2, 4, 6]", mesh=efsdp, meshes=apart)
+    refuse(
+        model_of(),
+        UnsupportedError,
+        "reshard_after_forward=2",
+        mesh=mesh,
+        meshes={Experts: efsdp},
+        reshard_after_forward=2,
+    )
+    refuse(model_of(own["ep"]), AlreadyShardedError, "meshes= for this parameter", mesh=mesh, runs=False)
+
+
+def test_a_placement_and_a_mesh_for_one_parameter(fake_group: None) -> None:
+    mesh, own = meshes(4, 2)
+
+    def placement(p: nn.Parameter) -> Any:
+        return placed(p, mesh, own["efsdp"])
+
+    words = ("both give parameter", "leave one out")
+    refuse(model_of(), ValueError, *words, mesh=mesh, meshes={Experts: own["efsdp"]}, shard_placement_fn=placement)
+
+
+def test_bad_arguments_of_clip_grad_norm(fake_group: None) -> None:
+    mesh, _ = meshes(4, 2)
+    model = graph_fsdp.compile(copy.deepcopy(model_of()), mesh, backend="eager")
+    for given in ({"max_norm": 0.0}, {"max_norm": "1"}, {"max_norm": 1.0, "norm_type": -1}):
+        with pytest.raises(ValueError, match="must be a positive number"):
+            model.clip_grad_norm_(**given)
+    with pytest.raises(UnsupportedError, match="call it on the model"):
+        model.layers[0].clip_grad_norm_(1.0)
+    assert model.clip_grad_norm_(1.0) == 0.0, "there are no gradients"
