@@ -26,6 +26,7 @@ sys.path.insert(0, str(EXAMPLES))
 import custom_schedule  # noqa: E402
 import digits  # noqa: E402
 import llama_lora  # noqa: E402
+import moe_gpt  # noqa: E402
 import resnet  # noqa: E402
 import vit  # noqa: E402
 from ranks import Ranks, launched  # noqa: E402
@@ -56,6 +57,17 @@ def test_a_custom_schedule_runs_alone() -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("nothing to gather or reduce on one rank") == 4
     assert finished.stdout.count("predicted: ") == 4
+
+
+MIXTURE = ["--backend", "eager", "--device", "cpu", "--steps", "4", "--layers", "1"]
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts_on_four_ranks_has_the_losses_of_one_process() -> None:
+    alone = moe_gpt.run(MIXTURE)
+    assert alone == sorted(alone, reverse=True)
+    for losses in run_ranks(moe_gpt.run, 4, MIXTURE, backend=None):
+        assert losses == pytest.approx(alone, abs=1e-4)
 
 
 # The short forms, under what torchrun sets
