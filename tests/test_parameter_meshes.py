@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 import graph_fsdp
-from graph_fsdp import AlreadyShardedError, MeshError, RankDisagreement, UnsupportedError
+from graph_fsdp import AlreadyShardedError, MeshError, RankDisagreement, UnsupportedError, checkpoint
 from graph_fsdp.report.report import engine_of
 
 COUNT, WIDTH, ROWS = 4, 16, 8  # experts, their width, tokens per rank
@@ -252,6 +254,25 @@ def norms_are_those_of_one_process_over_any_meshes() -> None:
 
 
 @FACTS
+def checkpoints_hold_experts_on_any_mesh() -> None:
+    mesh, own = meshes(2, 2)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    saved, folder = parameters_of(model), [tempfile.mkdtemp() if rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(Path(folder[0]) / "one", model)
+    other_mesh, other = meshes(1, 4)
+    for restored in (model, ours(model_of(other["ep"]), other_mesh, {Experts: other["efsdp"]})):
+        with torch.no_grad():
+            for p in restored.parameters():
+                p.zero_()
+        checkpoint.load(Path(folder[0]) / "one", restored)
+        assert all(torch.equal(value, saved[name]) for name, value in parameters_of(restored).items())
+    dist.barrier()
+    if rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+@FACTS
 def whole_units_and_the_first_ranks_values_go_with_meshes() -> None:
     mesh, own = meshes(2, 2)
     torch.manual_seed(rank())
@@ -317,6 +338,14 @@ def test_a_placement_and_a_mesh_for_one_parameter(fake_group: None) -> None:
 
     words = ("both give parameter", "leave one out")
     refuse(model_of(), ValueError, *words, mesh=mesh, meshes={Experts: own["efsdp"]}, shard_placement_fn=placement)
+
+
+def test_torchs_own_norm_refuses_several_meshes(fake_group: None) -> None:
+    mesh, own = meshes(4, 2)
+    model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
+    model(tokens(0)).sum().backward()
+    with pytest.raises(RuntimeError, match="must have the same mesh"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_bad_arguments_of_clip_grad_norm(fake_group: None) -> None:
