@@ -43,6 +43,7 @@ def compile(
     ignored_params: Iterable[nn.Parameter | nn.Module] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     meshes: Meshes | None = None,
+    dp_mesh_dims: Any = None,
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"] = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
@@ -87,6 +88,8 @@ def compile(
         meshes: classes of modules, or modules → the mesh of their parameters (``{Experts: mesh["dp_shard", …]}``), or a
             function from a parameter to its mesh, or None: for the model's. It has ranks of the model's mesh, by whose
             number of ranks gradients are divided: see :mod:`graph_fsdp.parameters.meshes`.
+        dp_mesh_dims: torch's ``DataParallelMeshDims(shard=…, replicate=…)`` (torch 2.13): which dimensions of ``mesh``
+            shard and which replicate, whatever their names. Several of a kind become one (``("dp_shard", "cp")``).
         activation_checkpointing: ``"offload"``, an :class:`ActivationCheckpointing`, or its ``recompute`` alone.
         sync_module_states: gives every rank the values (parameters and buffers) of the mesh's first rank; of a
             parameter each is sent its shard. On the other ranks the model may be on the meta device.

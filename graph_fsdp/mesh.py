@@ -206,12 +206,15 @@ class DataParallelMesh(Mesh):
         dist.broadcast(_bytes(value), group=self.mesh.get_group(dim), group_src=0)
 
 
-def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh | None, torch.device]:
+def find_mesh(mesh: Any, device: torch.device | None, dims: Any = None) -> tuple[DataParallelMesh | None, torch.device]:
     """Return the data-parallel part of ``mesh`` (None: of all ranks), and the device of a rank's shards.
 
-    ``device``: the model's; None if it is on the meta device. Raises MeshError or TypeError where ``mesh`` is no mesh
-    of this rank, or not one for this device.
+    ``device``: the model's; None if it is on the meta device. ``dims``: names of the dimensions that are for data
+    parallelism, where they do not say so themselves (torch's ``DataParallelMeshDims``). Raises MeshError, TypeError or
+    ValueError where ``mesh`` is no mesh of this rank, or not one for this device.
     """
+    if mesh is None and dims is not None:
+        raise ValueError("dp_mesh_dims names dimensions of a mesh, and there is none; pass mesh=")
     if mesh is None:
         if not dist.is_initialized() and world_size_of_environment() > 1:
             dist.init_process_group()
@@ -219,7 +222,25 @@ def find_mesh(mesh: Any, device: torch.device | None) -> tuple[DataParallelMesh 
             return None, device if device is not None else _device_of_type(_default_device_type())
         mesh = init_device_mesh(_first_ranks_device_type(device), (dist.get_world_size(),))
     check_mesh(mesh, device)
-    return DataParallelMesh.of(mesh), _device_of_type(mesh.device_type, device)
+    found = DataParallelMesh.of(mesh) if dims is None else _of_dimensions(mesh, dims)
+    return found, _device_of_type(mesh.device_type, device)
+
+
+def _of_dimensions(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
+    """Return the part of ``mesh`` that ``dims.shard`` and ``dims.replicate`` name: a dimension, several that become one
+    in the order of their names here, or None."""
+    groups = [getattr(dims, "replicate", None), getattr(dims, "shard", None)]
+    replicate, shard = ((names,) if isinstance(names, str) else tuple(names or ()) for names in groups)
+    if not replicate and not shard:
+        raise TypeError(f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, got {dims!r}")
+    wrong = [name for name in (*replicate, *shard) if name not in (mesh.mesh_dim_names or ())]
+    if wrong or len({*replicate, *shard}) < len(replicate) + len(shard):
+        what = f"the dimension {wrong[0]!r}, which mesh lacks" if wrong else "one dimension twice"
+        raise MeshError(f"dp_mesh_dims={dims!r} names {what}; mesh has {mesh.mesh_dim_names}, name some of these, once")
+    parts = [compat.one_dimension(mesh, names) for names in (replicate, shard) if names]
+    if len(parts) == 2:
+        return DataParallelMesh(compat.concatenate_meshes(*parts), shard_dim=1, replicate_dim=0)
+    return DataParallelMesh(parts[0], *((0, None) if shard else (None, 0)))
 
 
 def _device_of_type(device_type: str, device: torch.device | None = None) -> torch.device:

@@ -40,6 +40,7 @@ class CompileOptions:
     ignored_params: Iterable[nn.Parameter | nn.Module] | None
     shard_placement_fn: ShardPlacementFn | None
     meshes: Meshes | None
+    dp_mesh_dims: Any
     activation_checkpointing: ActivationCheckpointing | Recompute | Literal["offload"]
     sync_module_states: bool
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -257,8 +258,9 @@ class CompileOptions:
             raise ValueError(
                 f"sharding='auto' lets XLA divide the model and takes backend='xla'; backend is {backend!r}"
             )
-        if self.meshes is not None and backend == "xla":
-            raise UnsupportedError("meshes: backend='xla' has one mesh for all parameters; leave meshes out")
+        for name in ("meshes", "dp_mesh_dims"):
+            if getattr(self, name) is not None and backend == "xla":
+                raise UnsupportedError(f"{name}: backend='xla' has one mesh of its own for all; leave {name} out")
         if self.shard_output is not None and sharding != "auto":
             raise ValueError("shard_output says how XLA divides outputs, and takes backend='xla' and sharding='auto'")
         if self.shard_output is not None and not callable(self.shard_output):

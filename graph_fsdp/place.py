@@ -78,7 +78,7 @@ def place_on_ranks(
     given = find_meshes(options.meshes, model, names, ignored)
     if twice := sorted(given.keys() & meshes.keys()):
         raise ValueError(f"meshes and shard_placement_fn both give parameter {twice[0]!r} a mesh; leave one out")
-    parallel, device = find_mesh(mesh, _device_of(model, ignored))
+    parallel, device = find_mesh(mesh, _device_of(model, ignored), options.dp_mesh_dims)
     if own := own_meshes({**given, **meshes}, parallel):
         assert parallel is not None
         options.check_meshes([p for p, (name, *_) in names.items() if name in own])

@@ -250,6 +250,11 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
 
 
+def one_dimension(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return the dimensions of these names as one, whose ranks are in their order."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
 _WRAPPERS = {c for c in register_fsdp_forward_method.__code__.co_consts if isinstance(c, types.CodeType)}
 
 
