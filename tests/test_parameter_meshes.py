@@ -300,6 +300,21 @@ def another_mesh() -> str:
     return ""
 
 
+def clip_alone() -> str:
+    model = ours(model_of(), init_device_mesh("cpu", (2,)), None)
+    model(tokens(0, rank(), 2)).sum().backward()
+    try:
+        model.clip_grad_norm_(1.0 if rank() else 2.0, norm_type=2.0 if rank() else 1.0)
+    except RankDisagreement as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_ask_for_other_norms_are_told() -> None:
+    for said in run_ranks(clip_alone, 2):
+        assert "ranks have to take the same branches" in said and "clip_grad_norm_() call" in said, said
+
+
 def test_ranks_that_give_parameters_other_meshes_are_told() -> None:
     for said in run_ranks(another_mesh, 2):
         assert "layers.0.experts.w1" in said and "on mesh efsdp, 1 replicas of 2 ranks" in said, said
@@ -346,6 +361,8 @@ def test_torchs_own_norm_refuses_several_meshes(fake_group: None) -> None:
     model(tokens(0)).sum().backward()
     with pytest.raises(RuntimeError, match="must have the same mesh"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(UnsupportedError, match="registers memory with the groups of one mesh"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
 def test_bad_arguments_of_clip_grad_norm(fake_group: None) -> None:

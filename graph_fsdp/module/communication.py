@@ -91,10 +91,12 @@ class CommunicationMethods:
         if engine.backend.name == "xla":
             raise UnsupportedError("clip_grad_norm_() is for ranks; with backend='xla' call torch's clip_grad_norm_")
         assert isinstance(self, nn.Module)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if engine.spec.ranks > 1:
-            engine.schedules.begin("clip_grad_norm_()", "call")
+            what = f"norm {norm_type} of {len(gradients)} gradients"
+            engine.schedules.begin("clip_grad_norm_()", "call", [what])
         with torch.no_grad(), engine.schedules.telling():
-            return clip_gradients(list(self.parameters()), float(max_norm), float(norm_type))
+            return clip_gradients(gradients, float(max_norm), float(norm_type))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Warn that False has no effect. FSDP2 leaves the last reductions of a backward under way where another
@@ -252,6 +254,8 @@ def _keep_slots(module: object, method: str, kind: str, allocator: Callable[...,
         warnings.warn(f"{method} changes nothing: this model's parameters are not sharded", stacklevel=3)
         return
     _check_cut(engine, method)
+    if engine.spec.own_meshes:
+        raise UnsupportedError(f"{method}() registers memory with the groups of one mesh, and parameters have others")
     groups = [compat.resolve_group(name) for name in (engine.spec.group, engine.spec.reshard_group) if name]
     made = SlotMemory(engine.storage.device, engine.counter, allocator(engine, groups))
     made.others = by_device if kind == "symmetric" else made.allocate

@@ -7,21 +7,20 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import lockstep
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+def clip_gradients(gradients: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Multiply the gradients by ``max_norm / norm`` where their ``norm_type``-norm is larger. Return the norm, a plain
     scalar. There is one reduction for each process group that gradients are sharded over; every rank of these calls."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    parts = [compat.local_part(grad).detach() for grad in grads]
+    parts = [compat.local_part(grad).detach() for grad in gradients]
     if not parts:
         return torch.tensor(0.0)
-    norm = _total_norm(parts, [_groups_of(grad) for grad in grads], norm_type)
+    norm = _total_norm(parts, [_groups_of(grad) for grad in gradients], norm_type)
     compat.foreach_mul(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
