@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ def other_lengths(model: nn.Module, case: Case) -> None:
         loss_of(model, case.batch(rows, 0)).backward()
 
 
+def vectors_on_fewer_ranks() -> dict[str, Any]:
+    both = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    return {"mesh": both._flatten("all"), "meshes": lambda p: both["inner"] if p.dim() == 1 else None}
+
+
 def mesh(shape: tuple[int, ...], *names: str) -> dict[str, DeviceMesh]:
     return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
 
@@ -113,6 +119,10 @@ SETTINGS: dict[str, Setting] = {
     "pieces": Setting({"fullgraph": False}),
     "hybrid": Setting(options_of=lambda model: mesh((2, 4), "dp_replicate", "dp_shard")),
     "replicas": Setting(options_of=lambda model: mesh((8,), "replicate")),
+    "vectors on fewer ranks": Setting(options_of=lambda model: vectors_on_fewer_ranks()),
+    "hybrid by names of dimensions": Setting(
+        {"dp_mesh_dims": SimpleNamespace(replicate="a", shard="b")}, options_of=lambda model: mesh((2, 4), "a", "b")
+    ),
 }
 
 
