@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import graph_fsdp
 from graph_fsdp.passes import Gather, GraphPass, PassContext, Reduction, Role, default_pipeline
 from graph_fsdp.passes.ir.graph import GIVEN, PHASES
 
@@ -107,6 +108,7 @@ def fields(cls: type) -> set[str]:
 
 
 def test_tables_are_complete() -> None:
+    assert callable(graph_fsdp.compile), "with it come all operators"
     assert first_column("phase") == list(PHASES)
     defined = {name for name in dir(torch.ops.graph_fsdp) if _is_operator(name)}
     assert set(first_column("operator")) == defined - {"constrain", "mark_sharding"}  # for XLA: in constrain.py
