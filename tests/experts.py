@@ -20,12 +20,12 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return exchanged(grad.contiguous(), ctx.group, ctx.size), None, None
+        return exchanged(grad, ctx.group, ctx.size), None, None
 
 
 def exchanged(x: Tensor, group: str, size: int) -> Tensor:
     parts = [x.shape[0] // size] * size
-    return _funcol.wait_tensor(_funcol.all_to_all_single(x, parts, parts, group))
+    return _funcol.wait_tensor(_funcol.all_to_all_single(x.contiguous(), parts, parts, group))
 
 
 class Experts(nn.Module):
