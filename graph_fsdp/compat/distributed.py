@@ -246,7 +246,9 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     if concatenate is not None:
         return concatenate([first, second])
     assert first.mesh_dim_names is not None and second.mesh_dim_names is not None
-    root: DeviceMesh = getattr(device_mesh, "_mesh_resources").get_root_mesh(first)  # noqa: B009
+    root, root_of = first, getattr(device_mesh, "_mesh_resources").get_root_mesh  # noqa: B009
+    while (above := root_of(root)) != root:  # a slice of a slice
+        root = above
     return root[(*first.mesh_dim_names, *second.mesh_dim_names)]
 
 
