@@ -43,8 +43,10 @@ def standing_in(**instead: Any) -> Iterator[Asked]:
     pairs = ",".join(f"{device}:nccl" for device in ("cpu", "virtual"))
     with contextlib.ExitStack() as stack:
         for name, value in {**found, **instead}.items():
-            stack.enter_context(mock.patch.object(symmetric, name, value, create=True))
-            if value is None:
+            if value is not None:
+                stack.enter_context(mock.patch.object(symmetric, name, value, create=True))
+            elif hasattr(symmetric, name):
+                stack.enter_context(mock.patch.object(symmetric, name))
                 delattr(symmetric, name)
         stack.enter_context(mock.patch.object(torch.cuda, "use_mem_pool", lambda pool: contextlib.nullcontext()))
         stack.enter_context(mock.patch.object(dist, "get_backend_config", lambda group=None: pairs))

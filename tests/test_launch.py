@@ -263,7 +263,8 @@ def test_nothing_outlives_an_interrupted_pytest(tmp_path: Path) -> None:
         run.terminate()
         run.wait()
     wait_until_dead(started)
-    assert [path.name.partition("-of-")[0] for path in temporary.iterdir()] == ["pytest"], "all is in pytest's folder"
+    ours = [path.name for path in temporary.iterdir() if not path.name.startswith("tmp")]  # which are torch 2.9's
+    assert [name.partition("-of-")[0] for name in ours] == ["pytest"], "all is in pytest's folder"
 
 
 def test_a_random_order_keeps_files_together_and_is_that_of_its_seed() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 import graph_fsdp
+from graph_fsdp import compat
 from graph_fsdp.passes import default_pipeline
 from graph_fsdp.report.report import GraphReport
 
@@ -125,7 +126,8 @@ reduce_blocks_0 = reduce_scatter_start([blocks.0.{up.weight: mm, up.bias: sum, d
     )
 
 
-def test_without_reduce_dtype_reductions_run_in_param_dtype_and_are_cast_after() -> None:
+def test_without_reduce_dtype_reductions_run_in_param_dtype_and_are_cast_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "REDUCES_IN_OWN_DTYPE", False)  # as before torch 2.15
     report = report_of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     assert_expected_inline(
         calls(report.backward, "reduce_scatter_start"),
