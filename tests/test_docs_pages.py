@@ -57,7 +57,7 @@ def blocks(page: Path) -> list[Example]:
 
 
 COMPILES = {"README.md"}  # with Inductor
-NUMBERED = re.compile(r"_\d+\b")  # which torch 2.9 counts differently in the names of nodes
+NUMBERED = re.compile(r"^ +detach.*\n|_\d+\b", re.MULTILINE)  # torch 2.9 detaches thrice, and counts on from there
 OLD = release(torch.__version__) < (2, 10)
 OURS = [page for page in PAGES if page.name not in OF_THEIR_OWN and "```python" in page.read_text()]
 
