@@ -5,6 +5,7 @@ On a fake process group of 8 ranks; ``test_runtime_ranks.py`` has what needs rea
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -116,6 +117,7 @@ def test_a_forward_without_backward_is_dropped_with_its_outputs(fake_group: None
     output = model(batch())
     assert counter_of(model).current == 2 * BLOCK + HEAD
     del output
+    gc.collect()  # a cycle of torch 2.9 holds it
     assert counter_of(model).current == 0
 
 
