@@ -131,6 +131,8 @@ class AbsentGradients:
         tangents: place of such a gradient among all → a bit for each tangent that it is computed of.
         parameters: its place → the name of the sharded parameter that it belongs to, "" for another input.
         given: the tangents.
+
+    ``used`` has a bit for each tangent that is given in the next run.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class AbsentGradients:
         self._unsynced = [i for i in named if is_unsynced(model.parameters[parameters[i]], context)]
         self._agreed = [i for i in named if i not in set(self._unsynced)] if self._groups else []
         self._own = tangents.keys() - {*self._unsynced, *self._agreed}
-        self._used = self._all = (1 << self.number_of_tangents) - 1
+        self.used = self._all = (1 << self.number_of_tangents) - 1
 
     @property
     def agrees_on(self) -> tuple[str, ...]:
@@ -181,7 +183,7 @@ class AbsentGradients:
         for gradient, tangent in zip(gradients, self._tangents or (), strict=True):
             if gradient is not None and tangent is not None:
                 used |= 1 << tangent
-        self._used = used
+        self.used = used
 
     def around(self, program: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
         """Wrap ``program``, if ``graph`` is the backward, to return None for the gradients that no rank has."""
@@ -190,7 +192,7 @@ class AbsentGradients:
         return functools.partial(self.run, program)
 
     def run(self, program: Callable[..., Any], args: list[Any]) -> Any:
-        used, self._used = self._used, self._all
+        used, self.used = self.used, self._all
         lacking = {index for index, bits in self.tangents.items() if not bits & used}
         agreement = self._start_agreement(lacking) if self._agreed else set[int]
         before = {i for i in lacking.intersection(self._unsynced) if self._is_kept(i)}

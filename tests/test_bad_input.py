@@ -293,11 +293,6 @@ def test_every_method_of_fsdp2_is_there_or_says_why_not(fake_group: None) -> Non
     ("call", "words"),
     [
         (lambda m: m.set_keep_unsharded_storage(True), ("set_keep_unsharded_storage(True)", "cuda_graphs=True")),
-        (
-            lambda m: m.set_manual_backward_finalization(True),
-            ("(True)", "set_requires_gradient_sync(False)"),
-        ),
-        (lambda m: m.finalize_backward(), ("finalize_backward()", "set_requires_gradient_sync(False)")),
     ],
 )
 def test_methods_for_what_is_otherwise_here(fake_group: None, call: Any, words: tuple[str, ...]) -> None:

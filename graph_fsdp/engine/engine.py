@@ -31,6 +31,7 @@ from graph_fsdp.engine.dynamo import (
     own_code,
     traced_too_often,
 )
+from graph_fsdp.engine.finalization import Finalization
 from graph_fsdp.engine.pieces import Pieces
 from graph_fsdp.engine.python_reads import PythonReads
 from graph_fsdp.engine.ranks import Schedules
@@ -114,6 +115,7 @@ class Engine:
         self.structure_of_model: Callable[[], Structure | None] = lambda: None  # a weak reference, once it is compiled
         self._fullgraph = fullgraph
         self.pieces = Pieces(weakref.proxy(self), fullgraph)
+        self.finalization = Finalization(weakref.proxy(self))
         self.python_reads = PythonReads(weakref.proxy(self), fullgraph)
         storage.refusal = self.python_reads.refusal
         self.comms = Comms()
@@ -307,7 +309,7 @@ class Engine:
         graphs = self._program_graphs(graph, context, captured.index)
         memory = self.registered[kind] if (kind := context.settings.registered_memory) else None
         program = Program(graph, self.regions, self.counter, self.kept, self.comms, graphs, memory)
-        if graph.phase == "backward":
+        if graph.phase == "backward" and "forward" in context.graphs:
             program.check = functools.partial(check_unchanged, weakref.ref(self), context.settings)
         return program
 

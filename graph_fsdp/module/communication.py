@@ -12,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ from graph_fsdp.runtime.slots import Allocate, SlotMemory, by_device
 if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
-_ENDS_BY_ITSELF = (
-    "is for reductions that are started apart from a backward; here they are in its graph, and done when it returns. "
-    "To reduce once for several backwards, call set_requires_gradient_sync(False) before all but the last of them"
-)
+
+class GradientReductionHandle:
+    """``finalize_backward(async_op=True)`` returns this handle, whose reductions are done: ``wait`` has nothing to
+    wait for."""
+
+    def wait(self) -> None:
+        return None
 
 
 class CommunicationMethods:
@@ -46,7 +49,11 @@ class CommunicationMethods:
         _check_cut(engine, "set_requires_gradient_sync")
         if engine.spec.ranks == 1:
             return  # there is nothing to reduce
-        now = engine.settings
+        finalization, now = engine.finalization, engine.settings
+        if finalization.manual:
+            left_out = finalization.unreduced
+            finalization.unreduced = left_out - units if requires_gradient_sync else left_out | units
+            return
         unsynced = now.unsynced - units if requires_gradient_sync else now.unsynced | units
         change(engine, unsynced=unsynced, unreplicated=now.unreplicated - units)
 
@@ -70,11 +77,12 @@ class CommunicationMethods:
     def no_sync(self) -> Iterator[None]:
         """Leave out gradient reductions, as FSDP1's does, for forwards and their backwards within the block."""
         engine, _ = place(self)
-        before = engine.settings
+        before, unreduced = engine.settings, engine.finalization.unreduced
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
+            engine.finalization.unreduced = unreduced
             change(engine, unsynced=before.unsynced, unreplicated=before.unreplicated)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -102,7 +110,7 @@ class CommunicationMethods:
         """Warn that False has no effect. FSDP2 leaves the last reductions of a backward under way where another
         backward follows; here a backward returns their results, and so waits for them."""
         check_bool(is_last_backward=is_last_backward)
-        if not is_last_backward:
+        if not is_last_backward and not place(self)[0].finalization.manual:
             warnings.warn(
                 "set_is_last_backward(False) has no effect: every backward waits for its reductions, whose results it "
                 "returns; set_requires_gradient_sync(False) leaves them out",
@@ -110,14 +118,45 @@ class CommunicationMethods:
             )
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accept only False. The reductions of a backward are in its graph, and end with it."""
+        """Leave the reductions of later forwards' backwards to ``finalize_backward()``, as a pipeline does that runs
+        many microbatches; call it on the model. Gradients are kept whole until then. In this mode
+        ``set_requires_gradient_sync`` says what ``finalize_backward()`` reduces, and may be called at any time."""
         check_bool(enabled=enabled)
-        if enabled:
-            raise UnsupportedError(f"set_manual_backward_finalization(True) {_ENDS_BY_ITSELF}")
+        engine = _finalized(self, "set_manual_backward_finalization")
+        finalization = engine.finalization
+        if finalization.manual == enabled:
+            return
+        if engine.spec.ranks > 1:
+            every = units_of(self, True)
+            if enabled:
+                finalization.unreduced = engine.settings.unsynced
+            change(engine, unsynced=every if enabled else finalization.unreduced)
+        finalization.manual = enabled
+        if not enabled:
+            finalization.unreduced = frozenset()
 
-    def finalize_backward(self, *, async_op: bool = False) -> NoReturn:
-        """Raise UnsupportedError: see ``set_manual_backward_finalization``."""
-        raise UnsupportedError(f"finalize_backward() {_ENDS_BY_ITSELF}")
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backwards have kept under ``set_manual_backward_finalization(True)`` into
+        ``.grad``, and reshard. All ranks call it, after the last backward. Before the first forward it does nothing.
+
+        ``async_op``: return a handle. The reductions run in one scheduled graph and are done when this returns.
+
+        Raises:
+            RuntimeError: backwards are not finalized by hand, or replicas are left out (``set_requires_all_reduce``).
+            UnsupportedError: with ``backend="xla"`` or ``regions="whole"``, or it is called on a unit.
+        """
+        check_bool(async_op=async_op)
+        engine = _finalized(self, "finalize_backward")
+        if not engine.finalization.manual:
+            raise RuntimeError(
+                "finalize_backward() was called, and each backward reduces its gradients; call "
+                "set_manual_backward_finalization(True) before the forward"
+            )
+        if engine.settings.unreplicated:
+            raise RuntimeError("finalize_backward() reduces over replicas; call set_requires_all_reduce(True) before")
+        with engine.schedules.failures_told("finalize_backward()"):
+            engine.finalization.run()
+        return GradientReductionHandle() if async_op else None
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be under way at once, each of which holds the gradients that it sends. It
@@ -243,6 +282,14 @@ class CommunicationMethods:
         engine.wait_before_forward = event
 
 
+def _finalized(module: object, method: str) -> Engine:
+    engine, unit = place(module)
+    _check_cut(engine, method)
+    if unit:
+        raise UnsupportedError(f"{method}() is about the backward of the whole model; call it on the model")
+    return engine
+
+
 def _keep_slots(module: object, method: str, kind: str, allocator: Callable[..., Allocate]) -> None:
     """Keep slots from the next forward on in memory of ``kind``, for gathers in these groups; "": of each run."""
     engine, _ = place(module)
@@ -272,7 +319,8 @@ def check_unchanged(engine: weakref.ref[Engine], settings: Settings) -> None:
         if now is not None and getattr(settings, name) != getattr(now.settings, name):
             raise RuntimeError(
                 f"{method} was called (or no_sync left) between a forward and its backward; call it before the "
-                "forward, and again after the backward"
+                "forward, and again after the backward (torch's PipelineStage does so before torch 2.15: use that of "
+                "graph_fsdp.integrations.pipelining)"
             )
 
 

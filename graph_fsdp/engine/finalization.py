@@ -1,0 +1,157 @@
+"""``finalize_backward()`` reduces what backwards have kept, apart from any of them.
+
+A pipeline runs the backwards of many microbatches and reduces once at the end. In between, gradients are kept whole
+(``runtime/withheld_gradients.py``). What reduces them is a graph as any other: passes make its buckets and schedule,
+ranks agree on it, and the report has it. Its inputs are zeros, to which the executor adds what is kept; a gradient
+that no rank has stays None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from graph_fsdp import compat
+from graph_fsdp.engine.recompilation import Cause
+from graph_fsdp.parameters.sharded import ShardedParameter
+from graph_fsdp.parameters.shards import connected_shards
+from graph_fsdp.passes import Graph, PassContext
+from graph_fsdp.passes.context import PassError, VerificationError
+from graph_fsdp.passes.ir import dialect
+from graph_fsdp.passes.ir.agreed_order import kind_of
+from graph_fsdp.passes.ir.settings import Settings
+from graph_fsdp.passes.transforms.edits import without_defaults
+from graph_fsdp.passes.transforms.insert_gathers import Annotate, mark_tangents
+from graph_fsdp.report.report import CapturedGraph, save_failure
+from graph_fsdp.runtime.withheld_gradients import AbsentGradients
+
+if TYPE_CHECKING:
+    from graph_fsdp.engine.engine import Engine
+
+
+class Finalization:
+    """Holds whether backwards of one model leave reductions to ``run``, and the units that it leaves out
+    (``unreduced``)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine  # a weak proxy
+        self.manual = False
+        self.unreduced: frozenset[str] = frozenset()
+        self._programs: dict[tuple[Settings, tuple[str, ...]], tuple[Callable[[list[Any]], Any], AbsentGradients]] = {}
+
+    def run(self) -> None:
+        """Reduce kept gradients into ``.grad``, as a backward does, and reshard the units that a backward would."""
+        engine = self._engine
+        if engine.graphs and engine.spec.ranks > 1:
+            members = [p for p in engine.storage.parameters.values() if self._is_reduced(p)]
+            if members:
+                self._reduce(members)
+        units = engine.unsharded
+        for unit in sorted(units.units - units.held - units.whole_after_backward):
+            units.reshard(unit)
+
+    def _is_reduced(self, p: ShardedParameter) -> bool:
+        spec = p.spec
+        if not p.shard.requires_grad or spec.empty or spec.unit in self.unreduced:
+            return False
+        return self._engine.spec.mesh_of(spec).ranks > 1 or self._engine.spec.offload is not None
+
+    def _reduce(self, members: list[ShardedParameter]) -> None:
+        engine = self._engine
+        now = engine.settings
+        settings = replace(
+            Settings(),
+            unsynced=self.unreduced,
+            divide_factors=now.divide_factors,
+            summed=now.summed,
+            hooked=now.hooked,
+            reductions_in_flight=now.reductions_in_flight,
+            own_reduce_group=now.own_reduce_group,
+            custom_reduce_scatter=now.custom_reduce_scatter,
+            registered_memory=now.registered_memory,
+        )
+        key = settings, tuple(p.spec.name for p in members)
+        if key not in self._programs:
+            self._programs[key] = self._compile(members, settings)
+        program, absent = self._programs[key]
+        absent.used = 0
+        with torch.no_grad():
+            gradients = program([self._zeros(p) for p in members])
+        with torch.enable_grad(), compat.without_torch_function():
+            shards = connected_shards(members)
+            pairs = [(shard, g) for shard, g in zip(shards, gradients, strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([shard for shard, _ in pairs], [g for _, g in pairs])
+
+    def _device(self, p: ShardedParameter) -> torch.device:
+        offload = self._engine.spec.offload
+        return p.input.device if offload is None else offload.device
+
+    def _zeros(self, p: ShardedParameter) -> Tensor:
+        """Return the gradient to which what is kept is added: one zero, where memory of its own is not sent."""
+        dtype, device, shape = p.spec.reduce_dtype, self._device(p), p.spec.stored_shape
+        if (p.spec.name, False) in self._engine.kept.gradients:
+            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def _compile(
+        self, members: list[ShardedParameter], settings: Settings
+    ) -> tuple[Callable[[list[Any]], Any], AbsentGradients]:
+        engine = self._engine
+        spec = engine.spec
+        if settings.own_reduce_group:
+            spec = replace(spec, own_reduce_group=engine.own_reduce_group)
+        cause = Cause("finalized", "finalize_backward() reduces what backwards have kept")
+        captured = CapturedGraph(len(engine.graphs), spec, cause)
+        context = PassContext(
+            spec, engine.reshard_after_forward, cost=engine.cost, settings=settings, stages=captured.stages
+        )
+        graph = self._graph(members)
+        Annotate().run(graph, context)
+        mark_tangents(graph, 0)
+        names = {index: p.spec.name for index, p in enumerate(members)}
+        graph.absent = AbsentGradients(
+            {index: 1 << index for index in names}, names, graph.placeholders, context, engine.kept
+        )
+        engine.graphs.append(captured)
+        try:
+            engine.schedules.run([graph], context, kind_of(graph, spec, settings) + " finalized")
+        except (VerificationError, PassError) as error:
+            save_failure(error, engine)
+            raise
+        engine.regions.prepare([graph])
+        return engine.program(graph, context, captured), graph.absent
+
+    def _graph(self, members: list[ShardedParameter]) -> Graph:
+        """Return a graph from whole gradients to their reductions."""
+        graph, spec = fx.Graph(), self._engine.spec
+        mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
+        gradients = []
+        for p in members:
+            node = graph.placeholder(f"kept_{p.spec.name}".replace(".", "_"))
+            with mode:
+                node.meta["val"] = torch.empty(p.spec.stored_shape, dtype=p.spec.reduce_dtype, device=self._device(p))
+            gradients.append(node)
+        reduced = []
+        for p, gradient in zip(members, gradients, strict=True):
+            mesh = spec.mesh_of(p.spec)
+            arguments = (
+                gradient,
+                list(p.input.shape),
+                p.spec.dtype,
+                p.spec.reduce_dtype,
+                p.spec.name,
+                mesh.group,
+                mesh.replicate_group if mesh.replicas > 1 else "",
+                p.input.device if spec.offload is not None else None,
+            )
+            node = graph.call_function(dialect.reduce_grad, without_defaults(dialect.reduce_grad, arguments))
+            with mode:
+                node.meta["val"] = torch.empty(p.input.shape, dtype=p.spec.dtype, device=p.input.device)
+            reduced.append(node)
+        graph.output(tuple(reduced))
+        return Graph(fx.GraphModule({}, graph), "backward")
