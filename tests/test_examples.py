@@ -27,6 +27,7 @@ import custom_schedule  # noqa: E402
 import digits  # noqa: E402
 import llama_lora  # noqa: E402
 import moe_gpt  # noqa: E402
+import pipeline_gpt  # noqa: E402
 import resnet  # noqa: E402
 import vit  # noqa: E402
 from ranks import Ranks, launched  # noqa: E402
@@ -68,6 +69,18 @@ def test_a_mixture_of_experts_on_four_ranks_has_the_losses_of_one_process() -> N
     assert alone == sorted(alone, reverse=True)
     for losses in run_ranks(moe_gpt.run, 4, MIXTURE, backend=None):
         assert losses == pytest.approx(alone, abs=1e-4)
+
+
+STAGES = ["--backend", "eager", "--device", "cpu", "--steps", "3"]
+
+
+@pytest.mark.long
+def test_a_pipeline_on_four_ranks_has_the_losses_of_one_process() -> None:
+    alone = pipeline_gpt.run(STAGES)
+    assert alone == sorted(alone, reverse=True)
+    for schedule in ("1F1B", "Interleaved1F1B"):
+        for losses in run_ranks(pipeline_gpt.run, 4, [*STAGES, "--schedule", schedule], backend=None):
+            assert losses == pytest.approx(alone, abs=1e-4)
 
 
 # The short forms, under what torchrun sets

@@ -144,6 +144,8 @@ def pipelines() -> None:
             PipelineStage(model, i, count, torch.device("cpu"), group=mesh.get_group("pp"))
             for i, model in models.items()
         ]
+        for stage in stages:  # torch 2.9 begins by sending an int64 where it receives a float32, which gloo refuses
+            stage._get_init_p2p_neighbors_ops = list
         several = schedule_class is ScheduleInterleaved1F1B
         schedule: Any = schedule_class(stages if several else stages[0], MICROBATCHES, loss_fn=loss_fn)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
