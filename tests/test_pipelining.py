@@ -128,6 +128,11 @@ class Part(nn.Module):
         return x
 
 
+class Stage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []  # torch 2.9 sends an int64 here and receives a float32, which gloo refuses
+
+
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -141,11 +146,8 @@ def pipelines() -> None:
         one = nn.Sequential(*copy.deepcopy(parts))
         models = {i: graph_fsdp.compile(parts[i], mesh["dp"], backend="eager") for i in range(place, count, 2)}
         stages = [
-            PipelineStage(model, i, count, torch.device("cpu"), group=mesh.get_group("pp"))
-            for i, model in models.items()
+            Stage(model, i, count, torch.device("cpu"), group=mesh.get_group("pp")) for i, model in models.items()
         ]
-        for stage in stages:  # torch 2.9 begins by sending an int64 where it receives a float32, which gloo refuses
-            stage._get_init_p2p_neighbors_ops = list
         several = schedule_class is ScheduleInterleaved1F1B
         schedule: Any = schedule_class(stages if several else stages[0], MICROBATCHES, loss_fn=loss_fn)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
