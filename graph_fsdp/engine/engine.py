@@ -253,6 +253,8 @@ class Engine:
                 return self._through_aot_autograd(module, inputs, trace)
         except (VerificationError, PassError) as error:
             save_failure(error, self)
+            for node in module.graph.nodes:  # torch 2.15's Dynamo erases them from the last: a pass may have moved them
+                node.args, node.kwargs = (), {}
             raise
 
     def _substitute_shards(
