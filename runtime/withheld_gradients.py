@@ -62,9 +62,8 @@ class KeptGradients:
 
     def add(self, plan: KeepPlan, grad: Tensor) -> None:
         key = plan.param, plan.reduced
-        kept = self.gradients.get(key)
-        if kept is not None:
-            kept.add_(grad)
+        if (kept := self.gradients.get(key)) is not None:
+            _add(kept, grad)
         elif plan.owned and grad.dtype is plan.dtype and grad.is_contiguous():
             self.gradients[key] = grad.detach()
         else:
@@ -79,7 +78,11 @@ class KeptGradients:
                     grads[begin : begin + kept.numel()].add_(kept.view(-1))
             return grads
         found = [self.gradients.pop((name, False), None) for name in params]
-        return [g if kept is None else kept.add_(g) for g, kept in zip(grads, found, strict=True)]
+        return [g if kept is None else _add(kept, g) for g, kept in zip(grads, found, strict=True)]
+
+
+def _add(kept: Tensor, grad: Tensor) -> Tensor:
+    return kept.add_(grad.to(kept.dtype) if compat.REDUCES_IN_OWN_DTYPE else grad)  # as FSDP2: rounded twice, or once
 
 
 def keep_plan(node: fx.Node, owned: frozenset[fx.Node]) -> KeepPlan:
