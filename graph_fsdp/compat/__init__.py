@@ -29,7 +29,7 @@ def check_torch_version(version: str) -> None:
 check_torch_version(torch.__version__)  # before the imports that an older torch would fail in
 
 # FSDP2 from torch 2.15 on reduces gradients in the dtype of their parameters where a MixedPrecisionPolicy has no
-# reduce_dtype, before in param_dtype; and casts gradients to reduce_dtype before it adds them to kept ones, before after.
+# reduce_dtype, before in param_dtype; and it casts gradients before it adds them to kept ones, before after.
 REDUCES_IN_OWN_DTYPE = release(torch.__version__) >= (2, 15)
 
 from graph_fsdp.compat.dispatch_modes import *
