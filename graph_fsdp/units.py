@@ -52,9 +52,7 @@ class Unit:
 
 
 def find_units(
-    model: nn.Module,
-    auto_wrap_policy: AutoWrapPolicy | None = None,
-    ignored_params: Collection[nn.Parameter] = (),
+    model: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, ignored_params: Collection[nn.Parameter] = ()
 ) -> list[Unit]:
     """Divide the model's parameters into units.
 

@@ -17,12 +17,7 @@ from typing import IO, Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from graph_fsdp.checkpoint import checksums
 from graph_fsdp.checkpoint.checksums import Place, Written, by_file

@@ -22,12 +22,7 @@ Value = TypeVar("Value")
 
 # Whether Dynamo is off: what torch's modules keep of it, each from the release that has it on.
 _FLAGS = ("_is_in_non_infra_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals")
-_HOOKS = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
+_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 try:
     from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals as _set_in_mode

@@ -62,10 +62,7 @@ def tensor_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def find_pieces(
-    model: nn.Module,
-    units: Collection[nn.Module],
-    init_fn: ParamInitFn | None,
-    loaded: Collection[Tensor] = (),
+    model: nn.Module, units: Collection[nn.Module], init_fn: ParamInitFn | None, loaded: Collection[Tensor] = ()
 ) -> list[Piece]:
     """Return the pieces in order, with who initialises what. ``units``: the modules that are units. ``loaded``: the
     tensors that get their values otherwise.
@@ -89,11 +86,7 @@ def find_pieces(
 
 
 def materialise(
-    pieces: Sequence[Piece],
-    names: Mapping[Tensor, str],
-    mesh: Mesh | None,
-    device: torch.device,
-    storage: Shards,
+    pieces: Sequence[Piece], names: Mapping[Tensor, str], mesh: Mesh | None, device: torch.device, storage: Shards
 ) -> None:
     """Initialise the pieces one after the other, and put this rank's shards into the storage.
 

@@ -36,10 +36,7 @@ def _total_norm(parts: Sequence[Tensor], groups: Sequence[tuple[str, ...]], norm
         sharded = torch.tensor([group in names for names in together], device=totals.device)
         found = totals[sharded]
         work = dist.all_reduce(
-            found,
-            dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
-            group=compat.resolve_group(group),
-            async_op=True,
+            found, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=compat.resolve_group(group), async_op=True
         )
         lockstep.finish(work, found.device)
         totals = totals.masked_scatter(sharded, found)
