@@ -10,6 +10,8 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+import networkx as nx
+
 # What a piece costs beside its memory, of all bytes: pinning takes time, and a bucket that is cut is copied in parts.
 _PER_PIECE = 1 / 512
 
@@ -21,24 +23,16 @@ def pinned_nbytes(nbytes: int) -> int:
 
 def pieces_of(sizes: Sequence[int]) -> list[int]:
     """Return how many of ``sizes`` (bytes, which stay in their order) lie in each piece, so that the pieces, rounded by
-    ``pinned_nbytes``, take the least. Linear in their number, but for logarithms: a piece of each power of two takes as
-    many as fit, since what is left for the others only shrinks."""
+    ``pinned_nbytes``, take the least: a shortest path. A piece of each power of two takes as many as fit, since what is
+    left for the others only shrinks."""
     begins = [0, *itertools.accumulate(sizes)]
-    count, total = len(sizes), begins[-1]
-    least, ends = [0.0] * (count + 1), [count] * (count + 1)
-    for first in reversed(range(count)):
-        least[first] = float("inf")
-        power = pinned_nbytes(sizes[first]) or 1
-        while True:
+    count, per_piece = len(sizes), begins[-1] * _PER_PIECE
+    pieces = nx.DiGraph()
+    pieces.add_node(0)
+    for first in range(count):
+        power, end = pinned_nbytes(sizes[first]) or 1, first
+        while end < count:
             end = bisect.bisect_right(begins, begins[first] + power) - 1
-            cost = power + total * _PER_PIECE + least[end]
-            if cost < least[first]:
-                least[first], ends[first] = cost, end
-            if end == count:
-                break
+            pieces.add_edge(first, end, nbytes=pinned_nbytes(begins[end] - begins[first]) + per_piece)
             power *= 2
-    found, first = [], 0
-    while first < count:
-        found.append(ends[first] - first)
-        first = ends[first]
-    return found
+    return [end - first for first, end in itertools.pairwise(nx.shortest_path(pieces, 0, count, weight="nbytes"))]
