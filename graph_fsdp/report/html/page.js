@@ -88,7 +88,6 @@ function search(lives, timed, parts) {
   };
   const mark = (marked) => {
     card.hidden = !marked;
-    list.hidden = true;
     for (const part of parts) {
       part.marked = marked;
       part.draw();
@@ -105,23 +104,19 @@ function search(lives, timed, parts) {
   };
 
   field.addEventListener("input", () => {
-    if (!field.value.trim()) return mark(null);
     const found = named();
-    list.replaceChildren(...found.slice(0, MATCHES).map((name) => {
-      const item = element("li", name);
-      item.addEventListener("mousedown", () => choose(name));
-      return item;
-    }));
-    if (found.length > MATCHES) list.append(element("li", `… ${found.length - MATCHES} more`, { class: "gap" }));
-    if (!found.length) list.append(element("li", "no parameter of this name", { class: "gap" }));
-    list.hidden = false;
+    list.replaceChildren(...found.slice(0, MATCHES).map((name) => element("option", "", { value: name })));
+    if (found.length > MATCHES) list.append(element("option", "", { value: field.value, label: `… ${found.length - MATCHES} more` }));
+    field.setCustomValidity(found.length ? "" : "no parameter of this name");
+    field.reportValidity();
+    if (!field.value.trim()) mark(null);
+    else if (field.value in lives) choose(field.value); // as one that was picked from the list
   });
   field.addEventListener("keydown", (event) => {
     const [first] = named();
     if (event.key === "Enter" && first) choose(first);
     if (event.key === "Escape") { field.value = ""; mark(null); }
   });
-  field.addEventListener("blur", () => { list.hidden = true; });
 }
 
 readData().then(start);

@@ -95,11 +95,8 @@ class Timeline {
       c.fillText(formatTime(t, unit), this.x(t) + 3, AXIS / 2);
       c.fillRect(this.x(t), 0, 0.5, this.height);
     }
-    for (const graph of this.graphs) {
-      const x = Math.max(LABEL, this.x(graph.begin));
-      c.fillStyle = this.colors["--select"];
-      if (graph.begin >= this.view[0] && graph.begin <= this.view[1]) c.fillRect(x, 0, 1.5, this.height);
-    }
+    c.fillStyle = this.colors["--select"];
+    for (const { begin } of this.graphs) if (begin >= this.view[0] && begin <= this.view[1]) c.fillRect(this.x(begin), 0, 1.5, this.height);
   }
 
   drawLane(c, lane, number) {
@@ -107,12 +104,7 @@ class Timeline {
     c.fillStyle = this.colors["--fore"];
     c.fillText(lane.length > 22 ? `${lane.slice(0, 21)}…` : lane, 8, top + LANE / 2);
     const first = Math.max(0, slices.findLastIndex(({ begin }) => begin <= this.view[0]));
-    const columns = new Map(), wide = []; // pixel → [part that is filled, part that is exposed] by what is narrower
-    const fill = (column, part, exposed) => {
-      const sums = columns.get(column) ?? columns.set(column, [0, 0]).get(column);
-      sums[0] += part;
-      if (exposed) sums[1] += part;
-    };
+    const wide = [], filled = new Float64Array(this.width + 2), waits = filled.slice(); // parts of pixels, by what is narrower
     for (let n = first; n < slices.length && slices[n].begin <= this.view[1]; n++) {
       const { graph, node, begin, duration, exposed } = slices[n];
       const left = Math.max(LABEL, this.x(begin)), right = Math.min(this.width, this.x(begin + duration));
@@ -120,15 +112,15 @@ class Timeline {
       if (right < LABEL) continue;
       if (right - left >= 1 || marked) { wide.push([graph.names[node], left, right, exposed, marked]); continue; }
       const column = Math.floor(left), border = Math.min(right, column + 1);
-      fill(column, border - left, exposed);
-      if (right > border) fill(column + 1, right - border, exposed);
+      for (const parts of exposed ? [filled, waits] : [filled]) {
+        parts[column] += border - left;
+        parts[column + 1] += right - border;
+      }
     }
     c.globalAlpha = this.marked ? 0.25 : 1;
-    for (const [column, [all, exposed]] of columns) {
-      c.fillStyle = this.laneColor(number);
-      c.fillRect(column, top + LANE * (1 - all), 1, LANE * (all - exposed));
-      c.fillStyle = this.colors["--exposed"];
-      c.fillRect(column, top + LANE * (1 - exposed), 1, LANE * exposed);
+    for (const [color, parts, below] of [[this.laneColor(number), filled, waits], [this.colors["--exposed"], waits]]) {
+      c.fillStyle = color;
+      parts.forEach((part, column) => c.fillRect(column, top + LANE * (1 - part), 1, LANE * (part - (below?.[column] ?? 0))));
     }
     for (const [name, left, right, exposed, marked] of wide) {
       const width = Math.max(right - left, marked ? 3 : 1);
@@ -209,25 +201,23 @@ class Timeline {
   listen(onHover, onSelect) {
     const canvas = this.canvas;
     let dragged = null, moved = false;
-    const point = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
     canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       const span = this.view[1] - this.view[0];
       if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.show(this.view[0] + ((event.deltaX || event.deltaY) / this.width) * span, span);
-      else this.zoom(Math.exp(event.deltaY * 0.002), this.time(Math.max(LABEL, point(event)[0])));
+      else this.zoom(Math.exp(event.deltaY * 0.002), this.time(Math.max(LABEL, event.offsetX)));
     }, { passive: false });
-    canvas.addEventListener("pointerdown", (event) => { dragged = [point(event)[0], this.view[0]]; moved = false; canvas.setPointerCapture(event.pointerId); });
+    canvas.addEventListener("pointerdown", (event) => { dragged = [event.offsetX, this.view[0]]; moved = false; canvas.setPointerCapture(event.pointerId); });
     canvas.addEventListener("pointermove", (event) => {
-      const [px, py] = point(event);
       if (dragged) {
         const span = this.view[1] - this.view[0];
-        moved = moved || Math.abs(px - dragged[0]) > 3;
-        if (moved) this.show(dragged[1] - ((px - dragged[0]) / (this.width - LABEL)) * span, span);
+        moved = moved || Math.abs(event.offsetX - dragged[0]) > 3;
+        if (moved) this.show(dragged[1] - ((event.offsetX - dragged[0]) / (this.width - LABEL)) * span, span);
       }
-      onHover(this.at(px, py), event);
+      onHover(this.at(event.offsetX, event.offsetY), event);
     });
     canvas.addEventListener("pointerup", (event) => {
-      const found = moved ? null : this.at(...point(event));
+      const found = moved ? null : this.at(event.offsetX, event.offsetY);
       if (found) onSelect(found);
       dragged = null;
     });
