@@ -13,6 +13,7 @@ from graph_fsdp.checkpoint.metadata import Checkpoint, nbytes_of
 from graph_fsdp.checkpoint.state import RNG
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
+from graph_fsdp.report.text import columns
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -55,9 +56,7 @@ class Contents:
     def table(self) -> str:
         """Return a text with a line for each tensor."""
         rows = [(t.key, t.dtype, str(list(t.shape)), f"{t.bytes:,}", str(t.pieces)) for t in self.tensors]
-        rows.insert(0, ("tensor", "dtype", "shape", "bytes", "pieces"))
-        widths = [max(len(row[at]) for row in rows) for at in range(5)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return columns(("tensor", "dtype", "shape", "bytes", "pieces"), rows, texts=3)
 
 
 def contents(path: AnyPath) -> Contents:
