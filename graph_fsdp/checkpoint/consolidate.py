@@ -7,7 +7,6 @@ out by ``torch.save`` with ``torch.serialization.skip_data``, and filled.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ class _Source:
             value = read_tensors(self.checkpoint, [key])[key]
             if value.nbytes:
                 stream.seek(offset)
-                stream.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+                stream.write(value.view(-1).view(torch.uint8).numpy())
             self.progress(value.nbytes)
             del value  # before the next one is read
 
@@ -96,8 +95,10 @@ def consolidate(
     if not entries:
         raise CheckpointError(f"{path} has no tensors under {model_key!r}; its keys begin with {checkpoint.roots}")
     source = _Source(checkpoint, model_key, entries, progress)
-    if target.suffix == ".pt":
-        _write_pt(source, target)
+    if target.suffix == ".pt":  # what ``torch.load`` reads as a dict; without CRC32, which it ignores
+        shapes = {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
+        with _appearing(target) as stream:
+            source.write(stream, compat.lay_out(stream.name, shapes))
         files = [target]
     else:
         files = _write_safetensors(source, target, shard_size)
@@ -152,13 +153,6 @@ def _write_shard(source: _Source, names: Iterable[str], target: Path) -> None:
     with _appearing(target) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         source.write(stream, {name: 8 + len(text) + begin for name, begin in begins.items()})
-
-
-def _write_pt(source: _Source, target: Path) -> None:
-    """Write what ``torch.load`` reads as a dict of tensors. There is no CRC32, which ``torch.load`` ignores."""
-    shapes = {name: (entry.size, entry.properties.dtype) for name, entry in source.entries.items()}
-    with _appearing(target) as stream:
-        source.write(stream, compat.lay_out(stream.name, shapes))
 
 
 @contextmanager
