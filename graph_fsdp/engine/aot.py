@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from graph_fsdp.engine.engine import Engine
 
 
+@dataclass(eq=False)
 class AotTrace:
     """Takes one of Dynamo's graphs through AOTAutograd, which calls the steps: ``partition``, ``compile_forward`` and,
     when a backward asks for it, ``compile_backward``; or ``compile_inference`` where nothing needs a gradient.
@@ -34,19 +36,16 @@ class AotTrace:
     graph whole, where equal layers were traced once, and fit for the backend.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        context: PassContext,
-        captured: CapturedGraph,
-        entry: Entry,
-        prepare: Callable[[fx.GraphModule], fx.GraphModule],
-    ) -> None:
-        self.engine: Engine = weakref.proxy(engine)
-        self._owner = weakref.ref(engine)
-        self.context, self.captured, self.entry, self.prepare = context, captured, entry, prepare
-        self._piece: tuple[Snapshot | None, str] = None, ""  # until its program is compiled
-        self._alive: Engine | None = None  # until backward is compiled, which the model may not live to see
+    engine: Engine
+    context: PassContext
+    captured: CapturedGraph
+    entry: Entry
+    prepare: Callable[[fx.GraphModule], fx.GraphModule]
+    _piece: tuple[Snapshot | None, str] = (None, "")  # until its program is compiled
+    _alive: Engine | None = None  # until backward is compiled, which the model may not live to see
+
+    def __post_init__(self) -> None:
+        self._owner, self.engine = weakref.ref(self.engine), weakref.proxy(self.engine)
 
     def run(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         backend = self.engine.backend
