@@ -85,7 +85,7 @@ class Mesh(Protocol):
         return True
 
     def broadcast(self, value: Tensor) -> None:
-        """Overwrite ``value``, contiguous, by that of the mesh's first rank."""
+        """Overwrite ``value``, contiguous, by that of the mesh's first rank; do nothing where one process has all."""
 
     def turn(self) -> AbstractContextManager[None]:
         """Return a context in which no other rank of this process runs (XLA's replicas may be threads of one)."""

@@ -91,7 +91,6 @@ class XlaMesh(Mesh):
 
     @property
     def world_size(self) -> int:
-        """Return the number of devices over which a parameter is sharded."""
         return len(self.devices[0])
 
     @property
@@ -101,9 +100,6 @@ class XlaMesh(Mesh):
     @property
     def size(self) -> int:
         return self.world_size * self.replicas
-
-    def broadcast(self, value: Tensor) -> None:
-        """Do nothing, as one process has all devices."""
 
     @property
     def ordinals(self) -> tuple[int, ...]:
