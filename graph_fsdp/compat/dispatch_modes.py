@@ -69,8 +69,9 @@ def _without_hooks_of_torch() -> Iterator[None]:
     """Take away the modes' hooks on all modules, which Dynamo refuses to trace: a compiled model calls no module."""
     taken = [(hooks, dict(hooks)) for hooks in map(vars(nn_module).__getitem__, _HOOKS)]
     for hooks, before in taken:
-        for key in [key for key, hook in before.items() if _is_torchs(hook)]:
-            del hooks[key]
+        for key, hook in before.items():
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "torch":
+                del hooks[key]
     try:
         yield
     finally:
@@ -78,10 +79,6 @@ def _without_hooks_of_torch() -> Iterator[None]:
             since = {key: hook for key, hook in hooks.items() if key not in before}
             hooks.clear()
             hooks.update({**before, **since})
-
-
-def _is_torchs(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
 
 
 # --- collectives

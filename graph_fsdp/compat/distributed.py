@@ -75,10 +75,8 @@ def host_waits(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the seconds after which a process group ends a collective; torch's default where it does not say."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return float(default_pg_timeout.total_seconds())
+    options = getattr(_backend_of(group, device), "options", None)
+    return float(getattr(options, "_timeout", default_pg_timeout).total_seconds())
 
 
 def is_done(work: Any) -> bool:
