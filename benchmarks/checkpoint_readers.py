@@ -51,7 +51,7 @@ class SafetensorsSummed(HuggingFaceStorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
-            checksums.sums_of(Path(), [checksums.Place(name, 0, Path(name).stat().st_size)])
+            checksums.sums_of(Path(), [checksums.Extent(name, 0, Path(name).stat().st_size)])
         return super().prepare_local_plan(plan)
 
 

@@ -160,7 +160,7 @@ def test_what_cannot_be_written(saved: Path, tmp_path: Path) -> None:
     save(tmp_path / "a", nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex128))]))
     with pytest.raises(ValueError, match=r"0: .safetensors has no torch.complex128; write a .pt file"):
         consolidate(tmp_path / "a", tmp_path / "m.safetensors")
-    first = Checkpoint.open(saved).place(MetadataIndex("model.blocks.0.up.weight", torch.Size([0, 0])))
+    first = Checkpoint.open(saved).extent(MetadataIndex("model.blocks.0.up.weight", torch.Size([0, 0])))
     flip(saved / first.file, first.offset + first.length // 2)
     for out in ("m.safetensors", "m.pt"):
         with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):

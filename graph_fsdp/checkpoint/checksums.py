@@ -25,7 +25,7 @@ _WORD = 8
 _MASK = (1 << 64) - 1
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Says where the bytes of an entry are."""
 
     file: str
@@ -44,9 +44,9 @@ class Written(NamedTuple):
         return cls((total + data) & _MASK, data)
 
 
-def by_file(places: Iterable[Place]) -> dict[str, list[Place]]:
+def by_file(extents: Iterable[Extent]) -> dict[str, list[Extent]]:
     """Return file → the entries in it, in order, each once."""
-    return {file: list(found) for file, found in itertools.groupby(sorted(set(places)), lambda place: place.file)}
+    return {file: list(found) for file, found in itertools.groupby(sorted(set(extents)), lambda extent: extent.file)}
 
 
 def content_of(path: Path) -> Tensor:
@@ -58,14 +58,14 @@ def content_of(path: Path) -> Tensor:
     return torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
-def sums_of(folder: Path, places: Iterable[Place]) -> dict[Place, int]:
+def sums_of(folder: Path, extents: Iterable[Extent]) -> dict[Extent, int]:
     """Compute the sums of entries. Raises CheckpointError where a file is not there, or shorter."""
-    sums: dict[Place, int] = {}
-    for file, wanted in by_file(places).items():
-        content, end = content_of(folder / file), max(place.offset + place.length for place in wanted)
+    sums: dict[Extent, int] = {}
+    for file, wanted in by_file(extents).items():
+        content, end = content_of(folder / file), max(extent.offset + extent.length for extent in wanted)
         if end > len(content):
             raise CheckpointError(f"{folder / file} has {len(content):,} bytes and should have {end:,}: it is cut off")
-        sums.update({place: _sum(content, place.offset, place.length) for place in wanted})
+        sums.update({extent: _sum(content, extent.offset, extent.length) for extent in wanted})
     return sums
 
 
@@ -79,18 +79,18 @@ def _sum(content: Tensor, offset: int, length: int) -> int:
     return total & _MASK
 
 
-def as_text(checksums: Mapping[Place, Written]) -> str:
+def as_text(checksums: Mapping[Extent, Written]) -> str:
     """Return the text of the file: file → [offset, bytes, sum, where a tensor's own bytes begin] of its entries."""
     files = by_file(checksums).items()
-    return json.dumps({file: [[*place[1:], *checksums[place]] for place in places] for file, places in files})
+    return json.dumps({file: [[*extent[1:], *checksums[extent]] for extent in extents] for file, extents in files})
 
 
-def read(folder: Path) -> dict[Place, Written]:
+def read(folder: Path) -> dict[Extent, Written]:
     """Read the sums of a checkpoint; empty where another program wrote it. Rows of format 1 end with the sum. Raises
     CheckpointError if the file is damaged."""
 
-    def made_of(found: dict[str, list[list[int]]]) -> dict[Place, Written]:
+    def made_of(found: dict[str, list[list[int]]]) -> dict[Extent, Written]:
         rows = ((file, row) for file, rows in found.items() for row in rows)
-        return {Place(file, offset, length): Written(*entry) for file, (offset, length, *entry) in rows}
+        return {Extent(file, offset, length): Written(*entry) for file, (offset, length, *entry) in rows}
 
     return read_json(folder / CHECKSUMS, made_of) or {}

@@ -6,7 +6,7 @@ import zipfile
 from dataclasses import dataclass
 from typing import Any
 
-from graph_fsdp.checkpoint.checksums import Place
+from graph_fsdp.checkpoint.checksums import Extent
 from graph_fsdp.checkpoint.extra import saved_extra
 from graph_fsdp.checkpoint.folder import METADATA
 from graph_fsdp.checkpoint.metadata import Checkpoint, nbytes_of
@@ -96,30 +96,30 @@ def check(path: AnyPath) -> Checked:
     problems = []
     nbytes = entries = sums = 0
     try:
-        checkpoint.check_sums(place for place in checkpoint.checksums if place.file == METADATA)
+        checkpoint.check_sums(extent for extent in checkpoint.checksums if extent.file == METADATA)
     except CheckpointError:
         problems.append(f"{METADATA} is not what was written")
-    for name, places in checkpoint.places().items():
-        size, last = (checkpoint.path / name).stat().st_size, places[-1]
+    for name, extents in checkpoint.extents().items():
+        size, last = (checkpoint.path / name).stat().st_size, extents[-1]
         if checkpoint.checksums and size != last.offset + last.length:
             problems.append(f"{name} has {size:,} bytes, and more than was written")
-        for place in places:
-            entries, nbytes = entries + 1, nbytes + place.length
+        for extent in extents:
+            entries, nbytes = entries + 1, nbytes + extent.length
             try:
-                checkpoint.check_sums([place])
-                _check_crc(checkpoint, place)
-                sums += place in checkpoint.checksums
+                checkpoint.check_sums([extent])
+                _check_crc(checkpoint, extent)
+                sums += extent in checkpoint.checksums
             except CheckpointError:
-                problems.append(f"{name} is damaged from byte {place.offset:,} to {place.offset + place.length:,}")
+                problems.append(f"{name} is damaged from byte {extent.offset:,} to {extent.offset + extent.length:,}")
     if problems:
         raise CheckpointError(f"{checkpoint.path} is damaged: {'; '.join(problems)}")
     return Checked(nbytes, entries, sums)
 
 
-def _check_crc(checkpoint: Checkpoint, place: Place) -> None:
+def _check_crc(checkpoint: Checkpoint, extent: Extent) -> None:
     """Check the CRC32 of an entry, a ZIP file as ``torch.save`` writes it."""
     try:
-        with zipfile.ZipFile(checkpoint.read(place)) as archive:
+        with zipfile.ZipFile(checkpoint.read(extent)) as archive:
             for record in archive.infolist():
                 if record.CRC:  # 0: whoever wrote it has switched that off
                     archive.read(record)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from graph_fsdp.checkpoint import checksums
-from graph_fsdp.checkpoint.checksums import Place, Written, by_file
+from graph_fsdp.checkpoint.checksums import Extent, Written, by_file
 from graph_fsdp.checkpoint.folder import METADATA, Header
 from graph_fsdp.errors import CheckpointError
 from graph_fsdp.initialise.safetensors_files import AnyPath
@@ -97,7 +97,7 @@ class Checkpoint:
     path: Path
     metadata: Metadata
     header: Header | None  # None: another program wrote it
-    checksums: Mapping[Place, Written]  # empty, likewise
+    checksums: Mapping[Extent, Written]  # empty, likewise
 
     @classmethod
     def open(cls, path: AnyPath) -> Checkpoint:
@@ -124,24 +124,24 @@ class Checkpoint:
         start = joined(prefix, "")
         return {key.removeprefix(start): entry for key, entry in self.entries.items() if key.startswith(start)}
 
-    def place(self, index: MetadataIndex) -> Place:
+    def extent(self, index: MetadataIndex) -> Extent:
         info = self.metadata.storage_data[index]
         name = str(info.relative_path)
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{self.path / METADATA} asks for {name}, which is not in the checkpoint")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.path / name} is compressed; read it by torch.distributed.checkpoint")
-        return Place(name, info.offset, info.length)
+        return Extent(name, info.offset, info.length)
 
-    def places(self) -> dict[str, list[Place]]:
+    def extents(self) -> dict[str, list[Extent]]:
         """Return file → the entries in it, in order."""
-        return by_file(map(self.place, self.metadata.storage_data))
+        return by_file(map(self.extent, self.metadata.storage_data))
 
     def check_files(self) -> None:
         """Check that all files are there and long enough. Raises CheckpointError with those that are not."""
         problems = []
-        for name, places in self.places().items():
-            file, last = self.path / name, places[-1]
+        for name, extents in self.extents().items():
+            file, last = self.path / name, extents[-1]
             if not file.is_file():
                 problems.append(f"{name} is not there")
             elif (size := file.stat().st_size) < (expected := last.offset + last.length):
@@ -149,27 +149,27 @@ class Checkpoint:
         if problems:
             raise CheckpointError(f"{self.path} is damaged: {'; '.join(problems)}")
 
-    def check_sums(self, places: Iterable[Place]) -> None:
+    def check_sums(self, extents: Iterable[Extent]) -> None:
         """Check the sums that graph_fsdp wrote of entries. Raises CheckpointError with the first changed file."""
         if not self.checksums:
             return
         damaged = []
-        for place, total in checksums.sums_of(self.path, places).items():
-            known = self.checksums.get(place, Written(-1))
+        for extent, total in checksums.sums_of(self.path, extents).items():
+            known = self.checksums.get(extent, Written(-1))
             if known != Written.of(total, known.data):
-                damaged.append(place)
+                damaged.append(extent)
         if damaged:
-            (file, places), *_ = by_file(damaged).items()
+            (file, extents), *_ = by_file(damaged).items()
             raise CheckpointError(
-                f"{self.path / file} is damaged: {len(places)} of its entries are not what was written, the first at "
-                f"byte {places[0].offset:,}; load an older checkpoint"
+                f"{self.path / file} is damaged: {len(extents)} of its entries are not what was written, the first at "
+                f"byte {extents[0].offset:,}; load an older checkpoint"
             )
 
-    def read(self, place: Place) -> IO[bytes]:
+    def read(self, extent: Extent) -> IO[bytes]:
         """Return what ``torch.save`` has written of an entry, in memory."""
-        with (self.path / place.file).open("rb") as file:
-            file.seek(place.offset)
-            return io.BytesIO(file.read(place.length))
+        with (self.path / extent.file).open("rb") as file:
+            file.seek(extent.offset)
+            return io.BytesIO(file.read(extent.length))
 
     def value(self, key: str) -> Any:
         """Return what is under a key: a value that is no tensor, or a tensor that was saved in one piece. Raises
@@ -177,9 +177,9 @@ class Checkpoint:
         tensors."""
         entry = self.entries[key]
         offset = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
-        place = self.place(MetadataIndex(key, offset))
-        self.check_sums([place])
+        extent = self.extent(MetadataIndex(key, offset))
+        self.check_sums([extent])
         try:
-            return torch.load(self.read(place), map_location="cpu", weights_only=True)
+            return torch.load(self.read(extent), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{key!r} of {self.path} cannot be read: {error}") from error

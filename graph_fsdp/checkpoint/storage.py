@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from graph_fsdp import compat
 from graph_fsdp.checkpoint import checksums, folder
-from graph_fsdp.checkpoint.checksums import Place, Written, by_file
+from graph_fsdp.checkpoint.checksums import Extent, Written, by_file
 from graph_fsdp.checkpoint.group import ALONE, NOT_DISTRIBUTED, Ranks
 from graph_fsdp.checkpoint.metadata import Checkpoint, empty
 from graph_fsdp.errors import CheckpointError
@@ -71,23 +71,23 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
         plain = {item.index for item in plan.items if _writes_plain(item, planner)}
-        sums = checksums.sums_of(self.temporary, map(_place, results))
+        sums = checksums.sums_of(self.temporary, map(_extent, results))
         summed: list[WriteResult] = []
         for name in by_file(sums):  # this rank's one file
             with open(self.temporary / name, "rb") as file:
                 for r in results:
-                    data = compat.tensor_offset(file, *_place(r)[1:]) if r.index in plain else 0
-                    entry = Written.of(sums[_place(r)], data)
+                    data = compat.tensor_offset(file, *_extent(r)[1:]) if r.index in plain else 0
+                    entry = Written.of(sums[_extent(r)], data)
                     summed.append(SummedResult(r.index, r.size_in_bytes, r.storage_data, entry))
         future: Future[list[WriteResult]] = Future()
         future.set_result(summed)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = {_place(part): part.entry for part in itertools.chain(*results) if isinstance(part, SummedResult)}
+        written = {_extent(part): part.entry for part in itertools.chain(*results) if isinstance(part, SummedResult)}
         self._check_visible(written)
         super().finish(metadata, results)
-        own = Place(folder.METADATA, 0, (self.temporary / folder.METADATA).stat().st_size)
+        own = Extent(folder.METADATA, 0, (self.temporary / folder.METADATA).stat().st_size)
         written[own] = Written.of(checksums.sums_of(self.temporary, [own])[own])
         header = folder.Header(folder.next_sequence(self.final.parent), self.ranks)
         texts = {checksums.CHECKSUMS: checksums.as_text(written), folder.HEADER: json.dumps(dataclasses.asdict(header))}
@@ -96,10 +96,10 @@ class Writer(dcp.FileSystemWriter):
                 stream.write(text.encode())
         folder.commit(self.temporary, self.final, self.keep)
 
-    def _check_visible(self, written: Iterable[Place]) -> None:
+    def _check_visible(self, written: Iterable[Extent]) -> None:
         """Check that what the other ranks wrote is visible to this one."""
-        for name, places in by_file(written).items():
-            file, last = self.temporary / name, places[-1]
+        for name, extents in by_file(written).items():
+            file, last = self.temporary / name, extents[-1]
             if not file.is_file() or file.stat().st_size != last.offset + last.length:
                 raise CheckpointError(
                     f"{file} was written by another rank and is not here in full; save to a folder that all hosts share"
@@ -118,19 +118,19 @@ class Reader(dcp.FileSystemReader):
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         if self.verify:
-            self.checkpoint.check_sums(self.checkpoint.place(item.storage_index) for item in plan.items)
+            self.checkpoint.check_sums(self.checkpoint.extent(item.storage_index) for item in plan.items)
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        places = {item: self.checkpoint.place(item.storage_index) for item in plan.items}
-        content = {name: checksums.content_of(self.checkpoint.path / name) for name in by_file(places.values())}
-        left = [item for item, place in places.items() if not self.copied(item, place, content[place.file], planner)]
+        extents = {item: self.checkpoint.extent(item.storage_index) for item in plan.items}
+        content = {name: checksums.content_of(self.checkpoint.path / name) for name in by_file(extents.values())}
+        left = [item for item, at in extents.items() if not self.copied(item, at, content[at.file], planner)]
         return super().read_data(dataclasses.replace(plan, items=left), planner)
 
-    def copied(self, item: ReadItem, place: Place, content: Tensor, planner: dcp.LoadPlanner) -> bool:
+    def copied(self, item: ReadItem, extent: Extent, content: Tensor, planner: dcp.LoadPlanner) -> bool:
         """Copy the bytes of an item, if they lie together in the file and mean the same in its tensor. If not, return
         False: ``torch.load`` has to read it."""
-        entry = self.checkpoint.checksums.get(place)
+        entry = self.checkpoint.checksums.get(extent)
         if entry is None or not entry.data or sys.byteorder != "little":
             return False
         whole, target = self.checkpoint.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
@@ -140,7 +140,7 @@ class Reader(dcp.FileSystemReader):
             return False
         part = saved[tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))]
         begin = entry.data + part.storage_offset() * part.itemsize
-        inside = place.offset <= begin <= place.offset + place.length - part.nbytes
+        inside = extent.offset <= begin <= extent.offset + extent.length - part.nbytes
         if part.shape != item.lengths or not part.is_contiguous() or not inside:
             return False
         target.view(-1).view(torch.uint8).copy_(content[begin : begin + part.nbytes])
@@ -210,5 +210,5 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _place(result: WriteResult) -> Place:
-    return Place(result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length)
+def _extent(result: WriteResult) -> Extent:
+    return Extent(result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length)
