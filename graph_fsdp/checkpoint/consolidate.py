@@ -56,7 +56,7 @@ class _Source:
             value = read_tensors(self.checkpoint, [key])[key]
             if value.nbytes:
                 stream.seek(offset)
-                stream.write(value.view(-1).view(torch.uint8).numpy())
+                stream.write(value.view(-1).view(torch.uint8).numpy().data)
             self.progress(value.nbytes)
             del value  # before the next one is read
 
