@@ -179,20 +179,12 @@ def _model_spec(
     specs = []
     for p, (name, *others) in names.items():
         if name in unit_of:
-            param_dtype, reduce_dtype = policies.dtypes_of(p, [name, *others])
+            dtypes = p.dtype, *policies.dtypes_of(p, [name, *others])
+            shape, dim, own_mesh = tuple(compat.local_part(p).shape), place.shard_dims.get(name, 0), own.get(name)
+            ranks = world_size if own_mesh is None else own_mesh.world_size
             specs.append(
                 ParameterSpec(
-                    name,
-                    unit_of[name],
-                    tuple(compat.local_part(p).shape),
-                    p.dtype,
-                    param_dtype,
-                    reduce_dtype,
-                    p.requires_grad,
-                    own[name].world_size if name in own else world_size,
-                    place.shard_dims.get(name, 0),
-                    is_extended(p),
-                    own.get(name),
+                    name, unit_of[name], shape, *dtypes, p.requires_grad, ranks, dim, is_extended(p), own_mesh
                 )
             )
     # The modules of one unit are gathered as one, where its first parameter is.

@@ -232,12 +232,8 @@ def _whole_parameters(members: list[ShardedParameter], mode: Any) -> fx.GraphMod
     for p in members:
         node = graph.placeholder(f"p_{p.spec.name}".replace(".", "_"))
         with mode:
-            node.meta["example_value"] = torch.empty(
-                p.spec.shape,
-                dtype=p.spec.param_dtype,
-                device=p.input.device,
-                requires_grad=bool(p.placeholder.requires_grad),
-            )
+            value = torch.empty(p.spec.shape, dtype=p.spec.param_dtype, device=p.input.device)
+            node.meta["example_value"] = value.requires_grad_(p.placeholder.requires_grad)
         nodes.append(node)
     graph.output(tuple(nodes))
     return fx.GraphModule({}, graph)
