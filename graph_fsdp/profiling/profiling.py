@@ -6,8 +6,8 @@ and their times are spread over the nodes in them.
 [Note: times that all ranks share]
 The first rank, whose graphs decide the plan, names what it has run. Region times are averaged over the ranks that ran
 the same computation on the same shapes. A rank's time of a collective includes the wait for the last rank: of each run,
-the shortest time over the ranks counts. The first rank gathers all seconds over gloo, makes the profile of them and
-sends it to all. The schedule that a rank has measured stays with it.
+the shortest time over the ranks counts. The first rank makes the profile of that and sends it to all. This takes four
+all-reduces and two object broadcasts over gloo. The schedule that a rank has measured stays with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,23 +195,21 @@ class Ran:
         return "run " + next((name for name, (of, _, _) in self.steps.items() if of is program), program.graph.phase)
 
     def share(self, group: dist.ProcessGroup | None, rank: int, first: int) -> None:
-        """Replace the first rank's seconds by those of all; see [Note: times that all ranks share]."""
-        everyone: list[Any] = [(self.means, self.collectives)]
-        if group is not None:
-            everyone = [None] * dist.get_world_size(group)
-            dist.gather_object((self.means, self.collectives), everyone if rank == first else None, first, group)
-        if rank != first:
-            return
-        ranks = [first] if group is None else dist.get_process_group_ranks(group)
-        for name in self.means:
-            seconds = {r: means[name] for r, (means, _) in zip(ranks, everyone, strict=True) if name in means}
-            self.means[name] = statistics.fmean(seconds.values())
-            if name in self.steps:
-                slow = max(seconds, key=seconds.__getitem__)
-                self.slowest[name] = slow, seconds[slow]
-        for name in self.collectives:
-            runs = zip(*(collectives[name] for _, collectives in everyone if name in collectives), strict=False)
-            self.collectives[name] = list(map(min, runs))
+        """Replace this rank's seconds by those of all; see [Note: times that all ranks share]."""
+        runs = {f"{name} #{k}": s for name, seconds in self.collectives.items() for k, s in enumerate(seconds)}
+        names, run_names = _broadcast([list(self.means), list(runs)], group, first)
+        own = _seconds([self.means.get(name, -1.0) for name in names])  # -1: not run here
+        totals = _all_reduce(torch.stack([own.clamp(min=0), (own >= 0).double()]), dist.ReduceOp.SUM, group)
+        longest = _all_reduce(own, dist.ReduceOp.MAX, group)
+        this = torch.full_like(own, rank)  # in double precision, whatever the default dtype
+        slowest = _all_reduce(torch.where(own == longest, this, torch.inf), dist.ReduceOp.MIN, group)
+        shortest = _all_reduce(_seconds([runs.get(name, torch.inf) for name in run_names]), dist.ReduceOp.MIN, group)
+        if names == list(self.means) and run_names == list(runs):  # as on the first rank, which makes the profile
+            self.means = dict(zip(names, (totals[0] / totals[1]).tolist(), strict=True))
+            found = zip(names, slowest.tolist(), longest.tolist(), strict=True)
+            self.slowest = {name: (int(slow), seconds) for name, slow, seconds in found if name in self.steps}
+            values = iter(shortest.tolist())
+            self.collectives = {name: [next(values) for _ in seconds] for name, seconds in self.collectives.items()}
 
     def profile(self, cost: CostModel, ranks: int, steps: int) -> Profile:
         """Make the profile, by the ``cost`` of the running program; regions are spread by modelled seconds."""
@@ -273,3 +271,14 @@ def _broadcast(value: Any, group: dist.ProcessGroup | None, first: int) -> Any:
     if group is not None:
         dist.broadcast_object_list(box, first, group=group)
     return box[0]
+
+
+def _all_reduce(values: Tensor, op: Callable[..., Any], group: dist.ProcessGroup | None) -> Tensor:
+    reduced = values.clone()
+    if group is not None:
+        dist.all_reduce(reduced, op=op, group=group)
+    return reduced
+
+
+def _seconds(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
