@@ -29,6 +29,9 @@ BACKEND ?= $(if $(shell command -v $${CXX:-g++}),inductor,eager)
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN  := $(VENV)/bin
 PIN  := $(if $(TORCH),torch==$(TORCH),-c constraints.txt)
+# The torchao of today needs torch 2.10: with an older one its tests are skipped, and transformers does not see it.
+COMMA := ,
+FLOAT8 := $(if $(filter 2.9%,$(TORCH)),,$(COMMA)float8)
 PIP  := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 # Bytecode of an environment: pip makes it on one core, this on all of them. Without it each process compiles what it
 # imports, which takes as long again. Files that are no Python of this release have none: no error.
@@ -111,7 +114,7 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.train
-	$(PIP) --no-compile $(PIN) -e ".[test,examples,benchmarks,float8]"
+	$(PIP) --no-compile $(PIN) -e ".[test,examples,benchmarks$(FLOAT8)]"
 	$(call bytecode,$(VENV))
 	touch $@
 
