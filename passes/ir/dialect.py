@@ -52,7 +52,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.operands import argument as argument
-from graph_fsdp.passes.ir.operands import by_name, defaults
+from graph_fsdp.passes.ir.operands import by_name, defaults, define
 
 
 class Role(enum.Enum):
@@ -153,17 +153,14 @@ def _define(
 ) -> compat.OpOverload[..., Any]:
     """Define an operator. Its fake is given those arguments that it names; without one, the operator works in the
     memory of its first argument, which is its value."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
     read = inspect.signature(fake).parameters if fake is not None else ()
 
     def called(*args: Any, **kwargs: Any) -> Any:
         given = by_name(defined, args, kwargs)
         return next(iter(given.values())) if fake is None else fake(**{name: given[name] for name in read})
 
-    torch.library.register_fake(f"graph_fsdp::{name}", called, lib=_LIBRARY)
-    OPERATORS[defined] = Operator(name, effect, meaning)
+    defined = define(_LIBRARY, schema, called)
+    OPERATORS[defined] = Operator(schema.partition("(")[0], effect, meaning)
     return defined
 
 

@@ -23,19 +23,18 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import define
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
-_LIBRARY.define("constrain(Tensor value, str[] axes, str mesh) -> Tensor")
-_LIBRARY.define("mark_sharding(Tensor value, str[] axes) -> Tensor")
-
-constrain = torch.ops.graph_fsdp.constrain.default
-mark_sharding = torch.ops.graph_fsdp.mark_sharding.default
+constrain, mark_sharding = (
+    define(_LIBRARY, schema, lambda value, *_: torch.empty_like(value))
+    for schema in (
+        "constrain(Tensor value, str[] axes, str mesh) -> Tensor",
+        "mark_sharding(Tensor value, str[] axes) -> Tensor",
+    )
+)
 fx.node.has_side_effect(mark_sharding)  # Dynamo removes calls whose result nobody reads
-
-
-for _name in ("constrain", "mark_sharding"):
-    torch.library.register_fake(f"graph_fsdp::{_name}", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
