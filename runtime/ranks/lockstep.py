@@ -10,7 +10,7 @@ from the ranks' common past alone, so all predict alike, and nobody runs an unpr
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU it looks
 into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On other
-devices the host does not wait for collectives, and may have begun later programs: a thread looks (``watch.py``). Who
+devices the host does not wait for collectives, and may have begun later programs: a thread looks (``Watch``). Who
 compares, or waits for others to compile, gives up ``MARGIN_SECONDS`` before collectives end by the timeout of their
 process group.
 
@@ -37,8 +37,7 @@ from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import agreement, failure
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement
 from graph_fsdp.runtime.ranks.failure import CollectiveFailed, Failure, RankFailure
-from graph_fsdp.runtime.ranks.lookout import ADVICE, COMPILES, Lookout
-from graph_fsdp.runtime.ranks.watch import watch
+from graph_fsdp.runtime.ranks.lookout import ADVICE, COMPILES, Lookout, watch
 
 Runnable: TypeAlias = Callable[[list[Any]], Any]
 
