@@ -35,17 +35,17 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def _packets(namespace: Any, names: str) -> frozenset[Any]:
+def packets(namespace: Any, names: str) -> frozenset[Any]:
     """Return the operators of these names that this torch has."""
     return frozenset(getattr(namespace, name) for name in names.split() if hasattr(namespace, name))
 
 
-_ALLOCATIONS = _packets(aten, "empty empty_like empty_strided new_empty new_empty_strided") | _packets(
+_ALLOCATIONS = packets(aten, "empty empty_like empty_strided new_empty new_empty_strided") | packets(
     prims, "empty_strided"
 )
 # Reads of its first argument what its indices say.
-_LOOKUPS = _packets(aten, "embedding index index_select gather _unsafe_index")
-_REDUCTIONS = _packets(
+_LOOKUPS = packets(aten, "embedding index index_select gather _unsafe_index")
+_REDUCTIONS = packets(
     aten,
     "sum mean amax amin max min var var_mean std std_mean prod any all argmax argmin logsumexp linalg_vector_norm norm"
     " _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
@@ -53,13 +53,13 @@ _REDUCTIONS = _packets(
     " nll_loss_forward nll_loss_backward cumsum",
 )
 # Pointwise in what they do, though torch does not tag them so.
-_POINTWISE = _packets(
+_POINTWISE = packets(
     aten,
     "clone _to_copy copy copy_ cat stack constant_pad_nd fill fill_ zero_ native_dropout repeat flip roll slice_scatter"
     " select_scatter as_strided_scatter diagonal_scatter tril triu threshold_backward",
-) | _packets(prims, "convert_element_type device_put")
+) | packets(prims, "convert_element_type device_put")
 # Write into their first argument only where their indices say.
-_SCATTERS = _packets(
+_SCATTERS = packets(
     aten,
     "index_put index_put_ _unsafe_index_put scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add"
     " _unsafe_masked_index_put_accumulate",

@@ -198,10 +198,7 @@ keep_shard = _define(
     lambda buffer, length, world_size, ranks: buffer.new_empty([length * world_size // ranks]),
 )
 free = _define(
-    "free(Tensor(a!) buffer) -> ()",
-    Effect.LOCAL,
-    "nothing: the buffer's memory is given back",
-    lambda: None,
+    "free(Tensor(a!) buffer) -> ()", Effect.LOCAL, "nothing: the buffer's memory is given back", lambda: None
 )
 reduce_scatter_start = _define(
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"

@@ -34,16 +34,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
-from graph_fsdp.passes.repeat.trace import (
-    CALLED,
-    Decompositions,
-    Prepare,
-    Trace,
-    call,
-    repeat,
-    repeat_backward,
-    trace,
-)
+from graph_fsdp.passes.repeat.trace import CALLED, Decompositions, Prepare, Trace, call, repeat, repeat_backward, trace
 
 log = logging.getLogger(__name__)
 

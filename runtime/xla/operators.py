@@ -130,7 +130,5 @@ all_reduce = define(
     XLA=_in_groups(compat_xla.all_reduce),
 )
 barrier = define(
-    "barrier(Tensor[] xs) -> Tensor[]",
-    lambda xs: [torch.empty_like(x) for x in xs],
-    XLA=compat_xla.barrier,
+    "barrier(Tensor[] xs) -> Tensor[]", lambda xs: [torch.empty_like(x) for x in xs], XLA=compat_xla.barrier
 )
