@@ -294,15 +294,11 @@ class ProgramGraphs:
                 captured.addresses[place] = value.data_ptr()
             else:
                 captured.inputs[place] = captured.copy_of(value)
-        calls = {
-            f"region_{index}": CapturedCall(
-                f"region_{index} of the {self.phase} graph",
-                program.constants[f"region_{index}"],
-                self.choice.regions[index],
-                captured,
-            )
-            for index in self.choice.captured
-        }
+        calls: dict[str, CapturedCall] = {}
+        for index in self.choice.captured:
+            name, choice = f"region_{index}", self.choice.regions[index]
+            place = f"{name} of the {self.phase} graph"
+            calls[name] = CapturedCall(place, program.constants[name], choice, captured)
         function = program.ordinary
         captured.function = types.FunctionType(function.__code__, {**function.__globals__, **calls})
         return captured

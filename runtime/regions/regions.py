@@ -335,13 +335,8 @@ class RegionCache:
 def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
     """Return the region whose function serves this one: itself, or the one that returns most among those that return
     all that it returns and run at least as often."""
-    serves = [
-        other
-        for other in counts
-        if replace(other, returned=key.returned) == key
-        and set(key.returned) < set(other.returned)
-        and counts[other] >= counts[key]
-    ]
+    alike = [other for other in counts if replace(other, returned=key.returned) == key and counts[other] >= counts[key]]
+    serves = (other for other in alike if set(key.returned) < set(other.returned))
     return max(serves, key=lambda other: len(other.returned), default=key)
 
 
