@@ -359,6 +359,4 @@ def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return shard_grad, *([None] * (ctx.given - 1))
 
 
-torch.library.register_autograd(
-    "graph_fsdp::gather_param", _gather_param_backward, setup_context=_setup_context, lib=_LIBRARY
-)
+torch.library.register_autograd(gather_param, _gather_param_backward, setup_context=_setup_context, lib=_LIBRARY)

@@ -27,13 +27,10 @@ from graph_fsdp.passes.ir.operands import define
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
-constrain, mark_sharding = (
-    define(_LIBRARY, schema, lambda value, *_: torch.empty_like(value))
-    for schema in (
-        "constrain(Tensor value, str[] axes, str mesh) -> Tensor",
-        "mark_sharding(Tensor value, str[] axes) -> Tensor",
-    )
+constrain = define(
+    _LIBRARY, "constrain(Tensor value, str[] axes, str mesh) -> Tensor", lambda x, *_: torch.empty_like(x)
 )
+mark_sharding = define(_LIBRARY, "mark_sharding(Tensor value, str[] axes) -> Tensor", lambda x, *_: torch.empty_like(x))
 fx.node.has_side_effect(mark_sharding)  # Dynamo removes calls whose result nobody reads
 
 
@@ -45,9 +42,7 @@ def _constrain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return constrain(grad, ctx.axes, ctx.mesh), None, None
 
 
-torch.library.register_autograd(
-    "graph_fsdp::constrain", _constrain_backward, setup_context=_setup_context, lib=_LIBRARY
-)
+torch.library.register_autograd(constrain, _constrain_backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
 @dataclass(frozen=True, repr=False)

@@ -240,9 +240,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
             return str(value)
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
-    parts, index = canonical_form(
-        region.inputs, region.body, lambda node: value_key(node.meta.get("val")), target, named
-    )
+    parts, index = canonical_form(region.inputs, region.body, lambda n: value_key(n.meta.get("val")), target, named)
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
     body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -251,11 +249,9 @@ def region_key(region: Region, kind: str) -> RegionKey:
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
     """Return for each input the first one in the same storage. Where nothing is written, it does not matter."""
-    first: dict[Any, int] = {}
-    return tuple(
-        first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
-        for index, (node, value) in enumerate((node, node.meta.get("val")) for node in inputs)
-    )
+    values = ((node, node.meta.get("val")) for node in inputs)
+    memory = [compat.storage_id(value) if isinstance(value, torch.Tensor) else node for node, value in values]
+    return tuple(map(memory.index, memory))
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
