@@ -8,7 +8,7 @@ run that raises leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -103,14 +103,15 @@ class ProgramText:
 
     def _write(self, cache: RegionCache) -> None:
         steps, placeholders = cut(self.graph), self.graph.placeholders
-        last = _last_uses(steps, self.graph)
+        ends = [*steps, self.graph.output]
+        read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in ends]
+        last = {node: index for index, nodes in enumerate(read) for node in nodes}
         if placeholders:
             self.lines.append(f"    {', '.join(self.names[p] for p in placeholders)}, = args")
         self.lines.append("    args.clear()")
         self._drop(p for p in placeholders if p not in last)
         for self.index, step in enumerate(steps):
-            inputs = step.inputs if isinstance(step, Region) else list(dict.fromkeys(step.all_input_nodes))
-            dropped = [n for n in inputs if last[n] == self.index]
+            dropped = [n for n in read[self.index] if last[n] == self.index]
             if isinstance(step, Region):
                 self.lines.append(f"    inputs = {self._render(step.inputs)}")
                 self._drop(dropped)
@@ -240,11 +241,6 @@ def _place_of_node(node: fx.Node) -> str:
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
-
-
-def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:
-    read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in [*steps, graph.output]]
-    return {node: index for index, nodes in enumerate(read) for node in nodes}
 
 
 def _variable_names(graph: Graph) -> dict[fx.Node, str]:

@@ -225,7 +225,7 @@ class Lockstep(Lookout):
             raise
         finally:
             self._compared = position
-        self._forget(position, str(me))
+        self._delete(f"{self._prefix(position)}/{me}")
         self._raise_verdict(verdict)
         if self._stopped:
             self.failures.withdraw()
@@ -234,7 +234,8 @@ class Lockstep(Lookout):
         """Return whether all ranks may go on, and what is wrong: ranks raised in different places, or are about to run
         different programs. Called on the last one to come."""
         if self._compared >= 0:  # everyone has read that one
-            self._forget(self._compared, "arrived", "verdict")
+            for name in ("arrived", "verdict"):
+                self._delete(f"{self._prefix(self._compared)}/{name}")
         values = {rank: value.partition("\n") for rank, value in published.items()}
         first = self.ranks[0]
         key, _, stopped = values[first]
@@ -248,10 +249,6 @@ class Lockstep(Lookout):
         elif different:
             text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {ADVICE}"
         return json.dumps([not elsewhere, text])
-
-    def _forget(self, position: int, *names: str) -> None:
-        for name in names:
-            self._delete(f"{self._prefix(position)}/{name}")
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything
