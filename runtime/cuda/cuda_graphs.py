@@ -275,10 +275,9 @@ class ProgramGraphs:
 
     def has_saved(self, values: Iterable[tuple[str, Any]]) -> bool:
         """Say whether these inputs of backward, by name, are what a replay of this program saved."""
-        captured = self.captured
-        return captured is not None and all(
-            captured.owns(value) for name, value in values if name in captured.saved_names
-        )
+        if (captured := self.captured) is None:
+            return False
+        return all(captured.owns(value) for name, value in values if name in captured.saved_names)
 
     def _prepared(self, program: Program, slots: SlotPlan, args: list[Any]) -> Captured:
         captured = Captured(self.model.capture, self.model.device)
@@ -297,8 +296,8 @@ class ProgramGraphs:
         calls: dict[str, CapturedCall] = {}
         for index in self.choice.captured:
             name, choice = f"region_{index}", self.choice.regions[index]
-            place = f"{name} of the {self.phase} graph"
-            calls[name] = CapturedCall(place, program.constants[name], choice, captured)
+            where = f"{name} of the {self.phase} graph"
+            calls[name] = CapturedCall(where, program.constants[name], choice, captured)
         function = program.ordinary
         captured.function = types.FunctionType(function.__code__, {**function.__globals__, **calls})
         return captured
