@@ -123,7 +123,7 @@ class ProgramText:
                 self.lines.append(f"    {value}{called}")
                 self.places[len(self.lines)] = _place_of_node(step)
             self._drop(dropped)
-        self.lines.append(f"    return {self._render(self.graph.output.args[0])}")
+        self.lines.append(f"    return {self._render(self.graph.outputs)}")
 
     def _call_region(self, region: Region, cache: RegionCache) -> None:
         function = self._constant("region", cache.compile(region, self.graph.phase))

@@ -29,7 +29,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument
+from graph_fsdp.passes.ir.operands import argument, operand
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -274,6 +274,6 @@ def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
         return sizes[node]
     # Each value is added to what is there: a read and a write of as many bytes. Inductor does so in place; in eager
     # the whole target is copied first.
-    updates = max((sizes[source] for source in node.all_input_nodes if source is not node.args[0]), default=0)
+    updates = max((sizes[source] for source in node.all_input_nodes if source is not operand(node)), default=0)
     copied = 0 if fused or mutated_inputs(node) else 2 * sizes[node]
     return 2 * updates + copied

@@ -256,7 +256,7 @@ class _Lifetimes:
             self.of[node] = self._value(node, node.meta.get("val"))
 
     def _is_element(self, node: fx.Node) -> bool:
-        return node.target is operator.getitem and node.args[0] in self._elements
+        return node.target is operator.getitem and operand(node) in self._elements
 
     def _value(self, node: fx.Node, value: Any) -> list[GraphStorage]:
         # Higher-order operators return no views of their inputs.

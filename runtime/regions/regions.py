@@ -31,6 +31,7 @@ from graph_fsdp.passes.ir.canonical_form import canonical_form
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.operands import operand
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
@@ -105,8 +106,8 @@ def cut(graph: Graph) -> list[Step]:
         if _is_cut_out(node):
             cut_out.setdefault(node.all_input_nodes[0], []).append(node)
             continue
-        if node.target is operator.getitem and node.args[0] in region_of:
-            region = region_of[node.args[0]]  # a region returns tensors, not tuples of them
+        if node.target is operator.getitem and (source := operand(node)) in region_of:
+            region = region_of[source]  # a region returns tensors, not tuples of them
         elif steps and isinstance(steps[-1], list):
             region = steps[-1]
         else:
