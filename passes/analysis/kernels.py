@@ -174,7 +174,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     nodes = graph.nodes
     work = {node: Work(kind_of(node)) for node in nodes}
     roots = _roots(nodes)
-    kernels = _fusion_groups(nodes, work, roots) if fused else {node: node for node in nodes}
+    kernels = _fusion_groups(work, roots) if fused else {node: node for node in nodes}
     launched: set[fx.Node] = set()
     used_outside: set[fx.Node] = set()
     left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
@@ -223,29 +223,26 @@ def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _fusion_groups(
-    nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
+def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return for each node the one that stands for its kernel."""
-    levels = _levels(nodes, work, roots)
-    groups = UnionFind(nodes)
-    for node in nodes:
+    levels, groups = _levels(work, roots), UnionFind(work)
+    for node in work:
         for root in (roots[source] for source in node.all_input_nodes if work[node].kind is Kind.FUSIBLE):
             if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
                 groups.union(root, node)
-    return {node: groups[node] for node in nodes}
+    return {node: groups[node] for node in work}
 
 
-def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """Count for each node the kernels before it: of a kernel or a collective, on the longest path to it; of a fusible
     node, as many as its first use allows, since what backward recomputes is computed where it is used."""
-    ends_fusion = {n for n in nodes if work[n].kind is Kind.KERNEL or n.target in dialect.EXECUTED}
+    ends_fusion = {n for n, mine in work.items() if mine.kind is Kind.KERNEL or n.target in dialect.EXECUTED}
     levels: dict[fx.Node, int] = {}
-    for node in nodes:
+    for node in work:
         inputs = {roots[source] for source in node.all_input_nodes}
         levels[node] = max((levels[root] + (root in ends_fusion) for root in inputs), default=0)
     latest: dict[fx.Node, int] = {}
-    for node in reversed(nodes):
+    for node in reversed(work):
         fusible = work[node].kind is Kind.FUSIBLE
         if fusible:
             levels[node] = latest.get(node, levels[node])

@@ -36,11 +36,7 @@ def without_defaults(target: OpOverload[..., Any], arguments: Sequence[Any]) -> 
 
 
 def start_and_wait(
-    graph: Graph,
-    target: OpOverload[..., Any],
-    arguments: Sequence[Any],
-    of: NodeRecord,
-    options: dict[str, Any] | None = None,
+    graph: Graph, target: Any, arguments: Sequence[Any], of: NodeRecord, options: dict[str, Any] | None = None
 ) -> fx.Node:
     """Insert a collective or a copy at the current insertion point with its wait right behind it, and return the wait.
     Both records have the unit, bucket and parameters of ``of``."""

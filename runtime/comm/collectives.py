@@ -203,12 +203,7 @@ def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> No
 
 
 def keep_shard(
-    buffer: Tensor,
-    offsets: Sequence[int],
-    numels: Sequence[int],
-    length: int,
-    world_size: int,
-    group: dist.ProcessGroup,
+    buffer: Tensor, offsets: list[int], numels: list[int], length: int, world_size: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Return this rank's shard over ``group`` of a bucket that ``world_size`` ranks gathered: for the parameter at
     element ``o`` of the bucket's shard (``length`` elements), ``scale = world_size / group.size()`` of its chunks, at
