@@ -25,6 +25,7 @@ from graph_fsdp.passes.transforms.slots import Lifetime, lifetimes
 
 _GATHER_INVARIANT = "a gathered bucket has its own layout"
 _KEPT_INVARIANT = "a kept shard has its bucket's layout"
+_CUSTOM_INVARIANT = "collectives are those that the user has set"
 
 
 class Verifier:
@@ -161,9 +162,10 @@ class Verifier:
         if node.target is dialect.all_gather_start or has_role(node, Role.KEEP_SHARD):
             self._chunks(node, context.bucket_of(node.meta["fsdp"].params[0]))
         elif node.target is dialect.reduce_scatter_start and "bucketed" in self.graph.facts:
+            invariant = "a bucket is reduced in the same messages on all ranks"
             names, custom = node.meta["fsdp"].params, context.settings.custom_reduce_scatter
             messages = context.bucket_of(names[0]).reduced_in([context.model.parameters[name] for name in names])
-            self._messages(node, custom, messages, "reduced")
+            self._messages(node, custom, messages, invariant)
         elif has_role(node, Role.UNPACK):
             name = node.meta["fsdp"].params[0]
             bucket, parameter = context.bucket_of(name), context.model.spec_of(name)
@@ -202,7 +204,8 @@ class Verifier:
             due["group"] = model.mesh_of(bucket.parameters[0]).group
             self._arguments(node, {**due, **(numels if is_fetched else {})}, _GATHER_INVARIANT)
         if node.target is dialect.all_gather_start:
-            self._messages(node, self.context.settings.custom_all_gather, bucket.message_arguments(scale), "gathered")
+            invariant = "a bucket is gathered in the same messages on all ranks"
+            self._messages(node, self.context.settings.custom_all_gather, bucket.message_arguments(scale), invariant)
 
     def _arguments(self, node: fx.Node, due: Mapping[str, Any], invariant: str) -> None:
         given = arguments(node)
@@ -211,10 +214,9 @@ class Verifier:
             if (list(found) if isinstance(value, list) else found) != value:
                 self._fail(invariant, node, f"{node} has {name}={found}, its bucket {value}")
 
-    def _messages(self, node: fx.Node, custom: bool, messages: list[int], sent: str) -> None:
-        self._arguments(node, {"custom": custom}, "collectives are those that the user has set")
-        due = {"messages": [] if custom else messages}
-        self._arguments(node, due, f"a bucket is {sent} in the same messages on all ranks")
+    def _messages(self, node: fx.Node, custom: bool, messages: list[int], invariant: str) -> None:
+        self._arguments(node, {"custom": custom}, _CUSTOM_INVARIANT)
+        self._arguments(node, {"messages": [] if custom else messages}, invariant)
 
     def _slots(self) -> None:
         """No two live buffers share a slot, each fits its slot, and none that outlives the graph lies in one."""
