@@ -49,9 +49,8 @@ class VerificationError(RuntimeError):
         self.parameters = parameters or (_parameters(node) if node is not None else ())
         where = f"\n  node: {node.name}: {node.format_node()}" if node is not None else ""
         params = f"\n  parameters: {', '.join(self.parameters)}" if self.parameters else ""
-        super().__init__(
-            f"pass {pass_name!r} broke the {graph.phase} graph: {detail}\n  invariant: {invariant}{where}{params}"
-        )
+        broken = f"pass {pass_name!r} broke the {graph.phase} graph: {detail}"
+        super().__init__(f"{broken}\n  invariant: {invariant}{where}{params}")
 
 
 def _parameters(node: fx.Node) -> tuple[str, ...]:

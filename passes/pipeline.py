@@ -195,26 +195,21 @@ class PassPipeline:
                     add_failed_stage(graph, context, p.name, str(error))
                     raise
                 verify_seconds = time.perf_counter() - begin
-                add_stage(graph, context, p.name, seconds, summary, verify_seconds)
+                add_stage(graph, context, p.name, seconds, summary).verify_seconds = verify_seconds
         for graph in graphs:
             graph.module.recompile()
 
 
 def add_stage(
-    graph: Graph,
-    context: PassContext,
-    name: str,
-    seconds: float,
-    summary: str | None = None,
-    verify_seconds: float = 0.0,
-    text: str | None = None,
-) -> None:
+    graph: Graph, context: PassContext, name: str, seconds: float, summary: str | None = None, text: str | None = None
+) -> Stage:
     begin = time.perf_counter()
     snapshot = Snapshot(graph.fx_graph)
     taken = time.perf_counter() - begin
-    stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, verify_seconds, taken, text)
+    stage = Stage(name, graph.phase, snapshot, graph.module, seconds, summary, snapshot_seconds=taken, text=text)
     context.stages[graph.phase][name] = stage
     stage.log()
+    return stage
 
 
 def add_failed_stage(graph: Graph, context: PassContext, name: str, reason: str) -> None:

@@ -8,7 +8,8 @@ run that raises leaves nothing behind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operand
 from graph_fsdp.runtime.comm.collectives import Comms, Pending, ReduceScatter
 from graph_fsdp.runtime.cuda.cuda_graphs import ProgramGraphs
-from graph_fsdp.runtime.frame import CopyPlan, Frame, GatherPlan, ReducePlan
+from graph_fsdp.runtime.frame import Frame, StartPlan, start_copy, start_gather, start_reduction
 from graph_fsdp.runtime.observe import Event, MakeObserver, observed, ranges, seen_by
 from graph_fsdp.runtime.operators import FUNCTIONS, arguments_of, bound
 from graph_fsdp.runtime.regions.regions import Region, RegionCache, cut, unit_of
@@ -102,14 +103,15 @@ class ProgramText:
 
     def _write(self, cache: RegionCache) -> None:
         steps, placeholders = cut(self.graph), self.graph.placeholders
-        last = _last_uses(steps, self.graph)
+        ends = [*steps, self.graph.output]
+        read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in ends]
+        last = {node: index for index, nodes in enumerate(read) for node in nodes}
         if placeholders:
             self.lines.append(f"    {', '.join(self.names[p] for p in placeholders)}, = args")
         self.lines.append("    args.clear()")
         self._drop(p for p in placeholders if p not in last)
         for self.index, step in enumerate(steps):
-            inputs = step.inputs if isinstance(step, Region) else list(dict.fromkeys(step.all_input_nodes))
-            dropped = [n for n in inputs if last[n] == self.index]
+            dropped = [n for n in read[self.index] if last[n] == self.index]
             if isinstance(step, Region):
                 self.lines.append(f"    inputs = {self._render(step.inputs)}")
                 self._drop(dropped)
@@ -121,7 +123,7 @@ class ProgramText:
                 self.lines.append(f"    {value}{called}")
                 self.places[len(self.lines)] = _place_of_node(step)
             self._drop(dropped)
-        self.lines.append(f"    return {self._render(self.graph.output.args[0])}")
+        self.lines.append(f"    return {self._render(self.graph.outputs)}")
 
     def _call_region(self, region: Region, cache: RegionCache) -> None:
         function = self._constant("region", cache.compile(region, self.graph.phase))
@@ -153,7 +155,7 @@ class ProgramText:
         return f"frame.reload({self._given(node)}, {dialect.argument(node, 'device')!r})"
 
     def keep_shard(self, node: fx.Node) -> str:
-        return f"{self._constant('keep', _bound(node))}({self._given(node)}){_bucket(node)}"
+        return f"{self._constant('keep', _bound(node))}({self._given(node)})  # {node.meta['fsdp'].bucket}"
 
     def reduce_payloads(self, node: fx.Node) -> str:
         return f"frame.reduce_payloads({self._constant('reduce', _bound(node))}, {self._given(node)})"
@@ -167,14 +169,13 @@ class ProgramText:
     def copy_start(self, node: fx.Node) -> str:
         fetches = node.target is dialect.fetch_start
         ends_with_run = fetches and self.graph.phase != "forward"
-        plan = CopyPlan(*self._step(node, "fetch" if fetches else "offload"), _bound(node), ends_with_run)
-        return f"frame.copy_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
+        begin = partial(start_copy, copy=_bound(node), ends_with_run=ends_with_run)
+        return self._start(node, "fetch" if fetches else "offload", begin)
 
     def gather_start(self, node: fx.Node) -> str:
-        given, record = _arguments(node), node.meta["fsdp"]
-        what = (given["layout"], given["dtype"], given["group"], record.escapes, record.slot, record.landing_slot)
-        plan = GatherPlan(*self._step(node, "gather"), *what, self.comms if given["custom"] else None)
-        return f"frame.gather_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
+        comms = self.comms if dialect.argument(node, "custom") else None
+        begin = partial(start_gather, gather=_bound(node), record=node.meta["fsdp"], comms=comms)
+        return self._start(node, "gather", begin)
 
     def reduce_start(self, node: fx.Node) -> str:
         again = node.target is dialect.all_reduce_shard_start
@@ -183,9 +184,14 @@ class ProgramText:
             given = _arguments(node)
             given["comms"], given["registered"] = self.comms if given["custom"] else None, self.registered
             reduce = bound(ReduceScatter, given)(given["grads"]).start
-        place = self._step(node, "reduce over replicas" if again else "reduce")
-        plan = ReducePlan(*place, reduce, node.meta["fsdp"].params, begins_in_shard(node) if again else ())
-        return f"frame.reduce_start({self._constant('plan', plan)}, {self._given(node)}){_bucket(node)}"
+        begins = begins_in_shard(node) if again else ()
+        begin = partial(start_reduction, reduce=reduce, params=node.meta["fsdp"].params, begins=begins)
+        return self._start(node, "reduce over replicas" if again else "reduce", begin)
+
+    def _start(self, node: fx.Node, kind: str, begin: Callable[..., Pending]) -> str:
+        bucket, method = node.meta["fsdp"].bucket, _CALLS[node.target].__name__
+        plan = self._constant("plan", StartPlan(self.index, bucket, kind, begin))
+        return f"frame.{method}({plan}, {self._given(node)})  # {bucket}"
 
     def _given(self, node: fx.Node) -> str:
         return self._render(node.args[0])
@@ -193,9 +199,6 @@ class ProgramText:
     def _constant(self, kind: str, value: Any) -> str:
         self.constants[f"{kind}_{self.index}"] = value
         return f"{kind}_{self.index}"
-
-    def _step(self, node: fx.Node, kind: str) -> tuple[int, str, str]:
-        return self.index, node.meta["fsdp"].bucket, kind
 
     def _render(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -233,20 +236,11 @@ def _bound(node: fx.Node) -> Callable[[Any], Any]:
     return bound(FUNCTIONS[node.target], _arguments(node))
 
 
-def _bucket(node: fx.Node) -> str:
-    return f"  # {node.meta['fsdp'].bucket}"
-
-
 def _place_of_node(node: fx.Node) -> str:
     source = operand(node) if _CALLS[node.target] is ProgramText.wait else node
     what = _CALLS[source.target].__name__.replace("_", " ")
     bucket = f" of bucket {source.meta['fsdp'].bucket}" if what.endswith(" start") else ""
     return f"wait for {what.removesuffix(' start')}{bucket}" if source is not node else f"{what}{bucket}"
-
-
-def _last_uses(steps: Sequence[Region | fx.Node], graph: Graph) -> dict[fx.Node, int]:
-    read = [step.inputs if isinstance(step, Region) else step.all_input_nodes for step in [*steps, graph.output]]
-    return {node: index for index, nodes in enumerate(read) for node in nodes}
 
 
 def _variable_names(graph: Graph) -> dict[fx.Node, str]:

@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graph_fsdp.passes.ir.layout import GatherLayout
+from graph_fsdp.passes.ir.dialect import NodeRecord
 from graph_fsdp.runtime.comm import copies
-from graph_fsdp.runtime.comm.collectives import Comms, Pending, start_all_gather
+from graph_fsdp.runtime.comm.collectives import Comms, Pending
 from graph_fsdp.runtime.comm.copies import Copy
 from graph_fsdp.runtime.observe import Event, Observer, What, seen_by
 from graph_fsdp.runtime.ranks.failure import OUT_OF_STEP
@@ -26,69 +25,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Holds the static part of a start: its index ``step`` in the program, or None, and its ``kind``, such as
-    "gather"."""
+    """Holds the static part of a start: its index ``step`` in the program, or None, its ``kind``, such as "gather", and
+    ``begin``, which is given the frame and what the start is given."""
 
     step: int | None
     bucket: str
     kind: str
+    begin: Callable[[Frame, Any], Pending]
 
 
-@dataclass(frozen=True)
-class GatherPlan(StartPlan):
-    """Holds the static part of an ``all_gather_start``."""
-
-    layout: GatherLayout
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-    escapes: bool
-    slot: int | None
-    landing_slot: int | None
-    comms: Comms | None = None  # where the user's own runs it
-
-    def start(self, frame: Frame, given: list[Tensor]) -> Pending:
-        frame.counter.count("all_gather")
-        slots, comm = frame.slots, self.comms.all_gather if self.comms is not None else None
-        take = partial(slots.take_escaping, self.bucket) if self.escapes else partial(slots.take, slot=self.slot)
-        landing = partial(slots.take_landing, slot=self.landing_slot), slots.give_landing
-        pending = start_all_gather(given, self.layout, self.dtype, self.group, take, *landing, comm)
-        slots.hold(pending.buffer, self.escapes)
-        return pending
+def start_gather(
+    frame: Frame, shards: list[Tensor], gather: Callable[..., Pending], record: NodeRecord, comms: Comms | None
+) -> Pending:
+    """Start an ``all_gather_start``. With ``comms``, the user's own runs it."""
+    slots, comm = frame.slots, comms.all_gather if comms is not None else None
+    take = partial(slots.take_escaping, record.bucket) if record.escapes else partial(slots.take, slot=record.slot)
+    take_landing = partial(slots.take_landing, slot=record.landing_slot)
+    pending = gather(shards, take=take, take_landing=take_landing, release=slots.give_landing, comm=comm)
+    slots.hold(pending.buffer, record.escapes)
+    return pending
 
 
-@dataclass(frozen=True)
-class ReducePlan(StartPlan):
-    """Holds the static part of a reduction. ``reduce`` takes the gradients, or the shard that is reduced again."""
-
-    reduce: Callable[[Any], Pending]
-    params: tuple[str, ...] = ()
-    begins: tuple[int, ...] = ()  # in a shard that is reduced again: where each parameter's gradient begins
-
-    def start(self, frame: Frame, given: list[Tensor] | Tensor) -> Pending:
-        frame.counter.count(self.kind)
-        if frame.kept:
-            given = frame.kept.added_to(given, self.params, self.begins)
-        return self.reduce(given)
+def start_reduction(
+    frame: Frame, given: Any, reduce: Callable[[Any], Pending], params: tuple[str, ...], begins: tuple[int, ...] = ()
+) -> Pending:
+    """Start a reduction of gradients, or again of the shard in which those of ``params`` begin at ``begins``."""
+    if frame.kept:
+        given = frame.kept.added_to(given, params, begins)
+    return reduce(given)
 
 
-@dataclass(frozen=True)
-class CopyPlan(StartPlan):
-    """Holds the static part of a copy. ``copy`` takes the shards, the gradients or the activation. For
-    ``ends_with_run`` see [Note: writes after a run]."""
-
-    copy: Callable[[Any], Copy]
-    ends_with_run: bool = False
-
-    def start(self, frame: Frame, given: Any) -> Pending:
-        if self.step is not None:
-            frame.counter.count(self.kind)
-        copy = self.copy(given)
-        if self.ends_with_run:
-            frame.last_fetch = copy.event
-        return copy
+def start_copy(frame: Frame, given: Any, copy: Callable[[Any], Copy], ends_with_run: bool = False) -> Pending:
+    """Start a copy of shards, gradients or an activation. For ``ends_with_run`` see [Note: writes after a run]."""
+    pending = copy(given)
+    if ends_with_run:
+        frame.last_fetch = pending.event
+    return pending
 
 
-_OFFLOAD = CopyPlan(None, "", "offload activation", copies.offload_activation)
+_OFFLOAD = StartPlan(None, "", "offload activation", partial(start_copy, copy=copies.offload_activation))
 
 
 class Frame:
@@ -109,8 +84,10 @@ class Frame:
         self.close()
         return outputs
 
-    def start(self, plan: GatherPlan | ReducePlan | CopyPlan, given: Any) -> Pending:
-        pending = self._seen("start", plan, plan.start, self, given)
+    def start(self, plan: StartPlan, given: Any) -> Pending:
+        if plan.step is not None:
+            self.counter.count("all_gather" if plan.kind == "gather" else plan.kind)
+        pending = self._seen("start", plan, plan.begin, self, given)
         self.pending[pending] = plan
         return pending
 
@@ -120,7 +97,8 @@ class Frame:
         return self.start(_OFFLOAD, value)
 
     def reload(self, host: Tensor, device: torch.device) -> Pending:
-        return self.start(CopyPlan(None, "", "reload activation", lambda h: copies.reload_activation(h, device)), host)
+        begin = partial(start_copy, copy=partial(copies.reload_activation, device=device))
+        return self.start(StartPlan(None, "", "reload activation", begin), host)
 
     def wait(self, pending: Pending) -> Tensor:
         self._seen("wait", self.pending.pop(pending), pending.finish)

@@ -181,8 +181,7 @@ class Lowering:
         return _Messages(layout, self.all_gather(shards, world_size, group, node.name))
 
     def gather_wait(self, node: fx.Node) -> fx.Node | _Messages:
-        pending = self.values[operand(node)]
-        assert isinstance(pending, _Messages)
+        pending: _Messages = self.values[operand(node)]
         buffer = _Messages(pending.layout, [self.wait(part, node.name) for part in pending.parts])
         (first, *others) = buffer.layout.messages
         whole = not others and first.lands_in_place and first.numel == buffer.layout.length

@@ -14,7 +14,6 @@ and agree in an all-reduce of bytes on what no rank has (docs/decisions/gradient
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +167,6 @@ class AbsentGradients:
         self._tangents = compat.tangents_of_outputs(self.number_of_tangents)
         if self._tangents is None:
             return run
-        note = self._note
 
         def call(*args: Any) -> Any:
             outputs = run(*args)
@@ -176,25 +174,17 @@ class AbsentGradients:
                 given = {value.grad_fn for value in args if isinstance(value, Tensor)}
                 node = next((found for o in outputs if (found := _node_of(o, given)) is not None), None)
                 if node is not None:
-                    compat.hook_before(node, note)
+                    compat.hook_before(node, self._note)
             return outputs
 
         return call
 
     def _note(self, gradients: Sequence[Tensor | None]) -> None:
-        used = 0
-        for gradient, tangent in zip(gradients, self._tangents or (), strict=True):
-            if gradient is not None and tangent is not None:
-                used |= 1 << tangent
-        self.used = used
-
-    def around(self, program: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
-        """Wrap ``program``, if ``graph`` is the backward, to return None for the gradients that no rank has."""
-        if graph.phase != "backward":
-            return program
-        return functools.partial(self.run, program)
+        pairs = zip(gradients, self._tangents or (), strict=True)
+        self.used = sum({1 << tangent for gradient, tangent in pairs if gradient is not None and tangent is not None})
 
     def run(self, program: Callable[..., Any], args: list[Any]) -> Any:
+        """Run ``program``, the backward, and return None for the gradients that no rank has."""
         used, self.used = self.used, self._all
         lacking = {index for index, bits in self.tangents.items() if not bits & used}
         agreement = self._start_agreement(lacking) if self._agreed else set[int]

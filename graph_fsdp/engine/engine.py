@@ -340,6 +340,6 @@ class Engine:
         graph = program.graph
         runnable = self.unsharded.feeding(program, graph.unsharded) if graph.unsharded else program
         if graph.absent is not None:
-            runnable = graph.absent.around(runnable, graph)
+            runnable = functools.partial(graph.absent.run, runnable)
         in_step = self.schedules.in_step(runnable, graph, context)
         return self.kept_buckets.around(in_step, graph, self.spec)

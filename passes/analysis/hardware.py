@@ -137,12 +137,7 @@ tpu_v5p    459.0  459.0     -      -   2.765  95   0.75 0.85   1  8960   180   1
 tpu_v6e    918.0  918.0     -      -   1.64   32   0.75 0.85   1   256   180   1 0.9    12.5  20 0.8    2
 cpu          0.1    0.2  0.05      -   0.03   16   0.8  0.7    4    64     2  60 0.5    1.25 100 0.8  150
 """
-_PEAKS = (
-    (torch.float32,),
-    (torch.bfloat16, torch.float16),
-    (torch.float64,),
-    (torch.float8_e4m3fn, torch.float8_e5m2),
-)
+_PEAKS = ((torch.float32,), (torch.bfloat16, torch.float16), (torch.float64,), (torch.float8_e4m3fn, torch.float8_e5m2))
 _ATTENTION = {"h100": (0.34, 0.32), "h200": (0.34, 0.32), "h100_500w": (0.34 * 0.6 / 0.7, 0.32 * 0.6 / 0.7)}
 
 

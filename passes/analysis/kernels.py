@@ -29,23 +29,23 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.fake_values import iterate_tensors
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import argument
+from graph_fsdp.passes.ir.operands import argument, operand
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def _packets(namespace: Any, names: str) -> frozenset[Any]:
+def packets(namespace: Any, names: str) -> frozenset[Any]:
     """Return the operators of these names that this torch has."""
     return frozenset(getattr(namespace, name) for name in names.split() if hasattr(namespace, name))
 
 
-_ALLOCATIONS = _packets(aten, "empty empty_like empty_strided new_empty new_empty_strided") | _packets(
+_ALLOCATIONS = packets(aten, "empty empty_like empty_strided new_empty new_empty_strided") | packets(
     prims, "empty_strided"
 )
 # Reads of its first argument what its indices say.
-_LOOKUPS = _packets(aten, "embedding index index_select gather _unsafe_index")
-_REDUCTIONS = _packets(
+_LOOKUPS = packets(aten, "embedding index index_select gather _unsafe_index")
+_REDUCTIONS = packets(
     aten,
     "sum mean amax amin max min var var_mean std std_mean prod any all argmax argmin logsumexp linalg_vector_norm norm"
     " _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data native_layer_norm"
@@ -53,13 +53,13 @@ _REDUCTIONS = _packets(
     " nll_loss_forward nll_loss_backward cumsum",
 )
 # Pointwise in what they do, though torch does not tag them so.
-_POINTWISE = _packets(
+_POINTWISE = packets(
     aten,
     "clone _to_copy copy copy_ cat stack constant_pad_nd fill fill_ zero_ native_dropout repeat flip roll slice_scatter"
     " select_scatter as_strided_scatter diagonal_scatter tril triu threshold_backward",
-) | _packets(prims, "convert_element_type device_put")
+) | packets(prims, "convert_element_type device_put")
 # Write into their first argument only where their indices say.
-_SCATTERS = _packets(
+_SCATTERS = packets(
     aten,
     "index_put index_put_ _unsafe_index_put scatter scatter_ scatter_add scatter_add_ scatter_reduce index_add"
     " _unsafe_masked_index_put_accumulate",
@@ -174,7 +174,7 @@ def graph_work(graph: Graph, *, fused: bool) -> dict[fx.Node, Work]:
     nodes = graph.nodes
     work = {node: Work(kind_of(node)) for node in nodes}
     roots = _roots(nodes)
-    kernels = _fusion_groups(nodes, work, roots) if fused else {node: node for node in nodes}
+    kernels = _fusion_groups(work, roots) if fused else {node: node for node in nodes}
     launched: set[fx.Node] = set()
     used_outside: set[fx.Node] = set()
     left: dict[tuple[fx.Node, fx.Node], int] = {}  # bytes of a value that a kernel has not read yet
@@ -223,29 +223,26 @@ def _roots(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _fusion_groups(
-    nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
+def _fusion_groups(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Return for each node the one that stands for its kernel."""
-    levels = _levels(nodes, work, roots)
-    groups = UnionFind(nodes)
-    for node in nodes:
+    levels, groups = _levels(work, roots), UnionFind(work)
+    for node in work:
         for root in (roots[source] for source in node.all_input_nodes if work[node].kind is Kind.FUSIBLE):
             if work[root].kind is Kind.FUSIBLE and levels[root] == levels[node]:
                 groups.union(root, node)
-    return {node: groups[node] for node in nodes}
+    return {node: groups[node] for node in work}
 
 
-def _levels(nodes: list[fx.Node], work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+def _levels(work: dict[fx.Node, Work], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """Count for each node the kernels before it: of a kernel or a collective, on the longest path to it; of a fusible
     node, as many as its first use allows, since what backward recomputes is computed where it is used."""
-    ends_fusion = {n for n in nodes if work[n].kind is Kind.KERNEL or n.target in dialect.EXECUTED}
+    ends_fusion = {n for n, mine in work.items() if mine.kind is Kind.KERNEL or n.target in dialect.EXECUTED}
     levels: dict[fx.Node, int] = {}
-    for node in nodes:
+    for node in work:
         inputs = {roots[source] for source in node.all_input_nodes}
         levels[node] = max((levels[root] + (root in ends_fusion) for root in inputs), default=0)
     latest: dict[fx.Node, int] = {}
-    for node in reversed(nodes):
+    for node in reversed(work):
         fusible = work[node].kind is Kind.FUSIBLE
         if fusible:
             levels[node] = latest.get(node, levels[node])
@@ -274,6 +271,6 @@ def _written(node: fx.Node, sizes: dict[fx.Node, int], *, fused: bool) -> int:
         return sizes[node]
     # Each value is added to what is there: a read and a write of as many bytes. Inductor does so in place; in eager
     # the whole target is copied first.
-    updates = max((sizes[source] for source in node.all_input_nodes if source is not node.args[0]), default=0)
+    updates = max((sizes[source] for source in node.all_input_nodes if source is not operand(node)), default=0)
     copied = 0 if fused or mutated_inputs(node) else 2 * sizes[node]
     return 2 * updates + copied

@@ -103,10 +103,8 @@ class MemoryProfile:
         other = self.peak - sum(shown.values())
         parts = [*sorted(shown.items(), key=lambda item: -item[1]), *([("other", other)] if other else [])]
         largest = [holder for holder in self.holders if holder.category != "shards"][:3]
-        lines = [
-            f"predicted peak: {self.peak:,} bytes at {self.peak_node}: "
-            + ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts)
-        ]
+        categories = ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts)
+        lines = [f"predicted peak: {self.peak:,} bytes at {self.peak_node}: {categories}"]
         if largest:
             held = ", ".join(f"{holder.node} {holder.nbytes:,} ({holder.category})" for holder in largest)
             lines.append(f"held most by: {held}")
@@ -258,7 +256,7 @@ class _Lifetimes:
             self.of[node] = self._value(node, node.meta.get("val"))
 
     def _is_element(self, node: fx.Node) -> bool:
-        return node.target is operator.getitem and node.args[0] in self._elements
+        return node.target is operator.getitem and operand(node) in self._elements
 
     def _value(self, node: fx.Node, value: Any) -> list[GraphStorage]:
         # Higher-order operators return no views of their inputs.

@@ -41,7 +41,7 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Event:
+class TimedTransfer:
     """Times a collective or a copy ("fetch", "offload") on its lane, in seconds; compute waited ``exposed``."""
 
     node: fx.Node
@@ -61,7 +61,7 @@ class Timeline:
     compute: float
     communication: float
     exposed: float
-    events: list[Event]
+    events: list[TimedTransfer]
     starts: dict[fx.Node, float]
 
     @property
@@ -110,7 +110,7 @@ def simulate(graph: Graph, cost: CostModel, conditions: Conditions | None = None
     for (task, owner), transfer in simulation.transfers.items():
         if not owner:  # the first rank's, or of all
             waited = first.waited.get(task, 0.0)
-            events.append(Event(node_of[task], task.lane, transfer.begin, transfer.end, waited))
+            events.append(TimedTransfer(node_of[task], task.lane, transfer.begin, transfer.end, waited))
             load[task.lane] = load.get(task.lane, 0.0) + transfer.taken
     busiest = max(load.values(), default=0.0)
     return Timeline(end, first.busy, busiest, end - first.busy, events, dict(zip(tasks, first.starts, strict=True)))
@@ -164,11 +164,7 @@ class Simulation:
     of each further stream of a rank, which may wait for what another stream starts."""
 
     def __init__(
-        self,
-        tasks: Sequence[Task],
-        conditions: Conditions,
-        interference: float = 0.0,
-        beside: Sequence[Sequence[Task]] = (),
+        self, tasks: list[Task], conditions: Conditions, interference: float = 0.0, beside: Sequence[list[Task]] = ()
     ) -> None:
         self.contention, self.interference = conditions.contention, interference
         slowness = [1.0, float(conditions.straggler)] if conditions.straggler > 1 else [1.0]

@@ -52,7 +52,7 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.operands import argument as argument
-from graph_fsdp.passes.ir.operands import by_name, defaults
+from graph_fsdp.passes.ir.operands import by_name, defaults, define
 
 
 class Role(enum.Enum):
@@ -153,17 +153,14 @@ def _define(
 ) -> compat.OpOverload[..., Any]:
     """Define an operator. Its fake is given those arguments that it names; without one, the operator works in the
     memory of its first argument, which is its value."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    defined: compat.OpOverload[..., Any] = getattr(torch.ops.graph_fsdp, name).default
     read = inspect.signature(fake).parameters if fake is not None else ()
 
     def called(*args: Any, **kwargs: Any) -> Any:
         given = by_name(defined, args, kwargs)
         return next(iter(given.values())) if fake is None else fake(**{name: given[name] for name in read})
 
-    torch.library.register_fake(f"graph_fsdp::{name}", called, lib=_LIBRARY)
-    OPERATORS[defined] = Operator(name, effect, meaning)
+    defined = define(_LIBRARY, schema, called)
+    OPERATORS[defined] = Operator(schema.partition("(")[0], effect, meaning)
     return defined
 
 
@@ -201,10 +198,7 @@ keep_shard = _define(
     lambda buffer, length, world_size, ranks: buffer.new_empty([length * world_size // ranks]),
 )
 free = _define(
-    "free(Tensor(a!) buffer) -> ()",
-    Effect.LOCAL,
-    "nothing: the buffer's memory is given back",
-    lambda: None,
+    "free(Tensor(a!) buffer) -> ()", Effect.LOCAL, "nothing: the buffer's memory is given back", lambda: None
 )
 reduce_scatter_start = _define(
     "reduce_scatter_start(Tensor[] grads, ScalarType dtype, int world_size, str group, int replicas=1,"
@@ -365,6 +359,4 @@ def _gather_param_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return shard_grad, *([None] * (ctx.given - 1))
 
 
-torch.library.register_autograd(
-    "graph_fsdp::gather_param", _gather_param_backward, setup_context=_setup_context, lib=_LIBRARY
-)
+torch.library.register_autograd(gather_param, _gather_param_backward, setup_context=_setup_context, lib=_LIBRARY)

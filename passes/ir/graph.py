@@ -284,11 +284,10 @@ class Graph:
 
     def reorder(self, order: Sequence[fx.Node]) -> None:
         """Put all nodes into this order, placeholders first, output last. Linear. Raises ValueError on other nodes."""
-        if len(order) != len(self.fx_graph.nodes) or set(order) != set(self.fx_graph.nodes):
-            raise ValueError(
-                f"order: {len(order)} nodes for a graph of {len(self.fx_graph.nodes)}; give each node of the graph once"
-            )
-        first = next(iter(self.fx_graph.nodes))
+        nodes = self.nodes
+        if len(order) != len(nodes) or set(order) != set(nodes):
+            raise ValueError(f"order: {len(order)} nodes for a graph of {len(nodes)}; give each node of the graph once")
+        first = nodes[0]
         if first is not order[0]:
             first.prepend(order[0])
         for previous, node in itertools.pairwise(order):

@@ -7,9 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import fx
 
 from graph_fsdp.compat import OpOverload, schema_arguments
+
+
+def define(
+    library: torch.library.Library, schema: str, fake: Callable[..., Any], *tags: torch.Tag, **functions: Any
+) -> OpOverload[..., Any]:
+    """Define an operator. ``functions`` run it, by dispatch key; ``fake`` does so without values."""
+    name = schema.partition("(")[0]
+    library.define(schema, tags=tags)
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    for key, function in functions.items():
+        library.impl(name, function, key)
+    defined: OpOverload[..., Any] = getattr(getattr(torch.ops, library.ns), name).default
+    return defined
 
 
 def operand(node: fx.Node, index: int = 0) -> fx.Node:

@@ -24,7 +24,7 @@ import operator
 import re
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -33,17 +33,9 @@ from torch import fx
 from graph_fsdp import compat
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.fake_values import VALUES, iterate_tensors
+from graph_fsdp.passes.ir.operands import argument, operands
 from graph_fsdp.passes.repeat.segments import WORTH, NotRepeatable, Segment
-from graph_fsdp.passes.repeat.trace import (
-    CALLED,
-    Decompositions,
-    Prepare,
-    Trace,
-    call,
-    repeat,
-    repeat_backward,
-    trace,
-)
+from graph_fsdp.passes.repeat.trace import CALLED, Decompositions, Prepare, Trace, call, repeat, repeat_backward, trace
 
 log = logging.getLogger(__name__)
 
@@ -147,16 +139,14 @@ class _Expansion:
             if (None, node) not in self._same:
                 yield None, node
             return
-        given, index = node.args
-        assert isinstance(given, (list, tuple)) and isinstance(index, int)
+        given, index = operands(node), argument(node, "call")
         made, _ = self.calls[index]
         inputs, body, outputs = made.inputs, made.forward, made.outputs
         if node.target is repeat_backward:
             inputs, body, outputs = made.tangents, made.backward, made.found_gradients
         self._same.update(((index, place), (None, value)) for place, value in zip(inputs, given, strict=True))
         for result in node.users:
-            which = result.args[1]
-            assert isinstance(which, int)
+            _, which = cast("tuple[fx.Node, int]", result.args)
             self._same[None, result] = (index, outputs[which])
         yield from ((index, inner) for inner in body)
 

@@ -15,13 +15,18 @@ from torch import Tensor, fx
 
 from graph_fsdp import compat
 from graph_fsdp.passes.ir.effects import draws, mutated_inputs
+from graph_fsdp.passes.ir.operands import define
 from graph_fsdp.passes.repeat.segments import NotRepeatable, Segment
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
-_LIBRARY.define("repeat(Tensor[] inputs, int call) -> Tensor[]")
-_LIBRARY.define("repeat_backward(Tensor[] gradients, int call) -> Tensor[]")
-repeat = torch.ops.graph_fsdp.repeat.default
-repeat_backward = torch.ops.graph_fsdp.repeat_backward.default
+repeat = define(
+    _LIBRARY, "repeat(Tensor[] inputs, int call) -> Tensor[]", lambda inputs, call: _values(CALLED[call].outputs)
+)
+repeat_backward = define(
+    _LIBRARY,
+    "repeat_backward(Tensor[] gradients, int call) -> Tensor[]",
+    lambda gradients, call: _values(CALLED[call].found_gradients),
+)
 
 Prepare = Callable[[fx.GraphModule], fx.GraphModule]
 Decompositions = dict[Any, Callable[..., Any]] | None
@@ -159,14 +164,8 @@ class _LayerCall(torch.autograd.Function):
         return None, *(None if node is None else next(found) for node in ctx.trace.gradients)
 
 
-@torch.library.register_fake("graph_fsdp::repeat", lib=_LIBRARY)
-def _(inputs: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [_like(node.meta["val"]) for node in CALLED[call].outputs]
-
-
-@torch.library.register_fake("graph_fsdp::repeat_backward", lib=_LIBRARY)
-def _(gradients: Sequence[Tensor], call: int) -> list[Tensor]:
-    return [_like(node.meta["val"]) for node in CALLED[call].found_gradients]
+def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    return [_like(node.meta["val"]) for node in nodes]
 
 
 def _like(value: Tensor) -> Tensor:

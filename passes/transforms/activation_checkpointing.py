@@ -214,7 +214,7 @@ class _Joint:
         # What is made of nothing is made again, or not, as the partitioner likes. (Equal ones of several units are one
         # by then, and tags of different units would have it saved.)
         constants = computed_of(
-            nodes, lambda node: node.op == "get_attr" or (not node.all_input_nodes and _is_pure(node)), _is_pure
+            nodes, lambda n: n.op == "get_attr" or (not n.all_input_nodes and _is_pure(n)), _is_pure
         )
         left_out, calls = self.of_parameters | constants, unit_calls(graph, context.model)
         self.computed = [n for n in nodes if n.op == "call_function" and n not in left_out and has_tensor(n)]

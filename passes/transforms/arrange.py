@@ -12,15 +12,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from graph_fsdp.passes.analysis.cost import CostModel
-from graph_fsdp.passes.ir.spec import (
-    BucketSpec,
-    ModelSpec,
-    ParameterSpec,
-    aligned,
-    named_buckets,
-    unit_buckets,
-    unit_runs,
-)
+from graph_fsdp.passes.ir import spec
+from graph_fsdp.passes.ir.spec import BucketSpec, ModelSpec, ParameterSpec
 
 BucketSize = Literal["unit", "none", "auto"] | int
 Messages = Literal["auto", "one"]
@@ -51,12 +44,12 @@ def arrange_buckets(
         ValueError: ``"auto"`` without a cost model.
     """
     if size == "unit":
-        buckets = unit_buckets(model.parameters.values())
+        buckets = spec.unit_buckets(model.parameters.values())
         if cost is not None and cost.hardware.overlaps:
             buckets = _divide_first(buckets, cost, model)
     elif size == "none":
         sharded = [p for p in model.parameters.values() if not p.replicated and not p.empty]
-        buckets = named_buckets((p.name, (p,)) for p in sharded)
+        buckets = spec.named_buckets((p.name, (p,)) for p in sharded)
     else:
         buckets = _capped_buckets(model, _saturating_size(model, cost, budget) if size == "auto" else int(size))
     if messages == "auto" and cost is not None:
@@ -76,7 +69,7 @@ def _divide_first(buckets: tuple[BucketSpec, ...], cost: CostModel, model: Model
     seconds = cost.all_gather_seconds(sum(map(gathered_nbytes, parts[0])), group)
     if len(parts) == 1 or seconds > _WORTH * cost.all_gather_seconds(nbytes, group):
         return buckets
-    divided = named_buckets((whole.name, part) for part in parts)
+    divided = spec.named_buckets((whole.name, part) for part in parts)
     return (*buckets[:first], *divided, *buckets[first + 1 :])
 
 
@@ -86,19 +79,19 @@ def _saturating_size(model: ModelSpec, cost: CostModel | None, budget: int | Non
     # Where nothing is sharded, buckets are those of the all-reduce over the replicas.
     group = model.group if model.world_size > 1 else model.replicate_group
     size = cost.saturating_bytes(group) if model.ranks > 1 else 0
-    units = [sum(map(gathered_nbytes, run)) for run in unit_runs(model.parameters.values())]
+    units = [sum(map(gathered_nbytes, run)) for run in spec.unit_runs(model.parameters.values())]
     return max(1, min([size, max(units, default=0), *([budget // 2] if budget is not None else [])]))
 
 
 def _capped_buckets(model: ModelSpec, cap: int) -> tuple[BucketSpec, ...]:
     """Make buckets of parameters in order of registration, each dtype by itself. A unit that exceeds the cap is
     divided, equal units alike; units that do not are put together."""
-    units = [_fill([[p] for p in run], cap) for run in unit_runs(model.parameters.values())]
+    units = [_fill([[p] for p in run], cap) for run in spec.unit_runs(model.parameters.values())]
     chosen: list[_Members] = []
     for (is_divided, _), alike in itertools.groupby(units, key=lambda parts: (len(parts) > 1, parts[0][0].kind)):
         parts = [part for unit in alike for part in unit]
         chosen += parts if is_divided else _fill(parts, cap)
-    return named_buckets((None, members) for members in chosen)
+    return spec.named_buckets((None, members) for members in chosen)
 
 
 def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
@@ -118,7 +111,7 @@ def _fill(parts: Iterable[_Members], cap: int) -> list[_Members]:
 
 def gathered_nbytes(p: ParameterSpec) -> int:
     """Count the bytes that a parameter takes of its gathered bucket, padding included."""
-    return aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
+    return spec.aligned(p.shard_numel, p.dtype) * p.world_size * p.param_dtype.itemsize
 
 
 def _in_messages(bucket: BucketSpec, cost: CostModel, model: ModelSpec) -> BucketSpec:

@@ -224,17 +224,14 @@ def _reduce(graph: Graph, context: PassContext) -> None:
         if not p.empty and (context.model.mesh_of(p).ranks > 1 or context.model.offload is not None):
             groups.setdefault(_bucket_name(p, context), []).append(node)
             continue
+        differs = context.model.ranks > 1 or context.model.offload is not None  # from the gradient of the parameter
         with graph.fx_graph.inserting_before(node):
-            if not p.empty:
-                value = _of_batch(graph, operand(node), p, context)
-                gradients[node] = _cast(graph, value, p.dtype, node)
-                if context.model.ranks > 1:
-                    set_record(gradients[node], NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
-            elif context.model.ranks == 1 and context.model.offload is None:
-                gradients[node] = _cast(graph, operand(node), p.dtype, node)
-            else:
+            if p.empty and differs:
                 arguments, options = (operand(node), list(p.shard_shape)), {"dtype": p.dtype, **_device(node)}
                 gradients[node] = graph.call(aten.new_zeros.default, arguments, options)
+            else:
+                gradients[node] = _cast(graph, _of_batch(graph, operand(node), p, context), p.dtype, node)
+            if differs:
                 set_record(gradients[node], NodeRecord(Role.SHARD_GRAD, p.unit, "", (p.name,)))
     for name, nodes in groups.items():
         unsynced = {node: operand(node) for node in nodes if is_unsynced(_parameter(node, context), context)}

@@ -23,19 +23,15 @@ from torch import Tensor, fx
 
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir.graph import Graph
+from graph_fsdp.passes.ir.operands import define
 from graph_fsdp.passes.ir.unit_calls import UnitCall, unit_calls
 
 _LIBRARY = torch.library.Library("graph_fsdp", "FRAGMENT")
-_LIBRARY.define("constrain(Tensor value, str[] axes, str mesh) -> Tensor")
-_LIBRARY.define("mark_sharding(Tensor value, str[] axes) -> Tensor")
-
-constrain = torch.ops.graph_fsdp.constrain.default
-mark_sharding = torch.ops.graph_fsdp.mark_sharding.default
+constrain = define(
+    _LIBRARY, "constrain(Tensor value, str[] axes, str mesh) -> Tensor", lambda x, *_: torch.empty_like(x)
+)
+mark_sharding = define(_LIBRARY, "mark_sharding(Tensor value, str[] axes) -> Tensor", lambda x, *_: torch.empty_like(x))
 fx.node.has_side_effect(mark_sharding)  # Dynamo removes calls whose result nobody reads
-
-
-for _name in ("constrain", "mark_sharding"):
-    torch.library.register_fake(f"graph_fsdp::{_name}", lambda value, *_: torch.empty_like(value), lib=_LIBRARY)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -46,9 +42,7 @@ def _constrain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return constrain(grad, ctx.axes, ctx.mesh), None, None
 
 
-torch.library.register_autograd(
-    "graph_fsdp::constrain", _constrain_backward, setup_context=_setup_context, lib=_LIBRARY
-)
+torch.library.register_autograd(constrain, _constrain_backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,7 @@ def without_defaults(target: OpOverload[..., Any], arguments: Sequence[Any]) -> 
 
 
 def start_and_wait(
-    graph: Graph,
-    target: OpOverload[..., Any],
-    arguments: Sequence[Any],
-    of: NodeRecord,
-    options: dict[str, Any] | None = None,
+    graph: Graph, target: Any, arguments: Sequence[Any], of: NodeRecord, options: dict[str, Any] | None = None
 ) -> fx.Node:
     """Insert a collective or a copy at the current insertion point with its wait right behind it, and return the wait.
     Both records have the unit, bucket and parameters of ``of``."""
@@ -93,11 +89,11 @@ def computed_of(
     return found
 
 
-def reached_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the sources, and what is computed of them and of other values."""
+def reached_from(graph: Graph, sources: Iterable[fx.Node], ends: Collection[Any] = ()) -> set[fx.Node]:
+    """Return the sources, and what is computed of them and of other values; calls of ``ends`` are not followed."""
     found = set(sources)
     for node in graph.fx_graph.nodes:
-        if node.op != "output" and not found.isdisjoint(node.all_input_nodes):
+        if node.op != "output" and node.target not in ends and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

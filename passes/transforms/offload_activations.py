@@ -99,20 +99,16 @@ def _offload(graph: Graph, context: PassContext) -> str:
     return f"{len(copies)} saved activations go to the CPU, {total:,} bytes"
 
 
-def _copy(
-    graph: Graph, target: Any, arguments: tuple[Any, ...], borders: Sequence[fx.Node], put: NodeRecord
-) -> fx.Node:
+def _copy(graph: Graph, target: Any, args: tuple[Any, ...], borders: Sequence[fx.Node], put: NodeRecord) -> fx.Node:
     """Start a copy of the first argument in front of the first border, and wait for it in front of the second."""
-    node, verb = arguments[0], put.role.value
+    node, verb = args[0], put.role.value
     with graph.fx_graph.inserting_before(borders[0]):
-        start = set_record(graph.call(target, arguments, name=f"{verb}_{node.name}"), put)
+        start = set_record(graph.call(target, args, name=f"{verb}_{node.name}"), put)
     with graph.fx_graph.inserting_before(borders[1]):
         return set_record(graph.call(_WAITS[target], (start, node), name=f"{verb}ed_{node.name}"), put)
 
 
-def _owners(
-    saved: Sequence[fx.Node], for_user: Sequence[Any], calls: dict[fx.Node, UnitCall]
-) -> dict[fx.Node, UnitCall]:
+def _owners(saved: list[fx.Node], for_user: Sequence[Any], calls: dict[fx.Node, UnitCall]) -> dict[fx.Node, UnitCall]:
     """Return for each saved tensor the last call that computes or reads it, whose backward needs it first."""
     last = max((call.index for call in calls.values()), default=-1)
     owners = {}

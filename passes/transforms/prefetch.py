@@ -24,7 +24,7 @@ from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
 from graph_fsdp.passes.ir.effects import is_cheap, is_view
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import arguments
+from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
 from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit
@@ -214,7 +214,7 @@ def _hoist_waits(graph: Graph, within_budget: bool) -> None:
     held = graph.gathers if within_budget else []
     readers = {node for gather in held for node in gather.reads}
     for wait in graph.with_role(Role.GATHER_WAIT):
-        start = wait.args[0]
+        start = operand(wait)
         before = wait.prev
         while is_cheap(before) and before not in readers:
             before = before.prev
@@ -293,5 +293,5 @@ def _start_behind_fusible(start: fx.Node) -> None:
 def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
     for start, due in zip(starts, [*starts[in_flight:], *[graph.output] * in_flight], strict=False):
         # A second stage stands right behind the wait for its first: what comes before it comes before both.
-        both = has_role(due, Role.REPLICATE_START) and due.prev is due.args[0]
+        both = has_role(due, Role.REPLICATE_START) and due.prev is operand(due)
         move_with_results(wait_of(start), before=due.prev if both else due)

@@ -30,17 +30,7 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.layout import layout_of
 from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
-from graph_fsdp.passes.transforms.edits import (
-    add_input,
-    add_outputs,
-    erase_unread,
-    first_saved,
-    mark_escaping,
-    recorded,
-    units_of,
-    use_instead,
-    without_defaults,
-)
+from graph_fsdp.passes.transforms import edits
 from graph_fsdp.passes.transforms.schedule import Gathers, at_distance, find_gathers
 
 
@@ -72,13 +62,13 @@ class Reshard(GraphPass):
             found = {node.meta["fsdp"].bucket: node for node in (*graph.with_role(Role.KEPT), *waits)}
             kept = [found[bucket] for bucket in context.sharing.kept]
         for wait in kept:
-            mark_escaping(wait)
+            edits.mark_escaping(wait)
         saved = list(kept)
         if context.model.reshard_size:
             whole = {wait for wait in waits if _set(wait, context) is True}  # gathered again from all ranks
             saved += _keep_shards(graph, [wait for wait in waits if wait not in kept and wait not in whole], context)
         graph.kept = {node.meta["fsdp"].bucket: node for node in saved}
-        add_outputs(graph, context.forward_outputs, saved)
+        edits.add_outputs(graph, context.forward_outputs, saved)
         names = ", ".join(wait.meta["fsdp"].bucket for wait in kept) or "none"
         return f"kept for backward: {names}; gathered again: {len(waits) - len(kept)}"
 
@@ -88,7 +78,7 @@ class Reshard(GraphPass):
         again = {wait: _set(wait, context) for wait in waits}
         kept = [wait for wait in waits if (wait in chosen if again[wait] is None else not again[wait])]
         # The user has said that backward reads nothing of some.
-        return [wait for wait in kept if not units_of(wait, context) <= context.settings.not_gathered_in_backward]
+        return [wait for wait in kept if not edits.units_of(wait, context) <= context.settings.not_gathered_in_backward]
 
     def _choose_by_policy(self, graph: Graph, waits: list[fx.Node], context: PassContext) -> list[fx.Node]:
         if context.reshard_after_forward is True or not waits:
@@ -103,7 +93,7 @@ class Reshard(GraphPass):
 
 
 def _receive(graph: Graph, context: PassContext) -> str:
-    before = first_saved(graph)
+    before = edits.first_saved(graph)
     gathered = {wait.meta["fsdp"].bucket: wait for wait in graph.with_role(Role.GATHER_WAIT)}
     received: list[str] = []
     saved = context.graphs["forward"].kept if "forward" in context.graphs else {}
@@ -114,11 +104,11 @@ def _receive(graph: Graph, context: PassContext) -> str:
         else:
             name, role = f"kept_{index}", Role.KEPT
             received.append(bucket)
-        node = add_input(graph, before, name, source.meta["val"], replace(record, role=role, escapes=False))
+        node = edits.add_input(graph, before, name, source.meta["val"], replace(record, role=role, escapes=False))
         if wait is not None and is_shard:
             _gather_from(graph, node, operand(wait), context)
         elif wait is not None:
-            use_instead(graph, wait, node)
+            edits.use_instead(graph, wait, node)
     _check_needed(graph, context)
     return f"received from forward: {', '.join(received) or 'none'}"
 
@@ -126,7 +116,7 @@ def _receive(graph: Graph, context: PassContext) -> str:
 def _set(wait: fx.Node, context: PassContext) -> bool | None:
     """Say whether a bucket is set to be gathered again, which all of its units have to be; None if not set."""
     settings = dict(context.settings.reshard_after_forward)
-    found = [settings[unit] for unit in units_of(wait, context) if unit in settings]
+    found = [settings[unit] for unit in edits.units_of(wait, context) if unit in settings]
     return all(found) if found else None
 
 
@@ -190,7 +180,7 @@ def _keep_shards(graph: Graph, waits: list[fx.Node], context: PassContext) -> li
         with graph.fx_graph.inserting_before(next_communication[[wait, *reads[wait]][-1]]):
             given = (wait, *chunks, *sizes, model.reshard_group)
             kept = graph.call(dialect.keep_shard, given, name=f"shard_{bucket.name}")
-        found.append(recorded(kept, wait.meta["fsdp"], Role.KEEP_SHARD))
+        found.append(edits.recorded(kept, wait.meta["fsdp"], Role.KEEP_SHARD))
     return found
 
 
@@ -201,8 +191,8 @@ def _gather_from(graph: Graph, shard: fx.Node, start: fx.Node, context: PassCont
     offsets, messages, numels = scaled
     over = (scale * layout.length, given.dtype, model.reshard_size, model.reshard_group)
     new = ([shard], offsets, *over, messages, numels, given.custom)
-    start.args = without_defaults(dialect.all_gather_start, new)
-    erase_unread(graph, given.shards)
+    start.args = edits.without_defaults(dialect.all_gather_start, new)
+    edits.erase_unread(graph, given.shards)
 
 
 # Pieces of a broken model
@@ -224,10 +214,10 @@ def share_buckets(graph: Graph, context: PassContext) -> None:
         if bucket in sharing.takes:
             name = f"shared_{bucket.replace('.', '_')}"
             kept = replace(record, role=Role.KEPT)
-            buffers[bucket] = add_input(graph, before, name, wait.meta["val"], kept)
-            use_instead(graph, wait, buffers[bucket])
+            buffers[bucket] = edits.add_input(graph, before, name, wait.meta["val"], kept)
+            edits.use_instead(graph, wait, buffers[bucket])
     graph.taken = [bucket for bucket in buffers if bucket in sharing.takes]
     graph.given = {bucket: node for bucket, node in buffers.items() if bucket in sharing.gives}
     for node in graph.given.values():
-        mark_escaping(node)
-    add_outputs(graph, None, graph.given.values())
+        edits.mark_escaping(node)
+    edits.add_outputs(graph, None, graph.given.values())

@@ -61,9 +61,7 @@ class Free(GraphPass):
             # A bucket that was received and is not used is freed at once.
             last = [gather.wait or inputs[-1], *gather.reads][-1]
             with graph.fx_graph.inserting_before(next_communication[last]):
-                call = (dialect.free, (gather.buffer,))
-                node = graph.fx_graph.create_node("call_function", *call, name=f"free_{gather.bucket}")
-            node.meta["val"] = None
+                node = graph.call(dialect.free, (gather.buffer,), name=f"free_{gather.bucket}")
             set_record(node, dataclasses.replace(gather.buffer.meta["fsdp"], role=Role.FREE, escapes=False))
             freed += 1
         return f"{freed} of {len(gathers)} buffers freed in this graph"
@@ -236,6 +234,5 @@ def slot_table(graph: Graph) -> SlotTable:
     for buffer in lifetimes(graph) if graph.slots else ():
         if buffer.slot is not None:
             held[buffer.slot].append(buffer)
-    return SlotTable(
-        tuple(Slot(size, tuple(buffers)) for size, buffers in zip(graph.slots, held, strict=True) if buffers)
-    )
+    slots = (Slot(size, tuple(buffers)) for size, buffers in zip(graph.slots, held, strict=True) if buffers)
+    return SlotTable(tuple(slots))

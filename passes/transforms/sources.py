@@ -20,7 +20,6 @@ found, and reduces nothing.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +27,7 @@ from torch import fx
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.dialect import NodeRecord, Role, has_role
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.operands import operand, operands
+from graph_fsdp.passes.ir.operands import arguments, operand, operands
 from graph_fsdp.passes.transforms.edits import ancestors, behind, move_with_results, put_behind_inputs, recorded
 
 
@@ -85,14 +84,15 @@ def _reductions(graph: Graph) -> list[fx.Node]:
 
 def combine_reductions(graph: Graph) -> None:
     """Make one all-reduce of all that extensions reduce alike, in front of every other collective."""
-    alike: dict[tuple[Any, ...], list[fx.Node]] = {}
+    alike: dict[tuple[str, str, torch.dtype], list[fx.Node]] = {}
     for node in _reductions(graph):
-        alike.setdefault((*node.args[1:], node.meta["val"].dtype), []).append(node)
-    for nodes in alike.values():
+        given = arguments(node)
+        alike.setdefault((given.op, given.group, node.meta["val"].dtype), []).append(node)
+    for (op, group, _), nodes in alike.items():
         values: list[fx.Node] = [value for node in nodes for value in operands(node)]
         put_behind_inputs(graph, ancestors(values))
         with graph.fx_graph.inserting_before(behind(graph, values, graph.positions())):
-            together = graph.call(dialect.reduce_payloads, (values, *nodes[0].args[1:]), name="reduced_payloads")
+            together = graph.call(dialect.reduce_payloads, (values, op, group), name="reduced_payloads")
             names = tuple(name for node in nodes for name in node.meta["fsdp"].params)
             recorded(together, NodeRecord(Role.PAYLOAD_REDUCE, "", "payloads", names), Role.PAYLOAD_REDUCE)
             ends = itertools.accumulate((node.meta["val"].numel() for node in nodes), initial=0)

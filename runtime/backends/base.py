@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graph_fsdp import compat
+from graph_fsdp.passes.analysis.kernels import packets
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
 from graph_fsdp.runtime.xla.host_fallbacks import OnHostFallback
 from graph_fsdp.runtime.xla.random import number_random_operators
@@ -69,28 +70,16 @@ class XlaBackend(Backend):
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
         """Decompose operators whose lowering in torch_xla is missing, or other than PyTorch's on CPU and CUDA
         (BatchNorm's running variance is biased there)."""
-        return dict(compat.get_decompositions(_DECOMPOSED))
+        return dict(compat.get_decompositions(list(_DECOMPOSED)))
 
     def prepare(self, module: fx.GraphModule) -> fx.GraphModule:
         return number_random_operators(module)
 
 
-_DECOMPOSED: list[Any] = [
-    aten.native_layer_norm,
-    aten.native_layer_norm_backward,
-    aten.native_group_norm,
-    aten.native_group_norm_backward,
-    aten.native_batch_norm,
-    aten._native_batch_norm_legit,
-    aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training,
-    aten.native_batch_norm_backward,
-    aten._batch_norm_with_update,
-    aten._batch_norm_with_update_functional,
-    aten._batch_norm_no_update,
-    aten.batch_norm_backward,
-    aten.native_dropout,
-    aten.native_dropout_backward,
-    aten.gelu_backward,
-    aten.embedding_dense_backward,
-]
+_DECOMPOSED = packets(
+    aten,
+    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
+    " _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
+    " native_batch_norm_backward _batch_norm_with_update _batch_norm_with_update_functional _batch_norm_no_update"
+    " batch_norm_backward native_dropout native_dropout_backward gelu_backward embedding_dense_backward",
+)

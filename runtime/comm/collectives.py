@@ -198,19 +198,12 @@ def _unpack(landing: Tensor, buffer: Tensor, message: Message, world: int) -> No
     """Copy from rank-major (as gathered) to parameter-major (as used), in one kernel where the device has one."""
     sizes = message.splits
     part = buffer[world * message.begin : world * (message.begin + message.numel)]
-    pieces = [
-        piece.view(world, size) for piece, size in zip(part.split([world * s for s in sizes]), sizes, strict=True)
-    ]
+    pieces = [piece.view(world, -1) for piece in part.split([world * size for size in sizes])]
     torch.split_with_sizes_copy(landing.view(world, message.numel), sizes, dim=1, out=pieces)
 
 
 def keep_shard(
-    buffer: Tensor,
-    offsets: Sequence[int],
-    numels: Sequence[int],
-    length: int,
-    world_size: int,
-    group: dist.ProcessGroup,
+    buffer: Tensor, offsets: list[int], numels: list[int], length: int, world_size: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Return this rank's shard over ``group`` of a bucket that ``world_size`` ranks gathered: for the parameter at
     element ``o`` of the bucket's shard (``length`` elements), ``scale = world_size / group.size()`` of its chunks, at
@@ -295,11 +288,7 @@ class ReduceScatter:
 
 
 def start_reduce_scatter(
-    grads: Sequence[Tensor],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-    mean: Mean,
-    messages: Sequence[int] = (),
+    grads: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup, mean: Mean, messages: Sequence[int] = ()
 ) -> Pending:
     """Start the mean over ranks of full gradients; the rank's padded chunks come out flat, at
     ``dialect.reduced_offsets``. Gradients that are sent as they are are only read, until the wait."""

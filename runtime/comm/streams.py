@@ -42,11 +42,7 @@ class UnderWay:
     what else to wait for, with None for nothing; it may read and write ``tensors``, and no memory of others."""
 
     def __init__(
-        self,
-        use: Collective,
-        group: dist.ProcessGroup,
-        tensors: Sequence[Tensor],
-        start: Callable[[bool], Sequence[Any]],
+        self, use: Collective, group: dist.ProcessGroup, tensors: Sequence[Tensor], start: Callable[[bool], list[Any]]
     ) -> None:
         self.tensors, self.device = tensors, tensors[0].device
         self.stream: torch.Stream | None = None

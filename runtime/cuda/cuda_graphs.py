@@ -275,10 +275,9 @@ class ProgramGraphs:
 
     def has_saved(self, values: Iterable[tuple[str, Any]]) -> bool:
         """Say whether these inputs of backward, by name, are what a replay of this program saved."""
-        captured = self.captured
-        return captured is not None and all(
-            captured.owns(value) for name, value in values if name in captured.saved_names
-        )
+        if (captured := self.captured) is None:
+            return False
+        return all(captured.owns(value) for name, value in values if name in captured.saved_names)
 
     def _prepared(self, program: Program, slots: SlotPlan, args: list[Any]) -> Captured:
         captured = Captured(self.model.capture, self.model.device)
@@ -294,15 +293,11 @@ class ProgramGraphs:
                 captured.addresses[place] = value.data_ptr()
             else:
                 captured.inputs[place] = captured.copy_of(value)
-        calls = {
-            f"region_{index}": CapturedCall(
-                f"region_{index} of the {self.phase} graph",
-                program.constants[f"region_{index}"],
-                self.choice.regions[index],
-                captured,
-            )
-            for index in self.choice.captured
-        }
+        calls: dict[str, CapturedCall] = {}
+        for index in self.choice.captured:
+            name, choice = f"region_{index}", self.choice.regions[index]
+            where = f"{name} of the {self.phase} graph"
+            calls[name] = CapturedCall(where, program.constants[name], choice, captured)
         function = program.ordinary
         captured.function = types.FunctionType(function.__code__, {**function.__globals__, **calls})
         return captured

@@ -26,7 +26,7 @@ _RANKS_IN_MESSAGE = 16
 # Backends of which only this process exists: torch's for planning and tests, and those of benchmarks/.
 _ALONE = frozenset({"fake", "simulated", "virtual"})
 
-Refused: TypeAlias = Callable[[], None]
+Refused: TypeAlias = Callable[[], None] | None
 
 
 class RankDisagreement(RuntimeError):
@@ -60,11 +60,7 @@ def is_shared(ranks: Sequence[int]) -> bool:
 
 
 def agree(
-    key: str,
-    entries: Sequence[str],
-    ranks: Sequence[int],
-    timeout: float = TIMEOUT_SECONDS,
-    refused: Refused | None = None,
+    key: str, entries: Sequence[str], ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused = None
 ) -> None:
     """Compare ``entries`` with those of the other ``ranks`` (global) under ``key``, which each must choose alike.
     ``refused`` is called while this rank waits, and may raise.
@@ -109,7 +105,7 @@ def compare(
     judge: Callable[[dict[int, str]], str],
     missing: Callable[[list[int]], str],
     timeout: float,
-    refused: Refused | None = None,
+    refused: Refused = None,
 ) -> str:
     """Publish ``mine`` under a ``prefix`` that all of ``ranks`` come to once; return the verdict for all. Neither is
     empty. The last one to come makes the verdict with ``judge``; ``missing`` makes it, of the ranks that did not come,
@@ -130,7 +126,7 @@ def publish(key: str, value: str, ranks: Sequence[int]) -> None:
     compat.default_store().set(f"{prefix_of(ranks, key)}/value", value)
 
 
-def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused | None = None) -> str:
+def receive(key: str, ranks: Sequence[int], timeout: float = TIMEOUT_SECONDS, refused: Refused = None) -> str:
     """Return what the first of ``ranks`` published under ``key``. ``refused`` is called while this rank waits. Raises
     RankDisagreement if nothing is published within ``timeout`` seconds."""
     store, name = compat.default_store(), f"{prefix_of(ranks, key)}/value"
@@ -176,7 +172,7 @@ def listed(ranks: Sequence[int]) -> str:
     return f"[{shown}]" if more <= 0 else f"[{shown} and {more} more]"
 
 
-def wait(store: dist.Store, names: list[str], timeout: float, refused: Refused | None = None) -> list[str]:
+def wait(store: dist.Store, names: list[str], timeout: float, refused: Refused = None) -> list[str]:
     """Wait until every name is set; return those that are not after ``timeout`` seconds. ``refused`` is called
     meanwhile."""
     deadline = time.monotonic() + timeout

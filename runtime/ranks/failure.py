@@ -4,7 +4,7 @@ A rank that fails in or before a program writes what happened into the store. A 
 writes that, too, and calls the roll: it names ranks that raised, with their errors, and those that do not answer, with
 the state of their processes where they run on this host. A rank that waits in a collective looks into the store now and
 then (``lockstep.finish``), and so answers; after long it warns, once. Where hosts do not wait for collectives, a thread
-looks (``watch.py``). Nothing else runs in a step in which nothing fails and nobody waits for long
+looks (``Watch``). Nothing else runs in a step in which nothing fails and nobody waits for long
 (docs/decisions/ranks_and_collectives.md, "Failure of a rank").
 
 [Note: news]

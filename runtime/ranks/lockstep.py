@@ -10,7 +10,7 @@ from the ranks' common past alone, so all predict alike, and nobody runs an unpr
 
 A rank that runs the predicted program while another one compares waits in its first collective. On the CPU it looks
 into the store every few seconds (``agreement.PATIENCE_SECONDS``), finds the other rank there, and both raise. On other
-devices the host does not wait for collectives, and may have begun later programs: a thread looks (``watch.py``). Who
+devices the host does not wait for collectives, and may have begun later programs: a thread looks (``Watch``). Who
 compares, or waits for others to compile, gives up ``MARGIN_SECONDS`` before collectives end by the timeout of their
 process group.
 
@@ -37,8 +37,7 @@ from graph_fsdp import compat
 from graph_fsdp.runtime.ranks import agreement, failure
 from graph_fsdp.runtime.ranks.agreement import RankDisagreement
 from graph_fsdp.runtime.ranks.failure import CollectiveFailed, Failure, RankFailure
-from graph_fsdp.runtime.ranks.lookout import ADVICE, COMPILES, Lookout
-from graph_fsdp.runtime.ranks.watch import watch
+from graph_fsdp.runtime.ranks.lookout import ADVICE, COMPILES, Lookout, watch
 
 Runnable: TypeAlias = Callable[[list[Any]], Any]
 
@@ -226,7 +225,7 @@ class Lockstep(Lookout):
             raise
         finally:
             self._compared = position
-        self._forget(position, str(me))
+        self._delete(f"{self._prefix(position)}/{me}")
         self._raise_verdict(verdict)
         if self._stopped:
             self.failures.withdraw()
@@ -235,7 +234,8 @@ class Lockstep(Lookout):
         """Return whether all ranks may go on, and what is wrong: ranks raised in different places, or are about to run
         different programs. Called on the last one to come."""
         if self._compared >= 0:  # everyone has read that one
-            self._forget(self._compared, "arrived", "verdict")
+            for name in ("arrived", "verdict"):
+                self._delete(f"{self._prefix(self._compared)}/{name}")
         values = {rank: value.partition("\n") for rank, value in published.items()}
         first = self.ranks[0]
         key, _, stopped = values[first]
@@ -249,10 +249,6 @@ class Lockstep(Lookout):
         elif different:
             text = f"{self._difference(different, values[different[0]][0], different[0], key, first)}; {ADVICE}"
         return json.dumps([not elsewhere, text])
-
-    def _forget(self, position: int, *names: str) -> None:
-        for name in names:
-            self._delete(f"{self._prefix(position)}/{name}")
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that keeps everything

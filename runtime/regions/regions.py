@@ -31,6 +31,7 @@ from graph_fsdp.passes.ir.canonical_form import canonical_form
 from graph_fsdp.passes.ir.dialect import Role
 from graph_fsdp.passes.ir.effects import aliased_inputs, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph, Phase
+from graph_fsdp.passes.ir.operands import operand
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _FILLS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})
@@ -105,8 +106,8 @@ def cut(graph: Graph) -> list[Step]:
         if _is_cut_out(node):
             cut_out.setdefault(node.all_input_nodes[0], []).append(node)
             continue
-        if node.target is operator.getitem and node.args[0] in region_of:
-            region = region_of[node.args[0]]  # a region returns tensors, not tuples of them
+        if node.target is operator.getitem and (source := operand(node)) in region_of:
+            region = region_of[source]  # a region returns tensors, not tuples of them
         elif steps and isinstance(steps[-1], list):
             region = steps[-1]
         else:
@@ -240,9 +241,7 @@ def region_key(region: Region, kind: str) -> RegionKey:
             return str(value)
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
 
-    parts, index = canonical_form(
-        region.inputs, region.body, lambda node: value_key(node.meta.get("val")), target, named
-    )
+    parts, index = canonical_form(region.inputs, region.body, lambda n: value_key(n.meta.get("val")), target, named)
     if any(mutated_inputs(node) for node in region.body):
         parts = (*parts, _shared_memory(region.inputs))
     body = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -251,11 +250,9 @@ def region_key(region: Region, kind: str) -> RegionKey:
 
 def _shared_memory(inputs: Sequence[fx.Node]) -> tuple[int, ...]:
     """Return for each input the first one in the same storage. Where nothing is written, it does not matter."""
-    first: dict[Any, int] = {}
-    return tuple(
-        first.setdefault(compat.storage_id(value) if isinstance(value, torch.Tensor) else node, index)
-        for index, (node, value) in enumerate((node, node.meta.get("val")) for node in inputs)
-    )
+    values = ((node, node.meta.get("val")) for node in inputs)
+    memory = [compat.storage_id(value) if isinstance(value, torch.Tensor) else node for node, value in values]
+    return tuple(map(memory.index, memory))
 
 
 def run_as_graph(module: fx.GraphModule) -> Compiled:
@@ -335,13 +332,8 @@ class RegionCache:
 def _larger(key: RegionKey, counts: Counter[RegionKey]) -> RegionKey:
     """Return the region whose function serves this one: itself, or the one that returns most among those that return
     all that it returns and run at least as often."""
-    serves = [
-        other
-        for other in counts
-        if replace(other, returned=key.returned) == key
-        and set(key.returned) < set(other.returned)
-        and counts[other] >= counts[key]
-    ]
+    alike = [other for other in counts if replace(other, returned=key.returned) == key and counts[other] >= counts[key]]
+    serves = (other for other in alike if set(key.returned) < set(other.returned))
     return max(serves, key=lambda other: len(other.returned), default=key)
 
 

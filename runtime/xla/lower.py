@@ -16,7 +16,7 @@ barrier over a gather's shard and the newest activation before it in the verifie
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,13 @@ from graph_fsdp.passes.ir.effects import is_random, is_view
 from graph_fsdp.passes.ir.fake_values import fake_mode_of
 from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import operands
+from graph_fsdp.passes.transforms.edits import reached_from
 from graph_fsdp.runtime import whole
 from graph_fsdp.runtime.xla import operators, random
 from graph_fsdp.runtime.xla.operators import Placement
 
 aten = torch.ops.aten
+_GATHERS = (dialect.all_gather_start, dialect.all_gather_wait)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Lowered(whole.Lowering):
         self.seeded = False
         self.returns: list[tuple[str, Any]] = []
         # What is not computed from parameters alone, and what of it was computed last.
-        self.activations = computed_from(graph, [node for node in self.places if not has_role(node, Role.SHARD)])
+        inputs = [node for node in self.places if not has_role(node, Role.SHARD)]
+        self.activations = reached_from(graph, inputs, _GATHERS)
         self.newest: fx.Node | None = None
         self.channels = 0
         self.module = self.run()
@@ -192,15 +195,4 @@ def varying_nodes(graph: Graph, entries: Sequence[Crossing | None]) -> set[fx.No
     gathers."""
     inputs = zip(graph.placeholders, entries, strict=True)
     varying = [node for node, entry in inputs if entry is not None and entry.is_divided]
-    return computed_from(graph, [*varying, *filter(is_random, graph.fx_graph.nodes)])
-
-
-def computed_from(graph: Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return these nodes and all that is computed from them, but for what is gathered."""
-    found = set(sources)
-    for node in graph.fx_graph.nodes:
-        if node.op in ("placeholder", "output") or node.target in (dialect.all_gather_start, dialect.all_gather_wait):
-            continue
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    return reached_from(graph, [*varying, *filter(is_random, graph.fx_graph.nodes)], _GATHERS)

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from graph_fsdp.compat import xla as compat_xla
+from graph_fsdp.passes.ir import operands
 
 _TILED = re.compile(
     r"^\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}$"
@@ -90,17 +92,7 @@ def _iota(shape: str, permutation: str | None) -> list[int]:
     return order
 
 
-_LIBRARY = torch.library.Library("graph_fsdp_xla", "DEF")
-
-
-def define(schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = (), **functions: Any) -> Any:
-    """Define an operator. ``functions`` run it, by dispatch key; ``fake`` does so without values."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=tags)
-    torch.library.register_fake(f"graph_fsdp_xla::{name}", fake, lib=_LIBRARY)
-    for key, function in functions.items():
-        _LIBRARY.impl(name, function, key)
-    return getattr(torch.ops.graph_fsdp_xla, name).default
+define = functools.partial(operands.define, torch.library.Library("graph_fsdp_xla", "DEF"))
 
 
 def _in_groups(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +130,5 @@ all_reduce = define(
     XLA=_in_groups(compat_xla.all_reduce),
 )
 barrier = define(
-    "barrier(Tensor[] xs) -> Tensor[]",
-    lambda xs: [torch.empty_like(x) for x in xs],
-    XLA=compat_xla.barrier,
+    "barrier(Tensor[] xs) -> Tensor[]", lambda xs: [torch.empty_like(x) for x in xs], XLA=compat_xla.barrier
 )

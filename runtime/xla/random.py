@@ -75,7 +75,7 @@ _DRAWS = "(Tensor seed, int number, SymInt[] shape, ScalarType dtype) -> Tensor"
 seed = define(
     "seed(Device device) -> Tensor",
     lambda device: torch.zeros((), dtype=torch.int32, device=device),
-    tags=(torch.Tag.nondeterministic_seeded,),
+    torch.Tag.nondeterministic_seeded,
 )
 uniform = define(f"uniform{_DRAWS}", _like, XLA=_uniform, CPU=_uniform)
 normal = define(f"normal{_DRAWS}", _like, XLA=_normal, CPU=_normal)

@@ -18,9 +18,9 @@ LIFETIMES = "passes.transforms.slots:lifetimes"
 UNKEPT = wrong("", GATHER, "[result, source] if landing is None else [result, source, landing]", "[result]")
 ADDED_LATE = wrong(
     "",
-    "runtime.frame:ReducePlan.start",
-    *("    if frame.kept:\n        given = ", "    pending = self.reduce(given)\n    if frame.kept:\n        given = "),
-    *("return self.reduce(given)", "return pending"),
+    "runtime.frame:start_reduction",
+    *("    if frame.kept:\n        given = ", "    pending = reduce(given)\n    if frame.kept:\n        given = "),
+    *("return reduce(given)", "return pending"),
 )
 
 ZERO_3: dict[str, Mutant] = {
