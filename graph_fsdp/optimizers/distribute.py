@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -192,9 +193,7 @@ class _Run:
             return not any(state.get(m.p) for m in self.members)
         for m, (given, values) in zip(self.members, self._given, strict=True):
             found = state.get(m.p)
-            if found is not given or len(found) != len(values):
-                return False
-            if any(a is not b for a, b in zip(found.values(), values, strict=True)):
+            if found is not given or len(found) != len(values) or not all(map(is_, found.values(), values)):
                 return False
         return True
 
