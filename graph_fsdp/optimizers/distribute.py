@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, TypeVar
 
@@ -148,9 +149,10 @@ class _Slice:
         grad = self.p.grad
         if grad is None or compat.local_part(self.p) is not self.local:
             return None
-        local = compat.local_part(grad)
-        usual = type(local) is Tensor and local.layout is torch.strided and local.dtype is self.local.dtype
-        return local if usual and local.shape == self.local.shape else None
+        if compat.is_placed_like(grad, self.p):
+            return compat.local_part(grad)
+        usual = not isinstance(self.p, DTensor) and type(grad) is Tensor and grad.layout is torch.strided
+        return grad if usual and grad.dtype is self.local.dtype else None
 
     def touches(self, other: _Slice) -> bool:
         """Say whether this small shard comes right behind another small one."""
@@ -177,25 +179,26 @@ class _Run:
         self.param = nn.Parameter(data.detach(), requires_grad=False)
         self.state: dict[str, Any] = {}
         self._seen: dict[str, Any] = {}  # the state when members were given theirs
-        self._given: list[tuple[dict[str, Any], tuple[Any, ...]]] = []  # theirs, and the values in it
-        self._gaps = [data.new_zeros(m.end - m.begin - m.local.numel()) for m in members] if others else []
+        self._given: list[dict[str, Any]] = []  # theirs
+        self._values: list[Any] = []  # in theirs
+        gaps = [m.end - m.begin - m.local.numel() for m in members] if others else []
+        self._gaps = [data.new_zeros(gap) if gap else None for gap in gaps]
 
     def set_gradient(self, gradients: Sequence[Tensor]) -> None:
         if self._gaps:
             pairs = zip(gradients, self._gaps, strict=True)
-            self.param.grad = compat.flattened([part for pair in pairs for part in pair if part.numel()])
+            self.param.grad = compat.flattened([part for pair in pairs for part in pair if part is not None])
         else:
             self.param.grad = gradients[0].view(self.param.shape)
 
     def is_intact(self, state: Any) -> bool:
         """Say whether members have the states in ``optimizer.state`` that they were given."""
+        found = [state.get(m.p) for m in self.members]
         if not self._given:
-            return not any(state.get(m.p) for m in self.members)
-        for m, (given, values) in zip(self.members, self._given, strict=True):
-            found = state.get(m.p)
-            if found is not given or len(found) != len(values) or not all(map(is_, found.values(), values)):
-                return False
-        return True
+            return not any(found)
+        values = chain.from_iterable(values.values() for values in self._given)
+        sizes = sum(map(len, self._given)) == len(self._values)
+        return all(map(is_, found, self._given)) and sizes and all(map(is_, values, self._values))
 
     def take(self, states: Sequence[dict[str, Any]]) -> None:
         """Make the run's state of its members' states, which agree in what is not of a parameter's shape."""
@@ -215,11 +218,12 @@ class _Run:
         if same:
             return
         self._seen = dict(self.state)
-        self._given.clear()
-        for m in self.members:
-            values = {k: m.view_of(v, self.begin) if _is_like(v, self.param) else v for k, v in self.state.items()}
-            state[m.p] = values
-            self._given.append((values, tuple(values.values())))
+        self._given = [
+            {k: m.view_of(v, self.begin) if _is_like(v, self.param) else v for k, v in self.state.items()}
+            for m in self.members
+        ]
+        self._values = [value for values in self._given for value in values.values()]
+        state.update(zip([m.p for m in self.members], self._given, strict=True))
 
 
 def _is_like(value: Any, p: Tensor) -> bool:
@@ -232,7 +236,8 @@ class Slices:
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._slices: dict[int, _Slice] = {}  # by the id of the parameter, which is in it
-        self._neighbours: dict[tuple[int, ...], list[list[_Slice]]] = {}  # by a group's ``fused`` and parameters' ids
+        # By a group's ``fused`` and the ids of its parameters.
+        self._neighbours: dict[tuple[int, ...], tuple[list[list[_Slice]], list[Tensor]]] = {}
         self._runs: dict[int, _Run] = {}  # the run that a parameter was last in
         self._find([p for group in optimizer.param_groups for p in group["params"]])
         if not self._slices:
@@ -267,11 +272,12 @@ class Slices:
     def _runs_of(self, group: dict[str, Any], state: Any) -> list[_Run]:
         """Return the runs of a group's parameters that have gradients, which the runs are given. There are none where a
         DTensor is not in one: torch's kernels for many tensors do not take it beside plain ones."""
-        dtensors = sum(isinstance(p, DTensor) and p.grad is not None for p in group["params"])
+        neighbours, others = self._neighbours_of(group["params"], bool(group.get("fused")))
         found: list[_Run] = []
-        for neighbours in self._neighbours_of(group["params"], bool(group.get("fused"))):
-            trained = [(m, gradient) for m in neighbours if (gradient := m.gradient) is not None]
-            dtensors -= sum(isinstance(m.p, DTensor) for m, _ in trained)
+        for members in neighbours:
+            gradients = [m.gradient for m in members]
+            others = [*others, *(m.p for m, gradient in zip(members, gradients, strict=True) if gradient is None)]
+            trained = [(m, g) for m, g in zip(members, gradients, strict=True) if g is not None]
             while trained:
                 run = self._runs.get(id(trained[0][0].p))
                 known = run is not None and [m for m, _ in trained[: len(run.members)]] == run.members
@@ -281,7 +287,7 @@ class Slices:
                 run.set_gradient([gradient for _, gradient in trained[:count]])
                 del trained[:count]
                 found.append(run)
-        return [] if dtensors else found
+        return [] if any(isinstance(p, DTensor) and p.grad is not None for p in others) else found
 
     def _make_run(self, members: Sequence[_Slice], state: Any) -> _Run:
         """Make a run of the first of ``members`` and what follows it without a gap and agrees with it."""
@@ -297,21 +303,20 @@ class Slices:
         self._runs.update((id(m.p), run) for m in run.members)
         return run
 
-    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> list[list[_Slice]]:
-        """Return a group's shards in the order in which they lie: large ones alone, small ones with what they touch."""
+    def _neighbours_of(self, params: Sequence[Tensor], fused: bool) -> tuple[list[list[_Slice]], list[Tensor]]:
+        """Return a group's shards in the order in which they lie, large ones alone and small ones with what they touch,
+        and its other parameters."""
         key = (fused, *map(id, params))
         if key not in self._neighbours:
             self._find(params)
-            held = [self._slices[i] for i in key[1:] if i in self._slices]
-            ordered = sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin))
+            held = [self._slices[id(p)] for p in params if id(p) in self._slices]
             found: list[list[_Slice]] = []
-            for m in ordered:
-                last = found[-1][-1] if found else None
-                if last is not None and m.touches(last) and not (fused and m.buffer.is_cpu):
+            for m in sorted(held, key=lambda m: (m.buffer.data_ptr(), m.begin)):
+                if found and m.touches(found[-1][-1]) and not (fused and m.buffer.is_cpu):
                     found[-1].append(m)
                 else:
                     found.append([m])
-            self._neighbours = {**self._neighbours, key: found}
+            self._neighbours = {**self._neighbours, key: (found, [p for p in params if id(p) not in self._slices])}
         return self._neighbours[key]
 
     def _find(self, params: Iterable[Tensor]) -> None:
