@@ -337,6 +337,30 @@ class NotElementWise(Optimizer):
         super().__init__(params, {})
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.Rprop(p, lr=0.01),
+        lambda p: optim.SGD(p, lr=0.1, fused=True),
+        lambda p: optim.Adagrad(p, lr=0.1, fused=True),
+    ],
+    ids=["Rprop", "SGD, fused", "Adagrad, fused"],
+)
+def test_what_fails_on_dtensors_has_the_bits_of_plain_shards(make_model: Callable[..., nn.Module], make: Make) -> None:
+    model = make_model()
+    optimizer = graph_fsdp.distribute_optimizer(make(model.parameters()))
+    shards = [nn.Parameter(local(p).clone()) for p in model.parameters()]
+    plain = make(shards)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        for shard, p in zip(shards, model.parameters(), strict=True):
+            shard.grad = local(p.grad).clone()
+        optimizer.step()
+        plain.step()
+    for p, shard in zip(model.parameters(), shards, strict=True):
+        assert torch.equal(local(p), shard)
+
+
 def test_bad_input(make_model: Callable[..., nn.Module]) -> None:
     model: Any = make_model()
     give = graph_fsdp.distribute_optimizer
@@ -344,8 +368,9 @@ def test_bad_input(make_model: Callable[..., nn.Module]) -> None:
         give(list(model.parameters()))  # type: ignore[type-var]
     with pytest.raises(UnsupportedError, match=r"optimizer: NotElementWise is not known .* element_wise=True"):
         give(NotElementWise(model.parameters()))
-    with pytest.raises(UnsupportedError, match=r"optimizer: LBFGS is not known"):
-        give(optim.LBFGS(model.parameters()))
+    for unknown in (optim.LBFGS(model.parameters()), optim.Adafactor(model.parameters())):
+        with pytest.raises(UnsupportedError, match=rf"optimizer: {type(unknown).__name__} is not known"):
+            give(unknown)
     with pytest.raises(ValueError, match=r"optimizer: none of its parameters is a shard"):
         give(optim.SGD(Net().parameters()))
     with pytest.raises(UnsupportedError, match=r"in_backward=True is not available yet"):

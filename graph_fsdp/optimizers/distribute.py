@@ -321,15 +321,16 @@ class Slices:
 
     def _find(self, params: Iterable[Tensor]) -> None:
         wanted = {id(p) for p in params} - self._slices.keys()
-        for storage in list(Storage.installed) if wanted else ():
+        for storage in [held for held in Storage.installed if held.has_memory] if wanted else ():
             buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in storage.buffers}
             for p in storage.parameters.values():
-                as_expected = p.shard.dim() > 0 or isinstance(p.shard, DTensor)
-                if id(p.shard) in wanted and as_expected and type(compat.local_part(p.shard.data)) is Tensor:
+                local = compat.local_part(p.shard)
+                as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
+                if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
                     begin = p.input.storage_offset()
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
-                    self._slices[id(p.shard)] = _Slice(p.shard, compat.local_part(p.shard), buffer, begin, end)
+                    self._slices[id(p.shard)] = _Slice(p.shard, local, buffer, begin, end)
 
 
 def _shared(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
