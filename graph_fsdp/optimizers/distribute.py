@@ -327,7 +327,7 @@ class Slices:
                 local = compat.local_part(p.shard)
                 as_expected = local.dim() > 0 or isinstance(p.shard, DTensor)
                 if id(p.shard) in wanted and as_expected and type(local.data) is Tensor:
-                    begin = p.input.storage_offset()
+                    begin = int(p.input.storage_offset())
                     end = begin + aligned(p.spec.shard_numel, p.spec.dtype)
                     buffer = buffers[p.input.untyped_storage().data_ptr()]
                     self._slices[id(p.shard)] = _Slice(p.shard, local, buffer, begin, end)
