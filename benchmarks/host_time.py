@@ -9,7 +9,9 @@ the process (median over rounds, with the first and third quartile), in millisec
 
 - step: forward, backward, and gradients set to None;
 - accumulation: forward and backward of four micro-batches, and gradients set to None;
-- evaluation: forward in ``torch.no_grad()``.
+- evaluation: forward in ``torch.no_grad()``;
+- optimizer: a step of AdamW with ``foreach=True``;
+- distributed: the same where the optimizer was given to ``graph_fsdp.distribute_optimizer``.
 
 Models by their number of parameters: 8 (four linear layers), 291 (a Hugging Face Llama of 32 layers) and 388 (a GPT of
 32 layers with biases: twelve parameters a layer). All are 32 wide.
@@ -38,9 +40,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from workloads import Workload, loss_of
 
+import graph_fsdp
 from graph_fsdp.compat import fake_process_group
+from graph_fsdp.module.module import GraphFSDPModule
 
 WORLD_SIZE, MICRO_BATCHES = 8, 4
+KINDS = ("step", "accumulation", "evaluation", "optimizer", "distributed")
 NAMES = ("fsdp2", "fsdp2_compiled", "ours", "local")
 DEVICE = torch.device("cpu")
 Work = Callable[[], Any]
@@ -137,7 +142,16 @@ class Subject:
             "step": partial(self.step, 1),
             "accumulation": partial(self.step, MICRO_BATCHES),
             "evaluation": self.evaluate,
+            "optimizer": partial(self.optimize, torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)),
         }
+        loss_of(self.model(**self.batch)).backward()
+        self.gradients = {p: p.grad for p in self.model.parameters()}  # FSDP2 exchanges parameters while it evaluates
+        self.model.zero_grad()
+        if isinstance(self.model, GraphFSDPModule):
+            distributed = graph_fsdp.distribute_optimizer(
+                torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
+            )
+            self.work["distributed"] = partial(self.optimize, distributed)
 
     def step(self, micro_batches: int) -> None:
         for _ in range(micro_batches):
@@ -147,6 +161,12 @@ class Subject:
     @torch.no_grad()
     def evaluate(self) -> None:
         self.model(**self.batch)
+
+    def optimize(self, optimizer: torch.optim.Optimizer) -> None:
+        for p, gradient in self.gradients.items():
+            p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def processor_seconds(work: Work) -> float:
@@ -190,11 +210,11 @@ def profiled(name: str, parameters: int, kind: str, times: int) -> None:
 
 def table(result: dict[str, Any]) -> Table:
     rows = [
-        [parameters, name, *(quartile_cell(kinds[kind], 1e3, 2) for kind in ("step", "accumulation", "evaluation"))]
+        [parameters, name, *(quartile_cell(kinds[kind], 1e3, 2) if kind in kinds else "" for kind in KINDS)]
         for parameters, names in result["seconds"].items()
         for name, kinds in names.items()
     ]
-    header = ["parameters", "implementation", "step, ms", f"accumulation over {MICRO_BATCHES}, ms", "evaluation, ms"]
+    header = ["parameters", "implementation", *(f"{kind}, ms" for kind in KINDS)]
     return Table(header, rows)
 
 

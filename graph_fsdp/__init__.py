@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graph_fsdp.errors import SettingError as SettingError
     from graph_fsdp.errors import UnsupportedError as UnsupportedError
     from graph_fsdp.errors import VerificationError as VerificationError
+    from graph_fsdp.optimizers.distribute import distribute_optimizer as distribute_optimizer
     from graph_fsdp.parameters.unshard import unsharded as unsharded
     from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from graph_fsdp.planning import Plan as Plan
@@ -63,6 +64,7 @@ _NAMES = {
         "UnsupportedError",
         "VerificationError",
     ),
+    "optimizers.distribute": ("distribute_optimizer",),
     "parameters.unshard": ("unsharded",),
     "passes.transforms.activation_checkpointing": ("ActivationCheckpointing",),
     "planning": ("Plan", "plan"),

@@ -85,6 +85,18 @@ def adamw_fused() -> None:
 
 
 @FACTS
+def adamw_over_slices_of_the_storage() -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return graph_fsdp.distribute_optimizer(optim.AdamW(model.parameters(), lr=0.01, foreach=True))
+
+    def alone_or_sharded(model: nn.Module) -> optim.Optimizer:
+        plain = not isinstance(next(model.parameters()), DTensor)
+        return optim.AdamW(model.parameters(), lr=0.01, foreach=True) if plain else make(model)
+
+    agree_with_one_process(steps_with(alone_or_sharded))
+
+
+@FACTS
 def adadelta() -> None:
     agree_with_one_process(steps_with(lambda m: optim.Adadelta(m.parameters(), lr=0.1)))
 
@@ -162,10 +174,23 @@ def an_optimizer_that_needs_whole_matrices() -> None:
     agree_with_one_process(train, tolerance=1e-5)
 
 
-def scaled_steps(model: nn.Module, batches: Iterator[Tensor], poisoned: int | None = None) -> list[float]:
+def sgd(model: nn.Module) -> optim.Optimizer:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def fused_over_slices(model: nn.Module) -> optim.Optimizer:
+    return graph_fsdp.distribute_optimizer(optim.AdamW(model.parameters(), lr=0.1, fused=True))
+
+
+def scaled_steps(
+    model: nn.Module,
+    batches: Iterator[Tensor],
+    poisoned: int | None = None,
+    make: Callable[[nn.Module], optim.Optimizer] = sgd,
+) -> list[float]:
     """Steps with loss scaling and clipping; the scale after each. The last rank's batch of step ``poisoned`` overflows
     float16."""
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scales = []
     for step, batch in enumerate(batches):
@@ -195,12 +220,13 @@ def float16_with_loss_scaling() -> None:
 
 @FACTS
 def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    model = graph_fsdp.compile(MLP(), backend="eager", mp_policy=HALF)
-    before = parameters(model)
-    (scale,) = scaled_steps(model, iter([torch.randn(4, 16)]), poisoned=0)
-    assert scale == 512.0
-    after = parameters(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for make in (sgd, fused_over_slices):  # the fused kernel is told of the overflow, and skips by itself
+        model = graph_fsdp.compile(MLP(), backend="eager", mp_policy=HALF)
+        before = parameters(model)
+        (scale,) = scaled_steps(model, iter([torch.randn(4, 16)]), poisoned=0, make=make)
+        assert scale == 512.0
+        after = parameters(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("fact", FACTS.names)

@@ -30,6 +30,7 @@ chunk_cat: Callable[..., Any] = torch._chunk_cat
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
 foreach_add: Callable[..., Any] = torch._foreach_add_
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
+flattened: Callable[..., torch.Tensor] = torch._utils._flatten_dense_tensors  # all tensors, one behind the other
 set_grad_enabled: Callable[..., Any] = torch._C._set_grad_enabled
 log_api_usage: Callable[..., Any] = torch._C._log_api_usage_once
 

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class Storage(Shards):
     """Holds the shards of a rank."""
 
     reads_in_place = True
+    installed: ClassVar[weakref.WeakSet[Storage]] = weakref.WeakSet()  # of all models that live
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class Storage(Shards):
 
     def install(self, model: nn.Module, fullgraph: bool) -> None:
         self.unguarded_in_forward = fullgraph
+        self.installed.add(self)
         for p in self.parameters.values():
             if self.has_memory and not p.filled:
                 self.fill(p, p.placeholder)

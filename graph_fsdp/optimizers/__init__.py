@@ -1,0 +1,1 @@
+"""Optimizers step over slices of the shard storage instead of over parameters."""
