@@ -82,7 +82,7 @@ def default_pipeline(
     prefetch: Distance = "auto",
     forward_prefetch: int | Literal["auto"] | None = None,
     reductions_in_flight: int | None = None,
-    delayed_weight_gradients: int | Literal["auto"] = "auto",
+    delay_wgrad: int | Literal["auto"] = "auto",
     budget: int | None = None,
     hardware: str | Hardware | None = None,
     measured: Measurements | Profiled | None = None,
@@ -98,7 +98,7 @@ def default_pipeline(
             lands, and gradients to where they are sent from.
         prefetch, forward_prefetch, reductions_in_flight: how gathers are started ahead, and how many reductions may be
             under way at once; see :class:`Prefetch`.
-        delayed_weight_gradients: of how many buckets the gradients are computed beside backward's last reduction; see
+        delay_wgrad: of how many buckets the gradients are computed beside backward's last reduction; see
             :class:`DelayWeightGradients`. 0 computes gradients in autograd's order.
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a unit
             does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
@@ -115,7 +115,7 @@ def default_pipeline(
         JustInTime(),
         Bucket(bucket, budget, messages),
         Reshard(budget),
-        DelayWeightGradients(delayed_weight_gradients, budget),
+        DelayWeightGradients(delay_wgrad, budget),
         Prefetch(prefetch, reductions_in_flight, budget, forward_prefetch),
         Free(),
         AssignSlots(),

@@ -1,12 +1,13 @@
 """Products that are gradients of weights move behind the start of backward's last reduction, which runs beside them.
 
-Nothing is computed behind the last gradient of backward, an embedding's as a rule, and its reduction is long. No other
-gradient of an activation needs the products that are gradients of weights, so that those of the buckets before it can
-wait. Their reductions follow it in the same order.
+Nothing is computed behind the last gradient of backward, an embedding's as a rule, so that nothing hides its reduction.
+The gradients of activations, of which it is made, need none of the products that are gradients of weights. Those of the
+buckets before it can wait, and their reductions, which are smaller, follow in the same order. Zero Bubble (Qi et al.
+2023) does the same for pipelines.
 
-*How many.* The clock of ``simulate`` decides: one bucket more as long as that is faster, and as long as what the
-products read and what their reductions send is within the room that hardware leaves for running beside compute. Ranks
-that are given a plan delay what its order of reductions says.
+*How many.* The clock of ``simulate`` decides, among the last bucket, the last two and so on, up to products that take
+twice as long as the last reduction, and as long as the memory model sees no more at the peak. A rank that is given a
+plan delays what its order of reductions says.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from typing import Literal
 from torch import fx
 
 from graph_fsdp import compat
-from graph_fsdp.passes.analysis.kernels import Kind, kind_of, value_nbytes
+from graph_fsdp.passes.analysis.kernels import Kind, kind_of
+from graph_fsdp.passes.analysis.memory import storages
 from graph_fsdp.passes.context import GraphPass, PassContext
 from graph_fsdp.passes.ir import dialect
-from graph_fsdp.passes.ir.dialect import Role, has_role, wait_of
+from graph_fsdp.passes.ir.dialect import Role, wait_of
 from graph_fsdp.passes.ir.effects import is_random, is_view, mutated_inputs
 from graph_fsdp.passes.ir.graph import Graph
-from graph_fsdp.passes.ir.layout import packed_nbytes
 from graph_fsdp.passes.transforms.edits import with_results
 from graph_fsdp.passes.transforms.schedule import Segments, choose, find_gathers, room_of
+from graph_fsdp.passes.transforms.slots import most_at_once
 
+Products = dict[fx.Node, list[fx.Node]]  # the start of a reduction → the nodes that may be delayed with it
+
+_WORTH = 1.001  # so many times faster is worth it
 _NEAR = 0.1  # what is left of the gain is not worth that the regions of one more unit differ from those of the others
 _ENOUGH = 2  # products that take so many times as long as the last reduction hide it, or nothing does
 
@@ -39,66 +44,64 @@ class DelayWeightGradients(GraphPass):
     buckets: int | Literal["auto"] = "auto"
     budget: int | None = None
 
-    name = "delay_weight_gradients"
+    name = "delay_wgrad"
     phases = ("backward",)
     requires = ("bucketed",)
+    provides = ("wgrad_delayed",)
 
     def __post_init__(self) -> None:
         number = self.buckets
         if number != "auto" and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
-            raise ValueError(f"delayed_weight_gradients must be 0 or more buckets or 'auto', got {number!r}")
+            raise ValueError(f"delay_wgrad must be 0 or more buckets or 'auto', got {number!r}")
 
     def run(self, graph: Graph, context: PassContext) -> str | None:
-        delayed, last = self._delayed(graph, context)
-        graph.delayed = [start.meta["fsdp"].bucket for start in delayed]
-        if last is None or not delayed:
-            return "no products are delayed"
-        moved = sum(kind_of(node) is Kind.KERNEL for nodes in delayed.values() for node in nodes)
-        return f"{moved} products of {', '.join(graph.delayed)} follow the reduction of {last.meta['fsdp'].bucket}"
-
-    def _delayed(self, graph: Graph, context: PassContext) -> tuple[dict[fx.Node, list[fx.Node]], fx.Node | None]:
-        """Move products; return those that did by the start of their reduction, and the start that they follow."""
         *starts, last = graph.with_role(Role.REDUCE_START) or [None]
-        planned = context.plan.collectives.get("backward")
-        room = room_of(context)
-        if last is None or not starts or self.buckets == 0 or (self.buckets == "auto" and not planned and not room):
-            return {}, None
+        if last is None or self.buckets == 0 or (self.buckets == "auto" and not room_of(context)):
+            return "none delayed"
         products = _products(graph, starts)
-        buckets = {start.meta["fsdp"].bucket: start for start in products}
+        planned = context.plan.collectives.get("backward")
         if planned is not None:
-            names = [bucket for role, bucket in planned if role == Role.REDUCE_START.value]
-            place = names.index(last.meta["fsdp"].bucket) if last.meta["fsdp"].bucket in names else len(names)
-            chosen = [buckets[name] for name in names[place + 1 :] if name in buckets]
+            names = [name for role, name in planned if role == Role.REDUCE_START.value]
+            later = names[names.index(_bucket(last)) + 1 :] if _bucket(last) in names else []
+            chosen = [start for start in products if _bucket(start) in later]
         elif self.buckets == "auto":
             chosen = self._fastest(graph, products, last, context)
         else:
             chosen = list(products)[-self.buckets :]
-        graph.reorder(_behind(graph, last, {start: products[start] for start in chosen}))
-        return {start: products[start] for start in chosen}, last
+        if not chosen:
+            return "none delayed"
+        graph.reorder(_behind(graph, last, chosen, products))
+        graph.delayed = [_bucket(start) for start in chosen]
+        moved = sum(kind_of(node) is Kind.KERNEL for start in chosen for node in products[start])
+        return f"{moved} products of {', '.join(graph.delayed)} follow the reduction of {_bucket(last)}"
 
-    def _fastest(
-        self, graph: Graph, products: dict[fx.Node, list[fx.Node]], last: fx.Node, context: PassContext
-    ) -> list[fx.Node]:
+    def _fastest(self, graph: Graph, products: Products, last: fx.Node, context: PassContext) -> list[fx.Node]:
+        """Return the reductions whose products are worth delaying: the fewest that bring most of what can be gained,
+        without more memory at the peak."""
         assert context.cost is not None
-        gathers = graph.with_role(Role.GATHER_START)
-        waits = [wait_of(start) for start in gathers]
-        seconds, room = context.cost.graph_seconds(graph), room_of(context)
-        described, hidden = find_gathers(graph, gathers, waits), context.cost.collective_seconds(last)
+        starts = graph.with_role(Role.GATHER_START)
+        waits = [wait_of(start) for start in starts]
+        gathers, seconds, before = find_gathers(graph, starts, waits), context.cost.graph_seconds(graph), graph.nodes
         timed: list[tuple[float, list[fx.Node]]] = []
+        limit = 0
         for count in range(len(products) + 1):
             chosen = list(products)[len(products) - count :]
-            delayed = {start: products[start] for start in chosen}
-            if _held(delayed) > room:
+            graph.reorder(order := _behind(graph, last, chosen, products))
+            peak = most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found)
+            graph.reorder(before)
+            limit = limit or peak
+            if peak > limit:
                 break
-            segments = Segments.of(_behind(graph, last, delayed), gathers, waits, context.cost, seconds)
-            timed.append((segments.seconds(choose(described, segments, self.budget, room)), chosen))
-            if sum(seconds[node] for nodes in delayed.values() for node in nodes) > _ENOUGH * hidden:
+            segments = Segments.of(order, starts, waits, context.cost, seconds)
+            timed.append((segments.seconds(choose(gathers, segments, self.budget, room_of(context))), chosen))
+            if sum(seconds[n] for s in chosen for n in products[s]) > _ENOUGH * context.cost.collective_seconds(last):
                 break
         slowest, fastest = timed[0][0], min(each for each, _ in timed)
-        return next(chosen for each, chosen in timed if each <= fastest + _NEAR * (slowest - fastest))
+        due = fastest + _NEAR * (slowest - fastest) if fastest * _WORTH < slowest else slowest
+        return next(chosen for each, chosen in timed if each <= due)
 
 
-def _products(graph: Graph, starts: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _products(graph: Graph, starts: list[fx.Node]) -> Products:
     """Find for each of these reductions the kernels that it alone needs, with views of what they read, and what is
     computed of them; no reductions whose kernels have to stay."""
     owner: dict[fx.Node, fx.Node | None] = {start: start for start in starts}
@@ -131,20 +134,17 @@ def _movable(nodes: list[fx.Node], roots: dict[fx.Node, frozenset[fx.Node]], fix
     return nodes
 
 
-def _behind(graph: Graph, last: fx.Node, delayed: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    """Return the order in which products, each with the reduction that needs them, follow the last reduction."""
-    moved = {s: [*nodes, s, *with_results(wait_of(s))] for s, nodes in delayed.items()}
-    away = {node for nodes in moved.values() for node in nodes}
-    tail = [node for nodes in moved.values() for node in nodes]
+def _behind(graph: Graph, last: fx.Node, chosen: list[fx.Node], products: Products) -> list[fx.Node]:
+    """Return the order in which the products of the chosen reductions, each with its reduction, follow the last one,
+    and the waits for all of these end the graph."""
+    tail = [node for start in chosen for node in (*products[start], start)]
+    waits = [node for start in (last, *chosen) for node in with_results(wait_of(start))]
+    away = {*tail, *waits}
     before = [node for node in graph.nodes if node not in away]
-    results = set(with_results(wait_of(last)))
-    place = max(index for index, node in enumerate(before) if node is last or node in results) + 1
-    return [*before[:place], *tail, *before[place:]]
+    place = before.index(last) + 1
+    return [*before[:place], *tail, *before[place:-1], *waits, graph.output]
 
 
-def _held(delayed: dict[fx.Node, list[fx.Node]]) -> int:
-    """Count the bytes that delayed products read, and that their reductions send."""
-    products = [node for nodes in delayed.values() for node in nodes]
-    read = {source for node in products for source in node.all_input_nodes} - set(products)
-    packed = (packed_nbytes(start) for start in delayed if start.target is dialect.reduce_scatter_start)
-    return sum(value_nbytes(node.meta["val"]) for node in read) + sum(packed)
+def _bucket(start: fx.Node) -> str:
+    bucket: str = start.meta["fsdp"].bucket
+    return bucket
