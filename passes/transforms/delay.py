@@ -77,28 +77,33 @@ class DelayWeightGradients(GraphPass):
 
     def _fastest(self, graph: Graph, products: Products, last: fx.Node, context: PassContext) -> list[fx.Node]:
         """Return the reductions whose products are worth delaying: the fewest that bring most of what can be gained,
-        without more memory at the peak."""
+        and fewer where the peak of memory would be higher."""
         assert context.cost is not None
         starts = graph.with_role(Role.GATHER_START)
         waits = [wait_of(start) for start in starts]
         gathers, seconds, before = find_gathers(graph, starts, waits), context.cost.graph_seconds(graph), graph.nodes
-        timed: list[tuple[float, list[fx.Node]]] = []
-        limit = 0
-        for count in range(len(products) + 1):
-            chosen = list(products)[len(products) - count :]
-            graph.reorder(order := _behind(graph, last, chosen, products))
-            peak = most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found)
-            graph.reorder(before)
-            limit = limit or peak
-            if peak > limit:
-                break
+        sets = [list(products)[len(products) - count :] for count in range(len(products) + 1)]
+        orders: list[list[fx.Node]] = []
+        timed: list[float] = []
+        for chosen in sets:
+            orders.append(order := _behind(graph, last, chosen, products))
             segments = Segments.of(order, starts, waits, context.cost, seconds)
-            timed.append((segments.seconds(choose(gathers, segments, self.budget, room_of(context))), chosen))
+            timed.append(segments.seconds(choose(gathers, segments, self.budget, room_of(context))))
             if sum(seconds[n] for s in chosen for n in products[s]) > _ENOUGH * context.cost.collective_seconds(last):
                 break
-        slowest, fastest = timed[0][0], min(each for each, _ in timed)
-        due = fastest + _NEAR * (slowest - fastest) if fastest * _WORTH < slowest else slowest
-        return next(chosen for each, chosen in timed if each <= due)
+
+        def peak(count: int) -> int:
+            graph.reorder(orders[count])
+            return most_at_once((s.begin, s.end, s.nbytes) for s in storages(graph, context).found)
+
+        fastest = min(timed)
+        due = fastest + _NEAR * (timed[0] - fastest)
+        count = next(n for n, each in enumerate(timed) if each <= due) if fastest * _WORTH < timed[0] else 0
+        limit = peak(0) if count else 0
+        while count and peak(count) > limit:
+            count -= 1
+        graph.reorder(before)
+        return sets[count]
 
 
 def _products(graph: Graph, starts: list[fx.Node]) -> Products:
