@@ -1,6 +1,7 @@
 """A step of a Llama or a GPT on one virtual H100 as a rank of 8, 64 or 512: graph_fsdp beside FSDP2, in virtual time.
 
-    python benchmarks/virtual_cluster.py [--workloads llama gpt] [--ranks 8 64 512] [--host free counted] [--out …json]
+    python benchmarks/virtual_cluster.py [--sizes 8b gpt] [--lengths 8192 2048] [--ranks 8 64 512] [--host zero counted]
+    python benchmarks/virtual_cluster.py --json
 
 The programs are the real ones: torch's ``fully_shard``, graph_fsdp's passes and runtime, autograd and the optimizer, on
 the virtual device (``benchmarks/virtual``) without numbers. Every kernel takes the seconds of the cost model of
@@ -8,12 +9,15 @@ the virtual device (``benchmarks/virtual``) without numbers. Every kernel takes 
 collectives that share a link run one after the other, in the order in which they were launched, on whichever streams.
 What compilers would fuse costs both sides the same (``virtual/compiled.py``). Nothing here was run on a GPU.
 
-Implementations: ours is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
-does it: every block sharded, the embedding by itself, norm and head together and kept for backward; "FSDP2, compiled
-blocks" compiles each block and the loss, "FSDP2, eager" nothing. All gather in bfloat16, reduce in float32, and train
-by fused AdamW.
+Implementations: ``ours`` is ``graph_fsdp.compile`` with ``default_pipeline(hardware=…)``. FSDP2 is set up as torchtitan
+does it: every block sharded, the embedding by itself, norm and head together and kept for backward; ``fsdp2_compiled``
+compiles each block and the loss, ``fsdp2`` nothing. All gather in bfloat16, reduce in float32, and train by fused
+AdamW.
 
-- step: virtual seconds of forward, backward and optimizer, after two steps of warmup. With ``--host free`` the host
+Prints a table of each case, and writes ``results/virtual_cluster.json`` or ``--out``. With ``--json`` it prints one
+line of JSON for each case and implementation instead, as soon as it is there, and writes no file but ``--out``.
+
+- step: virtual seconds of forward, backward and optimizer, after two steps of warmup. With ``--host zero`` the host
   launches in no time, so that figures are the same in every run; "counted" adds its processor time between launches.
 - compute: seconds of the kernels on the stream that computes; link: of the collectives; bound: max(compute, link).
 - ends: the first gather, compute, and the last reduction, one after the other, or the link and the optimizer, whichever
@@ -73,6 +77,10 @@ class Workload:
     length: int
     width: int = 4096
     vocabulary: int = 50304
+
+    @property
+    def name(self) -> str:
+        return self.size if self.size == "gpt" else f"llama_{self.size}"
 
     def make(self) -> nn.Module:
         with torch.device("virtual"):
@@ -150,9 +158,9 @@ def fsdp2_compiled(model: Any, mesh: DeviceMesh, hardware: Hardware) -> nn.Modul
 
 
 IMPLEMENTATIONS: dict[str, Callable[[nn.Module, DeviceMesh, Hardware], nn.Module]] = {
-    "graph_fsdp": ours,
-    "FSDP2, compiled blocks": fsdp2_compiled,
-    "FSDP2, eager": fsdp2,
+    "ours": ours,
+    "fsdp2_compiled": fsdp2_compiled,
+    "fsdp2": fsdp2,
 }
 
 
@@ -173,6 +181,10 @@ class Row:
     def bound_s(self) -> float:
         return max(self.compute_s, self.link_s)
 
+    @property
+    def exposed_s(self) -> float:
+        return self.step_s - self.compute_s
+
 
 def row(operations: Sequence[Operation], times: Sequence[float], peak: int, disturbed: float) -> Row:
     """What ran in a step; ``times``: of its begin, of the end of its backward, and of its end."""
@@ -189,7 +201,7 @@ def measure(
     workload: Workload,
     ranks: int,
     hardware: Hardware,
-    host: Host = "free",
+    host: Host = "zero",
     conditions: Conditions = UNDISTURBED,
 ) -> tuple[Row, Machine]:
     """Train an implementation on a fresh machine, whose ``operations`` are those of the last step."""
@@ -214,7 +226,7 @@ def measure(
             torch.accelerator.synchronize()
         peak, disturbed = torch.accelerator.max_memory_allocated(), seconds_under(conditions, operations, hardware)
         found = row(operations, (begin, graphs, machine.seconds), peak, disturbed)
-        if name == "graph_fsdp":
+        if name == "ours":
             report = graph_fsdp.inspect(model)
             timelines = [report.latest(phase).scheduled().timeline for phase in ("forward", "backward")]
             found = Row(**{**asdict(found), "predicted_s": sum(timeline.seconds for timeline in timelines)})
@@ -224,12 +236,35 @@ def measure(
     return found, machine
 
 
+def line(name: str, workload: Workload, ranks: int, host: Host, found: Row) -> dict[str, Any]:
+    """What ``--json`` prints of an implementation in a case; times in milliseconds."""
+    times = {
+        "step_ms": found.step_s,
+        "compute_ms": found.compute_s,
+        "link_ms": found.link_s,
+        "bound_ms": found.bound_s,
+        "exposed_ms": found.exposed_s,
+    }
+    return {
+        "model": workload.name,
+        "layers": workload.layers,
+        "tokens": workload.length,
+        "ranks": ranks,
+        "implementation": name,
+        **{key: round(seconds * 1e3, 4) for key, seconds in times.items()},
+        "predicted_ms": None if found.predicted_s is None else round(found.predicted_s * 1e3, 4),
+        "graphs_ms": round(found.graphs_s * 1e3, 4),
+        "peak_bytes": found.peak_bytes,
+        "host": host,
+    }
+
+
 def table(rows: dict[str, Row]) -> str:
     columns = ("step", "compute", "link", "bound", "ends", "exposed", "disturbed")
     header = f"{'':<26}" + "".join(f"{column:>11}" for column in columns)
     lines = [header + f"{'/bound':>8}{'/ends':>8}{'predicted':>11}{'peak':>11}"]
     for name, r in rows.items():
-        times = (r.step_s, r.compute_s, r.link_s, r.bound_s, r.ends_s, r.step_s - r.compute_s, r.disturbed_s)
+        times = (r.step_s, r.compute_s, r.link_s, r.bound_s, r.ends_s, r.exposed_s, r.disturbed_s)
         predicted = f"{r.predicted_s / r.graphs_s:.3f}" if r.predicted_s is not None else "-"
         lines.append(
             f"{name:<26}" + "".join(f"{seconds * 1e3:>11.2f}" for seconds in times) + f"{r.step_s / r.bound_s:>8.3f}"
@@ -247,11 +282,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 2048], help="tokens of a rank's sequence")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--host", nargs="+", choices=("free", "counted"), default=["free", "counted"])
+    parser.add_argument("--host", nargs="+", choices=("zero", "counted"), default=["zero"])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--straggler", type=float, default=1.08, help="one rank computes so many times slower")
     parser.add_argument("--contention", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per case and implementation")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} of benchmarks/results; none with --json")
     return parser.parse_args(arguments)
 
 
@@ -264,15 +300,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workload = Workload(size, options.layers, length)
             for ranks in options.ranks:
                 for host in options.host:
-                    print(f"\n{size}, {options.layers} layers, {length} tokens, {ranks} ranks, host {host}; in ms")
-                    given = (workload, ranks, hardware, host, conditions)
-                    rows = {name: measure(name, *given)[0] for name in options.implementations}
-                    print(table(rows), flush=True)
                     of = {"workload": asdict(workload), "ranks": ranks, "host": host}
+                    rows = {}
+                    for name in options.implementations:
+                        rows[name], _ = measure(name, workload, ranks, hardware, host, conditions)
+                        if options.json:
+                            print(json.dumps(line(name, workload, ranks, host, rows[name])), flush=True)
+                    if not options.json:
+                        print(f"\n{size}, {options.layers} layers, {length} tokens, {ranks} ranks, host {host}; in ms")
+                        print(table(rows), flush=True)
                     results.append({**of, "rows": {name: asdict(found) for name, found in rows.items()}})
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"torch": torch.__version__, "hardware": hardware.name, **asdict(conditions), "results": results}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if out := options.out or (None if options.json else RESULTS):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report = {"torch": torch.__version__, "hardware": hardware.name, **asdict(conditions), "results": results}
+        out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from graph_fsdp.passes.pipeline import PassPipeline, Profiled
 from graph_fsdp.passes.transforms.activation_checkpointing import ActivationCheckpointing, CheckpointActivations
 from graph_fsdp.passes.transforms.arrange import BucketSize, Messages
 from graph_fsdp.passes.transforms.bucket import Bucket
+from graph_fsdp.passes.transforms.delay import DelayWeightGradients
 from graph_fsdp.passes.transforms.insert_gathers import Annotate, InsertGathers
 from graph_fsdp.passes.transforms.just_in_time import JustInTime
 from graph_fsdp.passes.transforms.offload_activations import OffloadActivations, SaveBases
@@ -35,6 +36,7 @@ __all__ = [
     "BudgetError",
     "CheckpointActivations",
     "CostModel",
+    "DelayWeightGradients",
     "Free",
     "Gather",
     "Graph",
@@ -80,6 +82,7 @@ def default_pipeline(
     prefetch: Distance = "auto",
     forward_prefetch: int | Literal["auto"] | None = None,
     reductions_in_flight: int | None = None,
+    delay_wgrad: int | Literal["auto"] = "auto",
     budget: int | None = None,
     hardware: str | Hardware | None = None,
     measured: Measurements | Profiled | None = None,
@@ -95,6 +98,8 @@ def default_pipeline(
             lands, and gradients to where they are sent from.
         prefetch, forward_prefetch, reductions_in_flight: how gathers are started ahead, and how many reductions may be
             under way at once; see :class:`Prefetch`.
+        delay_wgrad: of how many buckets the gradients are computed beside backward's last reduction; see
+            :class:`DelayWeightGradients`. 0 computes gradients in autograd's order.
         budget: most bytes of gathered parameters at any point; gathers start later to keep to it. A budget that a unit
             does not fit into is a BudgetError at the first step, which names the unit and the bytes it needs.
         hardware: what the cost model computes with: a name of ``HARDWARE`` or a ``Hardware``; None finds the device's.
@@ -110,6 +115,7 @@ def default_pipeline(
         JustInTime(),
         Bucket(bucket, budget, messages),
         Reshard(budget),
+        DelayWeightGradients(delay_wgrad, budget),
         Prefetch(prefetch, reductions_in_flight, budget, forward_prefetch),
         Free(),
         AssignSlots(),

@@ -32,6 +32,7 @@ OPTIONS = {
     },
     "serial": {"passes": default_pipeline(prefetch=0, reductions_in_flight=1)},
     "three ahead": {"passes": default_pipeline(prefetch=3, reductions_in_flight=4)},
+    "two buckets' weight gradients delayed": {"passes": default_pipeline(delay_wgrad=2)},
     "a unit per Linear": {"auto_wrap_policy": {nn.Linear}},
     "one unit": {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={MLP})},
     "dynamic shapes": {"dynamic": True},
@@ -56,7 +57,7 @@ IGNORED = {"a parameter": lambda model: [model.head.weight], "a module": lambda 
 SHORT = [
     *("ZeRO-3 for every unit", "ZeRO-2, units by size", "a bucket per parameter, BACKWARD_POST"),
     *("automatic buckets, no backward prefetch, forward prefetch", "two ahead within a budget"),
-    "kept within a budget",
+    *("two buckets' weight gradients delayed", "kept within a budget"),
 ]
 # Where sums of more than two numbers, and other rows of shards, could make a difference.
 ON_FOUR = ["three ahead", "one unit", "messages of their own"]

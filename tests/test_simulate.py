@@ -40,7 +40,9 @@ def test_the_schedule_pass_computes_with_the_clock_of_simulate(distance: int) ->
     serial, ahead = traced(prefetch=0), traced(prefetch=distance)
     assert serial.context.cost is not None
     starts = serial.forward.with_role(Role.GATHER_START)
-    segments = Segments.of(serial.forward, starts, [wait_of(start) for start in starts], serial.context.cost)
+    waits = [wait_of(start) for start in starts]
+    taken = serial.context.cost.graph_seconds(serial.forward)
+    segments = Segments.of(serial.forward.nodes, starts, waits, serial.context.cost, taken)
     predicted = segments.seconds(at_distance(len(starts), distance))
     assert predicted == pytest.approx(seconds(ahead)[0], rel=1e-9)
     assert segments.seconds(list(range(len(starts)))) == pytest.approx(seconds(serial)[0], rel=1e-9)

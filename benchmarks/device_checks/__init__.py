@@ -42,7 +42,7 @@ class Check:
     function: Callable[[torch.device], Figures]
     needs: Sequence[str] = ()
     reason: str = ""
-    host: Literal["free", "counted"] = "free"
+    host: Literal["zero", "counted"] = "zero"
 
     def refusal(self, device: str) -> str:
         """Why it cannot run on a device of this type; "" if it can."""

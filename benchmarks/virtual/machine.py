@@ -17,7 +17,7 @@ from virtual.clocks import Clocks, Moment, Stream
 from virtual.cost import Kernels
 from virtual.memory import Memory, Storage
 
-Host = Literal["free", "counted"]
+Host = Literal["zero", "counted"]
 
 
 class RaceError(Exception):
@@ -54,7 +54,7 @@ class Machine:
     machine.seconds, machine.memory.most
 
     hardware: by which kernels and copies take their time, and what the device says that it is.
-    host: what launching takes: nothing ("free"), or the processor time of this process between two calls of the device
+    host: what launching takes: nothing ("zero"), or the processor time of this process between two calls of the device
     ("counted"), without what the device itself computes here.
     numbers: compute them. Without, tensors have shapes and addresses, but no memory and no values, so that models of
     any size run: what a program reads of the device is 0, attention is flash attention, and what the host does to
@@ -67,7 +67,7 @@ class Machine:
     current: Machine | None = None
 
     def __init__(
-        self, hardware: str | Hardware = "h100", *, host: Host = "free", numbers: bool = True, traced: bool = False
+        self, hardware: str | Hardware = "h100", *, host: Host = "zero", numbers: bool = True, traced: bool = False
     ) -> None:
         self.hardware, self.host, self.numbers = find_hardware(hardware), host, numbers
         self.clocks = Clocks()

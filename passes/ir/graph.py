@@ -111,6 +111,7 @@ class Graph:
     later piece is given, an output behind the others.
     ``kept`` (forward): bucket → what backward receives of it: the gathered buffer, or a shard for a smaller group.
     ``offloaded`` (forward): place among the saved tensors → the copy on the CPU that backward receives.
+    ``delayed`` (backward): buckets whose products follow the last reduction of the others.
     ``absent`` (backward): the runtime's ``AbsentGradients``, where a loss may leave outputs out that have parameters of
     their own.
     """
@@ -129,6 +130,7 @@ class Graph:
         self.given: dict[str, fx.Node] = {}
         self.kept: dict[str, fx.Node] = {}
         self.offloaded: dict[int, fx.Node] = {}
+        self.delayed: list[str] = []
         self.absent: Any = None
 
     @property

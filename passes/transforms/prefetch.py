@@ -27,12 +27,8 @@ from graph_fsdp.passes.ir.graph import Graph
 from graph_fsdp.passes.ir.operands import arguments, operand
 from graph_fsdp.passes.ir.settings import SettingError
 from graph_fsdp.passes.transforms.edits import move_with_results, units_of, with_results
-from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit
+from graph_fsdp.passes.transforms.schedule import After, Segments, at_distance, choose, find_gathers, fit, room_of
 from graph_fsdp.passes.transforms.sources import lift, place_copies, place_payloads
-
-# The part of the device's memory that gathered parameters may take without a budget, where that is faster; and the
-# gradients of a second reduction.
-_ROOM = 0.05
 
 Distance = int | Literal["auto"] | BackwardPrefetch | None
 
@@ -81,9 +77,9 @@ class Prefetch(GraphPass):
         lift(graph)
         self._place(graph, gathers, distance, context)
         recomputes = "joint" in context.graphs and context.graphs["joint"].recomputes_activations
-        in_flight = context.settings.reductions_in_flight or self.reductions_in_flight
-        in_flight = in_flight or reductions_under_way(reductions, recomputes, _room(context))
-        defer_reductions(graph, reductions, in_flight)
+        limit = context.settings.reductions_in_flight or self.reductions_in_flight
+        in_flight = limit or reductions_under_way(reductions, recomputes, room_of(context))
+        defer_reductions(graph, reductions, in_flight, 0 if limit else len(graph.delayed))
         _hoist_waits(graph, within_budget=self.budget is not None)
         context.plan.keep(graph)
         place_copies(graph)
@@ -105,8 +101,8 @@ class Prefetch(GraphPass):
         if distance is BackwardPrefetch.BACKWARD_POST:
             after = list(range(len(starts)))
         elif distance == "auto" and context.cost is not None:
-            segments = Segments.of(graph, starts, waits, context.cost)
-            after = choose(gathers, segments, self.budget, _room(context))
+            segments = Segments.of(graph.nodes, starts, waits, context.cost, context.cost.graph_seconds(graph))
+            after = choose(gathers, segments, self.budget, room_of(context))
         else:
             after = at_distance(len(starts), distance if isinstance(distance, int) else 1)
         after, is_explicit = _explicit(graph, waits, after, context)
@@ -115,12 +111,6 @@ class Prefetch(GraphPass):
         _move(graph, starts, waits, after)
         if distance is BackwardPrefetch.BACKWARD_POST and not is_explicit:
             _start_after_last_uses(graph, starts, waits)
-
-
-def _room(context: PassContext) -> int:
-    """Return the bytes that may be spent on having more run beside compute; 0 where nothing does."""
-    hardware = context.cost.hardware if context.cost is not None else None
-    return int(hardware.memory * _ROOM) if hardware is not None and hardware.overlaps else 0
 
 
 def _check_distance(name: str, distance: Distance) -> None:
@@ -247,8 +237,9 @@ def reductions_under_way(starts: list[fx.Node], recomputes_activations: bool, ro
     return 1 if (recomputes_activations or widens) and max(sent, default=0) > room else 2
 
 
-def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
-    """Start reductions in the order given, and wait for them as late as ``in_flight`` of them allow. Linear.
+def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int, delayed: int = 0) -> None:
+    """Start reductions in the order given, and wait for them as late as ``in_flight`` of them allow. Linear. The last
+    ``delayed`` have nothing behind them that a wait would make room for: they and the one before end the graph.
 
     The second stages keep that order too: the sequence of all collectives follows from it.
     """
@@ -264,7 +255,7 @@ def defer_reductions(graph: Graph, starts: list[fx.Node], in_flight: int) -> Non
             latest.append(start)
             positions[start] = positions[latest]
         latest = start
-    _defer_waits(graph, starts, in_flight)
+    _defer_waits(graph, starts, in_flight, delayed + 1 if delayed else 0)
     reduced = [user for start in starts for user in wait_of(start).users]
     _defer_waits(graph, [user for user in reduced if has_role(user, Role.REPLICATE_START)], in_flight)
 
@@ -290,8 +281,10 @@ def _start_behind_fusible(start: fx.Node) -> None:
             last.append(member)
 
 
-def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int) -> None:
-    for start, due in zip(starts, [*starts[in_flight:], *[graph.output] * in_flight], strict=False):
+def _defer_waits(graph: Graph, starts: list[fx.Node], in_flight: int, at_end: int = 0) -> None:
+    at_end = max(at_end, in_flight)
+    dues = [*starts[in_flight : len(starts) - at_end + in_flight], *[graph.output] * at_end]
+    for start, due in zip(starts, dues, strict=False):
         # A second stage stands right behind the wait for its first: what comes before it comes before both.
         both = has_role(due, Role.REPLICATE_START) and due.prev is operand(due)
         move_with_results(wait_of(start), before=due.prev if both else due)

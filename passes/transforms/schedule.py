@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.simulate import Conditions, Simulation, Task
+from graph_fsdp.passes.context import PassContext
 from graph_fsdp.passes.ir import dialect
 from graph_fsdp.passes.ir.graph import Gather, Graph
 
@@ -37,6 +38,9 @@ _SCALES = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _DISTANCES = (1, 2, 3)
 _EQUAL = 1.001  # schedules this close on a modelled clock are the same
 _WORTH = 1.01  # so many times faster is worth more memory
+# The part of the device's memory that is spent where that is faster: without a budget on gathered parameters, on the
+# gradients of a second reduction, and on what delayed products need.
+_ROOM = 0.05
 
 
 class BudgetError(ValueError):
@@ -135,6 +139,12 @@ def latest_starts(arrivals: list[float], durations: list[float], scale: float = 
     return after
 
 
+def room_of(context: PassContext) -> int:
+    """Return the bytes that may be spent on having more run beside compute; 0 where nothing does."""
+    hardware = context.cost.hardware if context.cost is not None else None
+    return int(hardware.memory * _ROOM) if hardware is not None and hardware.overlaps else 0
+
+
 @dataclass(frozen=True)
 class Segments:
     """A serial graph as the clock sees it has ``tasks`` in order: what is computed, reductions that start, and waits
@@ -145,14 +155,22 @@ class Segments:
     arrivals: list[float]
 
     @classmethod
-    def of(cls, graph: Graph, starts: list[fx.Node], waits: list[fx.Node], cost: CostModel) -> Segments:
-        seconds = cost.graph_seconds(graph)
-        started = {s: Task(cost.collective_seconds(s), dialect.group_of(s), copies=seconds[s]) for s in graph.starts}
+    def of(
+        cls,
+        nodes: Sequence[fx.Node],
+        starts: list[fx.Node],
+        waits: list[fx.Node],
+        cost: CostModel,
+        seconds: Mapping[fx.Node, float],
+    ) -> Segments:
+        """Describe a graph that has its nodes in this order, which take these ``seconds`` of compute."""
+        found = (node for node in nodes if node.target in dialect.STARTS)
+        started = {s: Task(cost.collective_seconds(s), dialect.group_of(s), copies=seconds[s]) for s in found}
         gathers = [started[start] for start in starts]
         awaited, arrivals = dict(zip(waits, gathers, strict=True)), dict[Task, float]()
         tasks: list[Task] = []
         compute = total = 0.0
-        for node in graph.fx_graph.nodes:
+        for node in nodes:
             if node in awaited:
                 arrivals[awaited[node]] = total + compute
                 task = Task(waits_for=awaited[node], copies=seconds[node])
