@@ -10,7 +10,7 @@ same. Python between the graphs is the program's own, and the host's time of Ind
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from graph_fsdp import compat
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.kernels import graph_work
-from graph_fsdp.passes.analysis.memory import value_storages
+from graph_fsdp.passes.analysis.memory import Storages, value_storages
 from graph_fsdp.passes.ir.effects import mutated_inputs
 from graph_fsdp.runtime.backends import BACKENDS, Backend, InductorBackend
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
@@ -94,24 +94,23 @@ class CompiledGraph:
                 del held[key]
             else:
                 given[value] = None
-        machine.launch(self.name, [], list(made.values()), 0.0)
+        machine.launch(f"results of {self.name}", [], list(made.values()), 0.0)
         return [made[node] if node in made else found[node] for node in self.outputs]
 
     def _memory(self, graph: Graph) -> Iterator[tuple[str, int, Any]]:
         """What running the graph does to memory, in order: (change, key, value). Values that fused kernels never write
         have no memory. Inputs that outputs view are not dropped."""
         storages, work = value_storages(graph), graph_work(graph, fused=True)
-        returned = {id(s): node for node in self.fresh for s in storages.of[node]}
-        viewed = {s for node in self.outputs if isinstance(node, fx.Node) for s in map(id, storages.of[node])}
+        # Of a storage the inputs, or the outputs, that lie in it.
+        received, returned = _by_storage(storages, self.inputs), _by_storage(storages, self.roots)
         changes: list[tuple[int, int, str, int, Any]] = []
         for storage in storages.found:
             key, node = id(storage), storage.node
-            if node in self.inputs:
-                same = [i for other, i in self.inputs.items() if key in map(id, storages.of[other])]
-                changes += [(storage.end, 1, "drop", key, index) for index in same if key not in viewed]
+            if key in received:
+                dropped = received[key] if key not in returned else []
+                changes += [(storage.end, 1, "drop", key, self.inputs[node]) for node in dropped]
             elif key in returned:
-                users = [node for node in self.fresh if key in map(id, storages.of[node])]
-                changes += [(storage.begin, 0, "output", key, user) for user in users]
+                changes += [(storage.begin, 0, "output", key, node) for node in returned[key]]
             elif work[node].written and storage.nbytes:
                 changes.append((storage.begin, 0, "allocate", key, storage.nbytes))
                 changes.append((storage.end, 1, "free", key, None))
@@ -132,6 +131,14 @@ class CompiledGraph:
         like = base if base.dtype is value.dtype else base.view(value.dtype)
         offset = value.storage_offset() - self.values[owner].storage_offset()
         return like.detach().as_strided(value.shape, value.stride(), like.storage_offset() + offset)
+
+
+def _by_storage(storages: Storages, nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for storage in storages.of[node]:
+            found.setdefault(id(storage), []).append(node)
+    return found
 
 
 class VirtualInductor(InductorBackend):
