@@ -138,3 +138,10 @@ class PublishedLlama(nn.Module):
             x = layer(x, self.angles[: tokens.shape[1]])
         loss: Tensor = self.loss(self.head(x), labels)
         return loss
+
+
+def llama_3_8b() -> tuple[PublishedLlama, tuple[Tensor, Tensor]]:
+    """The model and one sequence, for ``graph-fsdp plan benchmarks/published_llama.py:llama_3_8b``."""
+    sizes = MODELS["Llama-3-8B"]
+    tokens = torch.zeros(1, sizes.length, dtype=torch.long)
+    return PublishedLlama(sizes), (tokens, tokens)

@@ -21,7 +21,7 @@ from graph_fsdp.passes import Graph
 from graph_fsdp.passes.analysis.cost import CostModel
 from graph_fsdp.passes.analysis.kernels import graph_work
 from graph_fsdp.passes.analysis.memory import Storages, value_storages
-from graph_fsdp.passes.ir.effects import mutated_inputs
+from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 from graph_fsdp.runtime.backends import BACKENDS, Backend, InductorBackend
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
 from virtual import library
@@ -172,7 +172,10 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         prepared = compat.inductor_joint_passes(joint)
-        return compat.min_cut_rematerialization_partition(prepared, joint_inputs, compiler="inductor", **options)
+        with compat.random_states_only_where(
+            draws
+        ):  # attention without dropout is no random operator to the cost model
+            return compat.min_cut_rematerialization_partition(prepared, joint_inputs, compiler="inductor", **options)
 
     compiled: Callable[..., Any] = compat.aot_autograd(
         fw_compiler=compiler("forward"),

@@ -65,6 +65,13 @@ def eager_checkpointing_computes_products_of_blocks_again() -> None:
     assert held == sorted(held) and held[0] < held[1] < held[2]
 
 
+@FACTS.long
+def compiled_checkpointing_saves_less_and_takes_longer() -> None:
+    found = [ran(dataclasses.replace(COMPILED, checkpointing=kind))[0] for kind in ("full", "op", "none")]
+    assert found[0]["allocated_gib"] < found[1]["allocated_gib"] < found[2]["allocated_gib"]
+    assert found[0]["compute_seconds"] > found[1]["compute_seconds"] > found[2]["compute_seconds"]
+
+
 @FACTS
 def a_compiled_loss_holds_no_logits_in_float32() -> None:
     found, _ = ran(COMPILED)
