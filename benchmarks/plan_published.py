@@ -1,42 +1,62 @@
-"""The plan against published measurements of torchtitan's program: Llama-3-8B under FSDP2 alone.
+"""Published measurements of torchtitan's program beside FSDP2's own code on the virtual device, and beside our plan.
 
     python benchmarks/plan_published.py [--rows 0 1 2] [--layers 32]
     python benchmarks/plan_published.py --other gpus=64 batch=1 hardware=h100 tokens=7000 gib=50 --out other.json
 
-Nothing is measured here: rows are predicted (``graph_fsdp.planning``) and set beside what pages say. A row's conditions
-are what its page and torchtitan's code at that time say; none has a figure that was fitted to it (docs/planning.md).
-``--other`` is a row that is not in the table, by the fields of ``Row``.
+Nothing is measured here. A row's conditions are what its page and torchtitan's code at that time say; none has a figure
+that was fitted to it (docs/planning.md). ``--other`` is a row that is not in the table, by the fields of ``Row``.
 
-The plan is of the model that torchtitan had (``published_llama.py``), in operators of PyTorch. Its steps are those of
-torchtitan's program: blocks compiled, or not; the loss too, or not; FSDP2's collectives, copies and buffers
-(``fsdp2_program.py``, ``fsdp2_memory.py``). A page's gigabytes are GiB that torch's allocator has reserved
-(``max_reserved_gib`` of torchtitan's ``metrics.py``), with ``expandable_segments:True``, which its scripts set.
+**FSDP2's program**: torch's ``fully_shard``, ``torch.utils.checkpoint``, ``torch.compile`` of each block, autograd,
+clipping by norm and AdamW run as torchtitan calls them, at full depth, on the virtual device (``virtual/``) without
+numbers, as one rank of the row's GPUs.
+
+- tokens/s: of the third step. The host takes no time. What ran is played again with one GPU that computes
+  1.08 times slower, and with collectives that take processors (``virtual/replay.py``).
+- GiB: the most that torch's caching allocator has reserved in three steps, and has had in use. Compiled code allocates
+  what its kernels write, and frees it after the last that reads it (``virtual/compiled.py``). A page's gigabytes are
+  GiB reserved (``max_reserved_gib`` of torchtitan's ``metrics.py``), under ``expandable_segments:True``, which its
+  scripts set.
+
+**Ours**: ``graph_fsdp.plan`` of the same model, under the same conditions: what ``graph_fsdp.compile`` would do there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp2_memory import fsdp2_step
-from fsdp2_program import Compiled, fsdp2_seconds
-from published_llama import MODELS, Block, EveryOtherProduct, Head, PublishedLlama, SaveAsAutograd
+from published_llama import MODELS, NAMED, Block, EveryOtherProduct, Head, PublishedLlama, Sizes
 from tables import Table
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Embedding
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from virtual.compiled import backend
+from virtual.cost import Network
+from virtual.group import virtual_group
+from virtual.machine import Machine
+from virtual.replay import seconds_under
 
-from graph_fsdp.passes import default_pipeline
-from graph_fsdp.passes.transforms.activation_checkpointing import CheckpointActivations
+from graph_fsdp.passes import default_pipeline, find_hardware
+from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.planning import Plan, plan
-from graph_fsdp.planning.allocator import replay
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.json"
-STRAGGLER, GIB = 1.08, 2**30
+CONDITIONS = Conditions(straggler=1.08, contention=True)
+GIB, STEPS = 2**30, 3
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_SAVED = {operator.default for operator in NAMED}
 
 
 @dataclass(frozen=True)
@@ -70,9 +90,10 @@ class Row:
             if value not in known:
                 raise ValueError(f"{name}: there is no {value!r}; give one of {', '.join(known)}")
 
-    @property
-    def compiled(self) -> Compiled:
-        return Compiled(self.blocks_compiled, self.loss_compiled)
+    def sizes(self, layers: int | None) -> Sizes:
+        """Those of the model, or with fewer layers."""
+        sizes = MODELS[self.model]
+        return dataclasses.replace(sizes, layers=layers or sizes.layers)
 
 
 _END_OF_2024: dict[str, Any] = {"optimizer": "adamw_foreach"}
@@ -100,76 +121,170 @@ ROWS = (
     Row("64 A100s: Llama-2-70B, blocks recomputed", 353, None, "Llama-2-70B", 64, 2, "full", **_APRIL_2024),
     Row("August 2025: 8 MI300Xs, compiled, one sequence", 5376.5, 39.09, batch=1, **_AUGUST_2025),
 )
-SEEN = 5  # rows that the program was written for; the others were predicted when it stood
 
 
-def predict(row: Row, layers: int | None = None) -> Plan:
-    """Plan a row, or its model with fewer layers."""
-    sizes = MODELS[row.model]
-    sizes = dataclasses.replace(sizes, layers=layers or sizes.layers)
-    tokens = torch.zeros(row.batch, sizes.length, dtype=torch.long, device="meta")
-    saves = SaveAsAutograd(row.loss_compiled, everywhere=row.checkpointing == "none")
-    checkpointing = {"none": [], "op": [EveryOtherProduct()], "full": [CheckpointActivations("unit")]}
+# FSDP2's program
+
+
+def every_other_product() -> Any:
+    """Return the two contexts of a checkpoint that saves attention and every other matrix multiplication."""
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator == torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Checkpointed(nn.Module):
+    """A block under ``torch.utils.checkpoint``, with contexts that save some of its results, or with none."""
+
+    def __init__(self, block: Block, contexts: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.block = block
+        self.run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if contexts is not None:
+            self.run = partial(self.run, context_fn=contexts)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        return self.run(self.block, x, angles)  # type: ignore[no-any-return]
+
+
+def sharded(row: Row, layers: int | None, mesh: DeviceMesh) -> PublishedLlama:
+    """Make a row's model as torchtitan does: blocks checkpointed, compiled, then sharded; memory comes last."""
+    with torch.device("meta"):
+        model = PublishedLlama(row.sizes(layers))
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICY}
+    last = len(model.layers) - 1
+    for index, block in enumerate(model.layers):
+        if row.checkpointing != "none":
+            assert isinstance(block, Block)
+            block = Checkpointed(block, every_other_product if row.checkpointing == "op" else None)
+        if row.blocks_compiled:
+            block.compile(backend=backend, fullgraph=True)
+        fully_shard(block, **settings, reshard_after_forward=index < last or not row.root_only)
+        model.layers[index] = block
+    if not row.root_only:
+        fully_shard(model.embedding, **settings)
+        fully_shard(model.head, **settings, reshard_after_forward=False)
+    fully_shard(model, **settings, reshard_after_forward=False)
+    if row.loss_compiled:
+        model.loss.compile(backend=backend, fullgraph=True)
+    return model.to_empty(device="virtual")
+
+
+def train_step(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    """Run one step, in torchtitan's order."""
+    optimizer.zero_grad()
+    model(tokens, tokens).backward()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm, foreach=True)
+    optimizer.step()
+
+
+def fsdp2(row: Row, layers: int | None = None) -> dict[str, Any]:
+    """Train a row's model, or one with fewer layers, for three steps on a machine of its own."""
+    torch._dynamo.reset()
+    hardware, expandable = find_hardware(row.hardware), row.expandable_segments
+    machine = Machine(hardware, numbers=False, traced=True, expandable_segments=expandable)
+    with machine, virtual_group(row.gpus, Network(hardware=hardware)):
+        model = sharded(row, layers, init_device_mesh("virtual", (row.gpus,)))
+        kind = "foreach" if row.optimizer == "adamw_foreach" else "fused"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **{kind: True})
+        tokens = torch.zeros(row.batch, MODELS[row.model].length, dtype=torch.int64, device="virtual")
+        operations, reserved = machine.operations, []
+        assert operations is not None
+        gc.collect()
+        gc.disable()  # as torchtitan does, which collects between steps
+        for _ in range(STEPS):
+            operations.clear()
+            begin = machine.seconds
+            train_step(row, model, optimizer, tokens)
+            torch.accelerator.synchronize()
+            reserved.append(machine.memory.reserved / GIB)
+        gc.enable()
+        alone, seconds = machine.seconds - begin, seconds_under(CONDITIONS, operations, hardware)
+        found = {
+            "tokens_per_second": tokens.numel() / seconds,
+            "seconds": seconds,
+            "undisturbed_seconds": alone,
+            "compute_seconds": sum(op.seconds for op in operations if not op.links and op.stream == 0),
+            "link_seconds": sum(op.seconds for op in operations if op.links),
+            "operations": len(operations),
+            "allocated_gib": machine.memory.most / GIB,
+            "reserved_gib": reserved[-1],
+            "reserved_gib_after_steps": reserved,
+        }
+        del model, optimizer
+        torch._dynamo.reset()
+        gc.collect()
+    return found
+
+
+def ours(row: Row, layers: int | None = None) -> Plan:
+    """Plan a row's model, or one with fewer layers, as ``graph_fsdp.compile`` would train it."""
+    tokens = torch.zeros(row.batch, MODELS[row.model].length, dtype=torch.long, device="meta")
     passes = default_pipeline(hardware=row.hardware)
-    for new in (saves, *checkpointing[row.checkpointing]):  # the last one comes first
-        passes = passes.insert_after("recompute", new)
+    if row.checkpointing == "op":
+        passes = passes.insert_after("recompute", EveryOtherProduct())
     return plan(
-        lambda: PublishedLlama(sizes),
+        lambda: PublishedLlama(row.sizes(layers)),
         (tokens, tokens),
         mesh_shape=(row.gpus,),
         hardware=row.hardware,
-        backend="eager",
+        backend="inductor" if row.blocks_compiled else "eager",
         optimizer=row.optimizer,  # type: ignore[arg-type]
         clip_gradients=True,
         expandable_segments=row.expandable_segments,
-        straggler=STRAGGLER,
-        contention=True,
+        straggler=CONDITIONS.straggler,
+        contention=CONDITIONS.contention,
+        activation_checkpointing="unit" if row.checkpointing == "full" else None,
         auto_wrap_policy={Block} if row.root_only else {Block, Embedding, Head},
         passes=passes,
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        mp_policy=POLICY,
     )
 
 
 def result_of(row: Row, layers: int | None = None) -> dict[str, Any]:
-    made = predict(row, layers)
-    seconds = fsdp2_seconds(made, row.compiled)
-    reserved = replay(fsdp2_step(made, row.compiled), expandable_segments=row.expandable_segments)
+    run = fsdp2(row, layers)  # first: autograd counts the devices that there are once
+    made = ours(row, layers)
     assert made.tokens is not None
-    return {
-        **dataclasses.asdict(row),
-        "predicted": {
-            "tokens_per_second": made.tokens / sum(seconds.values()),
-            "seconds": seconds,
-            "allocated_gib": reserved.allocated / GIB,
-            "reserved_gib": reserved.nbytes / GIB,
-        },
+    planned = {
+        "tokens_per_second": made.tokens / made.step_seconds,
+        "reserved_gib": made.reserved.nbytes / GIB,
         "plan": made.summary(),
     }
+    return {**dataclasses.asdict(row), "fsdp2": run, "ours": planned}
 
 
 def table(result: dict[str, Any]) -> Table:
-    header = ("", "tokens/s and GPU, published", "predicted", "error")
-    header += ("GiB, published", "in use", "reserved", "error")
+    header = ("", "tokens/s and GPU, published", "FSDP2's program", "error")
+    header += ("GiB, published", "in use", "reserved", "error", "our plan: tokens/s", "GiB reserved")
     rows = []
     for found in result["rows"]:
-        predicted, speed, gib = found["predicted"], found["tokens"], found["gib"]
+        fsdp2, speed, gib = found["fsdp2"], found["tokens"], found["gib"]
         rows.append(
             [
                 found["name"],
                 f"{speed:,g}",
-                f"{predicted['tokens_per_second']:,.0f}",
-                f"{predicted['tokens_per_second'] / speed - 1:+.1%}",
-                *_memory_cells(gib, predicted),
+                f"{fsdp2['tokens_per_second']:,.0f}",
+                f"{fsdp2['tokens_per_second'] / speed - 1:+.1%}",
+                f"{gib:g}" if gib is not None else "",
+                f"{fsdp2['allocated_gib']:.1f}",
+                f"{fsdp2['reserved_gib']:.1f}",
+                f"{fsdp2['reserved_gib'] / gib - 1:+.1%}" if gib is not None else "",
+                f"{found['ours']['tokens_per_second']:,.0f}",
+                f"{found['ours']['reserved_gib']:.1f}",
             ]
         )
     return Table(header, rows)
-
-
-def _memory_cells(gib: float | None, predicted: dict[str, Any]) -> list[str]:
-    if gib is None:
-        return [""] * 4
-    allocated, reserved = predicted["allocated_gib"], predicted["reserved_gib"]
-    return [f"{gib:g}", f"{allocated:.1f}", f"{reserved:.1f}", f"{reserved / gib - 1:+.1%}"]
 
 
 def other_row(settings: list[str]) -> Row:

@@ -1,23 +1,20 @@
 """A Llama-3.1-8B of the operators that torchtitan's was at the end of 2024: rotary embeddings as complex numbers, keys
-and values repeated to as many heads as the queries have, norms and loss in float32; and what torchtitan saves for
-backward, as passes."""
+and values repeated to as many heads as the queries have, norms and loss in float32; and what its "selective op"
+checkpointing saves for backward, as a pass."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from graph_fsdp.compat import CheckpointPolicy
-from graph_fsdp.passes import Graph, GraphPass, PassContext
-from graph_fsdp.passes.analysis.kernels import has_tensor
-from graph_fsdp.passes.ir.unit_calls import module_path, unit_calls
+from graph_fsdp.passes import Graph, PassContext
 from graph_fsdp.passes.transforms.activation_checkpointing import CheckpointActivations
-from graph_fsdp.passes.transforms.recompute import forward_nodes, is_of_parameters, save, tag
+from graph_fsdp.passes.transforms.recompute import tag
 
 aten = torch.ops.aten
 # What torchtitan's policy names.
@@ -62,48 +59,6 @@ class EveryOtherProduct(CheckpointActivations):
                 if seen[node.meta["ac_graph_id"]] % 2 == 0:
                     tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         return said
-
-
-class SaveAsAutograd(GraphPass):
-    """Saves of what lies outside of blocks, or ``everywhere``, what autograd saves of it, as no partitioner chooses
-    there. Of a compiled loss the logits are saved, and all else is computed again, as the partitioner of its own graph
-    chooses."""
-
-    name = "save_as_autograd"
-    phases = ("joint",)
-    requires = ("recompute_tagged",)
-
-    def __init__(self, compiled_loss: bool, everywhere: bool = False) -> None:
-        self.compiled_loss, self.everywhere = compiled_loss, everywhere
-
-    def __repr__(self) -> str:
-        return f"{type(self).__qualname__}({self.name!r}, {self.compiled_loss}, {self.everywhere})"
-
-    def run(self, graph: Graph, context: PassContext) -> str | None:
-        calls, forward = unit_calls(graph, context.model), forward_nodes(graph, context)
-        in_blocks = {node for node, call in calls.items() if is_block(call.unit) and not self.everywhere}
-        outside = [n for n in graph.nodes if n.op == "call_function" and n in forward and n not in in_blocks]
-        saved = 0
-        for node in outside:
-            if is_of_parameters(node) or not has_tensor(node) or node.target is operator.getitem:
-                continue
-            readers = [r for user in node.users for r in (user.users if user.target is operator.getitem else (user,))]
-            if self.compiled_loss and module_of(node) == "loss":
-                tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-            elif any(r not in forward or (self.compiled_loss and module_of(r) == "loss") for r in readers):
-                save(node)
-                saved += 1
-        return f"{saved} nodes outside of blocks are saved"
-
-
-def is_block(unit: str) -> bool:
-    return unit.startswith("layers.")
-
-
-def module_of(node: fx.Node) -> str | None:
-    """Return the name of the innermost module whose forward, or whose gradient, a node is part of; None if unknown."""
-    stack = node.meta.get("fwd_nn_module_stack") or node.meta.get("nn_module_stack")
-    return ".".join(module_path(list(stack.values())[-1][0])[1:]) if stack else None
 
 
 class Norm(nn.Module):
@@ -183,3 +138,10 @@ class PublishedLlama(nn.Module):
             x = layer(x, self.angles[: tokens.shape[1]])
         loss: Tensor = self.loss(self.head(x), labels)
         return loss
+
+
+def llama_3_8b() -> tuple[PublishedLlama, tuple[Tensor, Tensor]]:
+    """The model and one sequence, for ``graph-fsdp plan benchmarks/published_llama.py:llama_3_8b``."""
+    sizes = MODELS["Llama-3-8B"]
+    tokens = torch.zeros(1, sizes.length, dtype=torch.long)
+    return PublishedLlama(sizes), (tokens, tokens)

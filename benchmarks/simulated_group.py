@@ -109,6 +109,37 @@ class SimulatedGroup(NamedGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work | None:
         return self._launch([Message("broadcast", t.nbytes, (t,), (), lambda: None) for t in tensors])
 
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work | None:
+        """As the rank that has what all are sent."""
+        if len(inputs) != len(outputs):
+            raise NotImplementedError("simulated scatter: only the rank that sends is simulated")
+
+        def message(output: Tensor, parts: Sequence[Tensor]) -> Message:
+            own = parts[self.rank()]
+            moved = output.nbytes * (self.size() - 1)
+            return Message("scatter", moved, (output,), tuple(parts), lambda: _copy(output, own))
+
+        return self._launch([message(output, parts) for output, parts in zip(outputs, inputs, strict=True)])
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> dist.Work | None:
+        """Every rank sends what this one sends: this rank's part of it comes from each."""
+        size, rank = self.size(), self.rank()
+        sent = input.split(list(input_splits) or [len(input) // size] * size)
+        received = output.split(list(output_splits) or [len(output) // size] * size)
+        pairs = [(part, sent[rank]) for part in received]
+        if any(part.shape != own.shape for part, own in pairs):
+            raise ValueError(f"simulated all-to-all: each rank sends {list(sent[rank].shape)} to this one")
+
+        def exchange() -> None:
+            for part, own in pairs:
+                _copy(part, own)
+
+        return self._launch([Message("all_to_all", self._ring_bytes(input), (output,), (input,), exchange)])
+
+    all_to_all_single = alltoall_base
+
     def barrier(self, opts: Any = None) -> dist.Work | None:
         return self._launch([Message("barrier", 0, (), (), lambda: None)])
 
@@ -119,12 +150,11 @@ class SimulatedGroup(NamedGroup):
 
     def _unsupported(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "simulated process group: all-gather, reduce-scatter (of single tensors), all-reduce, broadcast and "
-            "barrier are simulated; others are not"
+            "simulated process group: all-gather, reduce-scatter and all-to-all (of single tensors), all-reduce, "
+            "broadcast, scatter and barrier are simulated; others are not"
         )
 
-    gather = scatter = reduce = reduce_scatter = _unsupported
-    alltoall = alltoall_base = all_to_all_single = send = recv = recv_anysource = _unsupported
+    gather = reduce = reduce_scatter = alltoall = send = recv = recv_anysource = _unsupported
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._grouped = []

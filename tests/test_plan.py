@@ -117,8 +117,14 @@ MODEL = """
 import torch
 from torch import nn
 
+FACTOR = 2.0
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * FACTOR
+
 def model():
-    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 8))
+    return nn.Sequential(nn.Embedding(32, 16), Scaled(16, 8))
 
 def model_and_inputs():
     return nn.Linear(16, 8), torch.zeros(4, 16)

@@ -10,7 +10,7 @@ same. Python between the graphs is the program's own, and the host's time of Ind
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from torch import Tensor, fx
 from graph_fsdp import compat
 from graph_fsdp.passes import Graph
 from graph_fsdp.passes.analysis.cost import CostModel
-from graph_fsdp.passes.ir.effects import mutated_inputs
+from graph_fsdp.passes.analysis.kernels import graph_work
+from graph_fsdp.passes.analysis.memory import Storages, value_storages
+from graph_fsdp.passes.ir.effects import draws, mutated_inputs
 from graph_fsdp.runtime.backends import BACKENDS, Backend, InductorBackend
 from graph_fsdp.runtime.regions.regions import Compiled, Region, RegionKey, run_as_graph
+from virtual import library
 from virtual.kernels import tensors_of
 from virtual.machine import Machine
 
@@ -41,10 +44,18 @@ class CompiledGraph:
         self.roots = {node: roots for node, roots in graph.alias_roots().items() if node in set(self.outputs)}
         ends = [node for node in (*self.outputs, *self.inputs) if isinstance(node, fx.Node)]
         self.values = {node: node.meta.get("val") for node in ends}
+        # Outputs in memory of their own, each once.
+        self.fresh = dict.fromkeys(
+            node for node, roots in self.roots.items() if self._is_tensor(node) and not set(roots) & set(self.inputs)
+        )
         machine = Machine.current
         assert machine is not None, "graphs are compiled for the device of a machine"
         self.seconds = sum(CostModel(machine.hardware, {}).graph_seconds(graph).values())
         self.run = run_as_graph(module) if machine.numbers else None
+        self.changes = [] if machine.numbers else list(self._memory(graph))
+
+    def _is_tensor(self, node: Any) -> bool:
+        return isinstance(node, fx.Node) and isinstance(self.values.get(node), Tensor)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         machine = Machine.current
@@ -53,8 +64,11 @@ class CompiledGraph:
         given = list(inputs)
         machine.enter()
         try:
+            if self.run is None:
+                inputs.clear()
+                return self._without_numbers(machine, given)
             paused, machine.paused = machine.paused, True
-            found = self.run(inputs) if self.run is not None else [self._shaped(given, node) for node in self.outputs]
+            found = self.run(inputs)
             machine.paused = paused
             inputs.clear()
             written = [given[index] for index in self.written]
@@ -63,6 +77,45 @@ class CompiledGraph:
         finally:
             machine.leave()
         return found
+
+    def _without_numbers(self, machine: Machine, given: list[Any]) -> Sequence[Any]:
+        """Allocate and drop what the graph's kernels do, in their order; inputs too, where nobody else holds them."""
+        machine.launch(self.name, list(tensors_of(given)), [given[index] for index in self.written], self.seconds)
+        made: dict[fx.Node, Tensor] = {}
+        # What is no new tensor: views of inputs, and numbers. They hold their inputs.
+        found = {node: self._shaped(given, node) for node in self.outputs if node not in self.fresh}
+        held: dict[int, Tensor] = {}
+        for change, key, value in self.changes:
+            if change == "output":
+                made[value] = self._shaped(given, value)
+            elif change == "allocate":
+                held[key] = torch.empty(value, dtype=torch.uint8, device=library.NAME)
+            elif change == "free":
+                del held[key]
+            else:
+                given[value] = None
+        machine.launch(f"results of {self.name}", [], list(made.values()), 0.0)
+        return [made[node] if node in made else found[node] for node in self.outputs]
+
+    def _memory(self, graph: Graph) -> Iterator[tuple[str, int, Any]]:
+        """What running the graph does to memory, in order: (change, key, value). Values that fused kernels never write
+        have no memory. Inputs that outputs view are not dropped."""
+        storages, work = value_storages(graph), graph_work(graph, fused=True)
+        # Of a storage the inputs, or the outputs, that lie in it.
+        received, returned = _by_storage(storages, self.inputs), _by_storage(storages, self.roots)
+        changes: list[tuple[int, int, str, int, Any]] = []
+        for storage in storages.found:
+            key, node = id(storage), storage.node
+            if key in received:
+                dropped = received[key] if key not in returned else []
+                changes += [(storage.end, 1, "drop", key, self.inputs[node]) for node in dropped]
+            elif key in returned:
+                changes += [(storage.begin, 0, "output", key, node) for node in returned[key]]
+            elif work[node].written and storage.nbytes:
+                changes.append((storage.begin, 0, "allocate", key, storage.nbytes))
+                changes.append((storage.end, 1, "free", key, None))
+        for *_, change, key, value in sorted(changes, key=lambda each: each[:2]):
+            yield change, key, value
 
     def _shaped(self, given: Sequence[Any], node: Any) -> Any:
         """An output without numbers: an input, a view of one, or a new tensor."""
@@ -78,6 +131,14 @@ class CompiledGraph:
         like = base if base.dtype is value.dtype else base.view(value.dtype)
         offset = value.storage_offset() - self.values[owner].storage_offset()
         return like.detach().as_strided(value.shape, value.stride(), like.storage_offset() + offset)
+
+
+def _by_storage(storages: Storages, nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for storage in storages.of[node]:
+            found.setdefault(id(storage), []).append(node)
+    return found
 
 
 class VirtualInductor(InductorBackend):
@@ -111,7 +172,10 @@ def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         prepared = compat.inductor_joint_passes(joint)
-        return compat.min_cut_rematerialization_partition(prepared, joint_inputs, compiler="inductor", **options)
+        with compat.random_states_only_where(
+            draws
+        ):  # attention without dropout is no random operator to the cost model
+            return compat.min_cut_rematerialization_partition(prepared, joint_inputs, compiler="inductor", **options)
 
     compiled: Callable[..., Any] = compat.aot_autograd(
         fw_compiler=compiler("forward"),

@@ -137,25 +137,6 @@ class VirtualGroup(SimulatedGroup):
 
     _on_current_stream = False
 
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
-    ) -> dist.Work | None:
-        """Every rank sends what this one sends: this rank's part of it comes from each."""
-        size, rank = self.size(), self.rank()
-        sent = input.split(list(input_splits) or [len(input) // size] * size)
-        received = output.split(list(output_splits) or [len(output) // size] * size)
-        pairs = [(part, sent[rank]) for part in received]
-        if any(part.shape != own.shape for part, own in pairs):
-            raise ValueError(f"virtual all-to-all: each rank sends {list(sent[rank].shape)} to this one")
-
-        def exchange() -> None:
-            for part, own in pairs:
-                part.copy_(own)
-
-        return self._launch([Message("all_to_all", self._ring_bytes(input), (output,), (input,), exchange)])
-
-    all_to_all_single = alltoall_base
-
 
 def _on_its_stream(name: str) -> Callable[..., Any]:
     collective = getattr(VirtualGroup, name)
@@ -172,7 +153,7 @@ _COLLECTIVES = (
     *("all_gather_single", "all_gather_single_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
     *("reduce_scatter_tensor_coalesced", "allgather", "allreduce", "allreduce_coalesced", "broadcast", "barrier"),
-    *("alltoall_base", "all_to_all_single"),
+    *("scatter", "alltoall_base", "all_to_all_single"),
 )
 for _name in _COLLECTIVES:
     setattr(VirtualGroup, _name, _on_its_stream(_name))

@@ -36,8 +36,8 @@ _kept: list[torch.library.Library] = []
 
 
 def register() -> None:
-    every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    _kept[:] = [every, own]
+    every, own, device = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "virtual_device"))
+    _kept[:] = [every, own, device]
     every.fallback(run, "PrivateUse1")
     if torch.__version__ < (2, 10):  # later ones have it
         every.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")
@@ -48,6 +48,9 @@ def register() -> None:
         own.impl(name.removeprefix("aten::"), functools.partial(run, operator), "PrivateUse1")
     own.impl("_copy_from", copy, "PrivateUse1")
     own.impl("_copy_from_and_resize", copy, "PrivateUse1")
+    for lazy in ("Conjugate", "Negative"):  # torch makes such values plain by copying them
+        for owner, name in ((own, "_copy_from"), (own, "_copy_from_and_resize"), (device, "on_host")):
+            owner.impl(name, torch.library.fallthrough_kernel, lazy)
     own.impl("_local_scalar_dense", item, "PrivateUse1")
     own.impl("set_.source_Tensor", set_tensor, "PrivateUse1")
     own.impl("set_.source_Storage", set_storage, "PrivateUse1")
@@ -110,6 +113,15 @@ def is_virtual(value: Any) -> bool:
 def on_host(value: Tensor) -> Tensor:
     """The same memory as a tensor of the CPU."""
     return _on_host.on_host(value) if is_virtual(value) else value
+
+
+def _lazy_on_host(value: Tensor) -> Tensor:
+    """The same memory as a tensor of the CPU, still to be conjugated or negated as the tensor is."""
+    found = on_host(value)
+    if found is not value:
+        found = found.conj() if value.is_conj() else found
+        found = torch._neg_view(found) if value.is_neg() else found
+    return found
 
 
 def _moved(leaf: Any, to: torch.device) -> Any:
@@ -227,7 +239,7 @@ def _copy(machine: Machine | None, source: Tensor, target: Tensor, non_blocking:
     if machine is not None and source.device.type == "cpu" and numbers:
         machine.arrive(source)
     if numbers:
-        on_host(target).copy_(on_host(source))
+        _lazy_on_host(target).copy_(_lazy_on_host(source))
     if machine is None:
         return target
     machine.launch("aten.copy_", [source], [target], machine.kernels.copy(target, source))

@@ -60,6 +60,7 @@ class Machine:
     any size run: what a program reads of the device is 0, attention is flash attention, and what the host does to
     pinned memory is not checked.
     traced: keep ``operations``.
+    expandable_segments: the allocator grows what it has, as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` says.
 
     Leaving raises RaceError if races were found that nobody has taken (``take_races``).
     """
@@ -67,11 +68,17 @@ class Machine:
     current: Machine | None = None
 
     def __init__(
-        self, hardware: str | Hardware = "h100", *, host: Host = "zero", numbers: bool = True, traced: bool = False
+        self,
+        hardware: str | Hardware = "h100",
+        *,
+        host: Host = "zero",
+        numbers: bool = True,
+        traced: bool = False,
+        expandable_segments: bool = False,
     ) -> None:
         self.hardware, self.host, self.numbers = find_hardware(hardware), host, numbers
         self.clocks = Clocks()
-        self.memory = Memory(self.clocks)
+        self.memory = Memory(self.clocks, expandable_segments)
         self.kernels = Kernels(self.hardware)
         self.races: list[Race] = []
         self.errors: list[BaseException] = []  # raised where torch could not be told

@@ -37,8 +37,8 @@ class Storage:
 class Memory:
     """All storages of the device, and pinned ones of the host, by address."""
 
-    def __init__(self, clocks: Clocks) -> None:
-        self.clocks, self.allocator = clocks, CachingAllocator()
+    def __init__(self, clocks: Clocks, expandable_segments: bool = False) -> None:
+        self.clocks, self.allocator = clocks, CachingAllocator(expandable_segments=expandable_segments)
         self.storages: dict[int, Storage] = {}
         self.most = 0  # bytes at once, since ``forget_peak``
         self._dropped: dict[int, list[Storage]] = {}  # by their stream, until its next request

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
-import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,11 +54,20 @@ def _named(path: str, name: str) -> Any:
     if path.endswith(".py"):
         if not Path(path).is_file():
             raise ValueError(f"model: there is no file {path!r}")
-        return runpy.run_path(path, run_name=Path(path).stem).get(name)
+        return getattr(_loaded(Path(path)), name, None)
     try:
         return getattr(importlib.import_module(path), name, None)
     except ModuleNotFoundError as error:
         raise ValueError(f"model: there is no module {path!r} ({error}); name one, or a file.py:function") from error
+
+
+def _loaded(path: Path) -> ModuleType:
+    """Run a file as a module, under a name by which Dynamo finds it: it imports the module of a function's globals."""
+    spec = importlib.util.spec_from_file_location(f"graph_fsdp_plan_of_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "there is a loader for the ending"
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _from_config(path: Path) -> Callable[[], nn.Module]:

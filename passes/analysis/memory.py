@@ -205,6 +205,12 @@ def allocations(graph: Graph, context: PassContext) -> Storages:
     return Storages([*alone, *whole], given.of)
 
 
+def value_storages(graph: Graph) -> Storages:
+    """Find the storages that the values of any graph lie in, as executed operator by operator, without categories."""
+    found = _Lifetimes(graph)
+    return Storages(found.found, found.of)
+
+
 def _values(graph: Graph, context: PassContext) -> Storages:
     """Find the storages of the nodes' values, with lifetimes and categories."""
     lifetimes = _Lifetimes(graph)

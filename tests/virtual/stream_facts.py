@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from both_devices import KINDS, LINK, RANKS, ours, overlapped, same_numbers, strict
 from models import MLP
 from mutants import wrong
+from simulated_link import Message
+from symmetric import standing_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -62,6 +66,38 @@ def registered_memory_is_gathered_into_and_not_copied() -> None:
     machine = same_numbers(shard)
     landed = {kind: {registered for other, registered in VirtualGroup.landed if other == kind} for kind in KINDS}
     assert landed == {kind: {True} for kind in KINDS}
+    assert not launched(machine, "aten.split_with_sizes_copy")
+
+
+def symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy() -> None:
+    """With stand-ins for torch's allocation and exchange of addresses."""
+    gathers: list[tuple[set[int], set[int]]] = []  # addresses of the storages that a gather sends from and writes
+    launch = VirtualGroup._launch
+
+    def noted(self: VirtualGroup, messages: Sequence[Message]) -> Any:
+        for message in messages:
+            if message.kind == "all_gather" and Machine.current is not None:
+                sent, written = (
+                    {t.untyped_storage().data_ptr() for t in tensors} for tensors in (message.inputs, message.outputs)
+                )
+                gathers.append((sent, written))
+        return launch(self, messages)
+
+    def shard(model: nn.Module) -> nn.Module:
+        model = ours(model, passes=default_pipeline(hardware=cheap_messages()), reshard_after_forward=True)
+        if Machine.current is not None:
+            model.set_symm_mem_for_comm()  # type: ignore[operator]
+        return model
+
+    with standing_in() as asked, mock.patch.object(VirtualGroup, "_launch", noted), strict():
+        machine = same_numbers(shard, steps=3)
+    assert asked.pools and set(asked.pools) == {"virtual"}
+    assert len(asked.exchanged) == len(asked.pools) == len(asked.addresses), "no slot is exchanged, or made, again"
+    count, rest = divmod(len(gathers), 3)
+    steps = [gathers[step * count : (step + 1) * count] for step in range(3)]
+    assert count and not rest and steps[0] == steps[1] == steps[2], "slots stay where they are"
+    for sent, written in steps[0]:
+        assert sent == written <= asked.addresses, "a rank sends its own part of a slot"
     assert not launched(machine, "aten.split_with_sizes_copy")
 
 
@@ -131,6 +167,7 @@ FOUND = (
     collectives_run_on_streams_of_high_priority,
     messages_are_launched_together,
     registered_memory_is_gathered_into_and_not_copied,
+    symmetric_slots_are_exchanged_once_and_gathered_into_without_a_copy,
     custom_collectives_are_called_on_our_streams,
     memory_of_collectives_that_nobody_waits_for_is_not_given_away,
     ours_with_offload_and_pinned_memory_of_little_more_than_the_shards_bytes,

@@ -326,6 +326,36 @@ def compiled_graphs_compute_what_the_cpu_computes_in_fewer_kernels() -> None:
 
 
 @FACTS
+def compiled_graphs_allocate_what_their_kernels_write() -> None:
+    """What is fused has no memory; what is written is freed after it has been read for the last time."""
+    torch._dynamo.reset()
+    with Machine("h100", numbers=False) as machine:
+        x, w = (torch.empty(1024, 1024, device="virtual") for _ in range(2))
+
+        def layers(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = (x @ w).exp().sin()
+            return x
+
+        with torch.no_grad():
+            y = torch.compile(layers, backend=backend)(x)
+        assert machine.memory.most == 4 * x.nbytes, "x and w, and two of: a product, its sine"
+        assert machine.memory.allocated == 3 * y.nbytes
+
+
+@FACTS
+def conjugated_and_negated_values_are_copied() -> None:
+    with Machine("h100"):
+        x, y = (torch.view_as_complex(torch.randn(3, 2)) for _ in range(2))
+        a, b = x.to("virtual").requires_grad_(), y.to("virtual")
+        torch.view_as_real(a * b).pow(3).sum().backward()  # the gradient has b conjugated
+        c = x.clone().requires_grad_()
+        torch.view_as_real(c * y).pow(3).sum().backward()
+        assert torch.equal(a.grad.cpu(), c.grad)
+        assert torch.equal(b.conj().imag.clone().cpu(), y.conj().imag) and torch.equal(b.conj().cpu(), y.conj())
+
+
+@FACTS
 def a_step_is_played_again_under_conditions() -> None:
     """A GPT of Llama-3-8B's width on 8 H100s: what ``benchmarks/virtual_cluster.py`` says of it."""
     hardware, workload = HARDWARE["h100"], virtual_cluster.Workload("gpt", layers=2, length=2048)
