@@ -2,6 +2,8 @@
 
 from graph_fsdp.passes.analysis.simulate import Conditions
 from graph_fsdp.passes.analysis.simulate import simulate as run
+from graph_fsdp.planning.dimensions import Dimensions
+from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.prediction import Plan, plan
 from graph_fsdp.planning.search import Candidate, Choice, Search, search
 from graph_fsdp.planning.tracing import Traced, trace
@@ -10,10 +12,14 @@ __all__ = [
     "Candidate",
     "Choice",
     "Conditions",
+    "Dimensions",
+    "PipelinePlan",
     "Plan",
     "Search",
+    "Stage",
     "Traced",
     "plan",
+    "plan_pipeline",
     "run",
     "search",
     "trace",
