@@ -56,7 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contention", action="store_true", help="collectives share links, and processors with compute"
     )
-    parser.add_argument("--search", action="store_true", help="compare meshes, resharding, buckets and checkpointing")
+    parser.add_argument(
+        "--search", action="store_true", help="compare meshes, schedules, resharding, buckets and checkpointing"
+    )
     parser.add_argument(
         "--memory", type=parse_bytes, help="of a rank, such as 80GB, for --search (default the hardware's)"
     )
@@ -129,9 +131,11 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
     """Return the plan of a model of transformers that is divided over more than ranks of data parallelism."""
     from rich.console import Console
 
-    from graph_fsdp.planning import plan_pipeline
+    from graph_fsdp.passes import find_hardware
+    from graph_fsdp.planning import plan_pipeline, search_pipelines
     from graph_fsdp.planning.causal_lm import CausalLM
     from graph_fsdp.planning.model_config import read_config
+    from graph_fsdp.planning.search import neighbours
 
     for name in ("report", "trace"):
         if getattr(chosen, name):
@@ -141,8 +145,18 @@ def _divided(chosen: argparse.Namespace, dimensions: Dimensions, options: dict[s
             f"model: {chosen.model} is no config.json, and how to divide it over {dimensions} is not known; call "
             "graph_fsdp.planning.plan_pipeline with your stages and parallelize"
         )
-    microbatches = chosen.microbatches or 4 * dimensions.pp
-    model = CausalLM(read_config(Path(chosen.model)), dimensions, chosen.batch, chosen.seq)
+    microbatches, config = chosen.microbatches or 4 * dimensions.pp, read_config(Path(chosen.model))
+    if chosen.search:
+        hardware = find_hardware(chosen.hardware)
+
+        def divided(on: Dimensions) -> Any:
+            model = CausalLM(config, on, chosen.batch, chosen.seq)
+            return model.stage, model.parallelize
+
+        every = microbatches * dimensions.dp_replicate * dimensions.dp_shard
+        shapes, options = neighbours(dimensions, hardware.island), {**options, "microbatches": every}
+        return search_pipelines(divided, mesh_shapes=shapes, memory=chosen.memory, progress=_progress, **options)
+    model = CausalLM(config, dimensions, chosen.batch, chosen.seq)
     with Console(stderr=True).status("tracing the stages and running the passes"):
         return plan_pipeline(
             model.stage,
@@ -178,7 +192,7 @@ def _mesh(text: str) -> tuple[int, ...] | dict[str, int]:
     sizes = text.lower().split("x")
     if len(sizes) > 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh: give a number of ranks, REPLICASxSHARDS such as 64x8, or names and sizes such as "
+            f"{text!r} is no mesh: give a number of ranks, or REPLICASxSHARDS such as 64x8, or names and sizes such as "
             "dp_shard=8,tp=8, each name once"
         )
     return tuple(map(int, sizes))

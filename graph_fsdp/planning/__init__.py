@@ -5,7 +5,7 @@ from graph_fsdp.passes.analysis.simulate import simulate as run
 from graph_fsdp.planning.dimensions import Dimensions
 from graph_fsdp.planning.pipeline import PipelinePlan, Stage, plan_pipeline
 from graph_fsdp.planning.prediction import Plan, plan
-from graph_fsdp.planning.search import Candidate, Choice, Search, search
+from graph_fsdp.planning.search import Candidate, Choice, Search, search, search_pipelines
 from graph_fsdp.planning.tracing import Traced, trace
 
 __all__ = [
@@ -22,5 +22,6 @@ __all__ = [
     "plan_pipeline",
     "run",
     "search",
+    "search_pipelines",
     "trace",
 ]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -156,8 +156,10 @@ def pipeline_orders(schedule: str, ranks: int, microbatches: int, stages_per_ran
     table: Any = made.pipeline_order
     orders = []
     for rank in range(ranks):
-        named = ((a.stage_index, a.computation_type.value, a.microbatch_index) for a in table[rank] if a is not None)
-        orders.append(_with_collectives([action for action in named if action[1] in ("F", "B")]))
+        kinds = ((a.stage_index, a.computation_type.value) for a in table[rank] if a is not None)
+        # A stage takes microbatches in their order. torch's table of 1F1B numbers the last stage's forwards from 1.
+        numbers: dict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+        orders.append(_with_collectives([(*kind, next(numbers[kind])) for kind in kinds if kind[1] in ("F", "B")]))
     return orders
 
 
