@@ -159,16 +159,7 @@ def result_of(row: Row) -> dict[str, Any]:
         }
         for name, plan in plans.items()
     }
-    stages = {key: dataclasses.asdict(figures) for key, figures in zip(_places(made), made.stages, strict=True)}
-    return {**dataclasses.asdict(row), "predicted": predicted, "in_flight": made.in_flight[0], "stages": stages}
-
-
-def _places(made: PipelinePlan) -> list[str]:
-    """Call the stages "first", "last", and all others by the place of the last that is planned alike."""
-    count = len(made.plans)
-    last = {id(plan): place for place, plan in enumerate(made.plans)}
-    names = {0: "first", count - 1: "last"}
-    return [names.get(last[id(plan)], f"such as {last[id(plan)]}") for plan in made.plans]
+    return {**dataclasses.asdict(row), "predicted": predicted, "in_flight": made.in_flight[0]}
 
 
 def table(result: dict[str, Any]) -> Table:
